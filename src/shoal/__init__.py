@@ -1,0 +1,69 @@
+"""shoal: one model, any number of devices, the same training run."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+# Public name -> the module that defines it. Loaded on first use, so that `import shoal` needs no torch.
+_HOMES = {
+    "Job": "shoal.job",
+    "Epochs": "shoal.job",
+    "Steps": "shoal.job",
+    "Samples": "shoal.job",
+    "Progress": "shoal.job",
+    "warmup_cosine": "shoal.job",
+    "Plan": "shoal.plan",
+    "Layout": "shoal.plan",
+    "StepRecord": "shoal.records",
+    "RunRecord": "shoal.records",
+    "ShoalError": "shoal.errors",
+    "ExitCode": "shoal.errors",
+    "cross_entropy": "shoal.sums",
+    "mse": "shoal.sums",
+    "accuracy": "shoal.sums",
+    "Session": "shoal.session",
+    "weights_sha256": "shoal.checkpoint",
+}
+
+__all__ = [
+    "Epochs",
+    "ExitCode",
+    "Job",
+    "Layout",
+    "Plan",
+    "Progress",
+    "RunRecord",
+    "Samples",
+    "Session",
+    "ShoalError",
+    "StepRecord",
+    "Steps",
+    "__version__",
+    "accuracy",
+    "cross_entropy",
+    "mse",
+    "warmup_cosine",
+    "weights_sha256",
+]
+
+if TYPE_CHECKING:
+    from shoal.checkpoint import weights_sha256
+    from shoal.errors import ExitCode, ShoalError
+    from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
+    from shoal.plan import Layout, Plan
+    from shoal.records import RunRecord, StepRecord
+    from shoal.session import Session
+    from shoal.sums import accuracy, cross_entropy, mse
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

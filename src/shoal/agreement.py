@@ -1,0 +1,95 @@
+"""Agreement: what all ranks decide together before each step, and how an exception on one becomes an end on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shoal.errors import PeerError, ShoalError
+from shoal.faults import as_shoal_error, to_json
+from shoal.mesh import Mesh
+from shoal.records import SPANS, Spread
+
+T = TypeVar("T")
+_FLAGS = ("has_data", "error", "stop", "checkpoint")
+_MEASURES = (*SPANS, "step_seconds", "memory_bytes")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says at the start of a step; `measures` are of the step before."""
+
+    has_data: bool = False
+    error: bool = False
+    stop: bool = False
+    checkpoint: bool = False
+    measures: tuple[float, ...] = (0.0,) * len(_MEASURES)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know: whether any of them has data, failed, was asked to stop; rank 0 calls for checkpoints."""
+
+    any_data: bool
+    any_error: bool
+    stop: bool
+    checkpoint: bool
+    spreads: dict[str, Spread]
+
+    @property
+    def slowest_rank(self) -> int:
+        """The rank that computed longest in the step before."""
+        return self.spreads["busy_seconds"].rank_of_max
+
+
+def measures(spans: dict[str, float], step_seconds: float, memory_bytes: int) -> tuple[float, ...]:
+    """The measures of a report."""
+    return (*(spans[name] for name in SPANS), step_seconds, float(memory_bytes))
+
+
+def agree(mesh: Mesh, report: Report) -> Agreement:
+    """Collective: all ranks, one all-gather of 14 numbers a rank."""
+    flags = [float(getattr(report, name)) for name in _FLAGS]
+    table = mesh.all_gather([*flags, *report.measures])
+    has_data, error, stop, checkpoint = (table[:, i] for i in range(len(_FLAGS)))
+    columns = {name: table[:, len(_FLAGS) + i] for i, name in enumerate(_MEASURES)}
+    # Who computes longest waits least: a slow rank shows in its own work, everywhere else as communication.
+    columns["busy_seconds"] = columns["step_seconds"] - columns["exposed_communication"]
+    spreads = {n: Spread(float(c.min()), float(c.max()), int(c.argmax())) for n, c in columns.items()}
+    return Agreement(bool(has_data.any()), bool(error.any()), bool(stop.any()), bool(checkpoint[0]), spreads)
+
+
+def raise_together(mesh: Mesh, error: ShoalError | None) -> None:
+    """Raises on every rank if any has an error: its own where it has one, else a PeerError that names the culprit.
+
+    Collective: all ranks, one JSON gather.
+    """
+    told = mesh.gather_json(to_json(error, mesh.rank, mesh.host) if error else None)
+    if error is not None:
+        error.rank, error.host = mesh.rank, mesh.host
+        raise error
+    raise_peer(told)
+
+
+def raise_peer(told: list[dict[str, Any] | None]) -> None:
+    """Raises: PeerError where another rank told of an error."""
+    culprit = next((t for t in told if t), None)
+    if culprit is not None:
+        raise PeerError(
+            given=f"rank {culprit['rank']} on {culprit['host']}: {culprit['given']}",
+            conflict=culprit["conflict"],
+            remedy=culprit["remedy"],
+        )
+
+
+def together(mesh: Mesh, work: Callable[[], T]) -> T:
+    """The result of `work`, unless it raised on any rank; then every rank raises. Collective: all ranks."""
+    result: T
+    error: ShoalError | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = as_shoal_error(caught)
+    raise_together(mesh, error)
+    return result

@@ -1,0 +1,130 @@
+"""The training state as tensors and JSON, under logical names, and back again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import JobMismatchError, UserCodeError
+
+_TENSOR, _TUPLE = "$tensor", "$tuple"
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, each once however many names it has, on the CPU and owned by the result."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: _owned(tensor) for name, tensor in named}
+
+
+def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Sets parameters and buffers. Raises: JobMismatchError where names, shapes or dtypes are not the model's."""
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    wrong = [f"{n}: not in the checkpoint" for n in named.keys() - tensors.keys()]
+    wrong += [f"{n}: not in the model" for n in tensors.keys() - named.keys()]
+    for name in named.keys() & tensors.keys():
+        mine, saved = named[name], tensors[name]
+        if mine.shape != saved.shape or mine.dtype != saved.dtype:
+            wrong.append(f"{name}: {saved.dtype} {list(saved.shape)} in the checkpoint, {mine.dtype} {list(mine.shape)}")
+    if wrong:
+        raise JobMismatchError(
+            given="a checkpoint of another model: " + "\n".join(sorted(wrong)[:8]),
+            conflict=f"{len(wrong)} names, shapes or dtypes differ from the job's model",
+            remedy="resume with the job and settings that the run began with, or start anew with another --out",
+        )
+    with torch.no_grad():
+        for name, tensor in named.items():
+            tensor.copy_(tensors[name])
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's tensors, and a JSON document of everything else, by parameter name."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    state = {names[id(p)]: _encode(values, names[id(p)], tensors) for p, values in optimizer.state.items()}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        rest = {k: v for k, v in group.items() if k != "params"}
+        members = [names[id(p)] for p in group["params"]]
+        groups.append({"params": members, "values": _encode(rest, f"group{number}", tensors)})
+    return tensors, {"state": state, "groups": groups}
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], document: dict[str, Any]
+) -> None:
+    """Sets the optimizer's state. Raises: JobMismatchError where the parameter groups are not the same."""
+    parameters = dict(model.named_parameters())
+    names = {id(p): name for name, p in parameters.items()}
+    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    if mine != [group["params"] for group in document["groups"]]:
+        raise JobMismatchError(
+            given="a checkpoint of another optimizer",
+            conflict="its parameter groups hold other parameters than the job's",
+            remedy="resume with the job that the run began with",
+        )
+    for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
+        group.update(_decode(saved["values"], tensors))
+    optimizer.state.clear()
+    for name, values in document["state"].items():
+        parameter = parameters[name]
+        decoded = _decode(values, tensors)
+        # Counters stay where the optimizer made them (on the CPU); everything shaped like the parameter goes to it.
+        optimizer.state[parameter] = {
+            k: v.to(parameter.device) if isinstance(v, Tensor) and v.shape == parameter.shape and v.ndim else v
+            for k, v in decoded.items()
+        }
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = _owned(value)
+        return {_TENSOR: path}
+    if isinstance(value, Mapping):
+        return {str(k): _encode(v, f"{path}/{k}", tensors) for k, v in value.items()}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_encode(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
+    if isinstance(value, list):
+        return [_encode(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UserCodeError(
+        given=f"optimizer state {path} of type {type(value).__name__}",
+        conflict="a checkpoint holds tensors, numbers, texts, and lists, tuples and dicts of them; never code",
+        remedy="use an optimizer whose state is made of these",
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict):
+        if _TENSOR in value:
+            return tensors[value[_TENSOR]].clone()
+        if _TUPLE in value:
+            return tuple(_decode(v, tensors) for v in value[_TUPLE])
+        return {k: _decode(v, tensors) for k, v in value.items()}
+    return [_decode(v, tensors) for v in value] if isinstance(value, list) else value
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def weights_sha256(state_dict: Mapping[str, Any]) -> str:
+    """SHA-256 over a state dict's tensors: names sorted, raw little-endian bytes, nothing else; hexadecimal."""
+    digest = hashlib.sha256()
+    for name in sorted(state_dict):
+        value = state_dict[name]
+        if isinstance(value, Tensor):
+            digest.update(_raw(value))
+    return digest.hexdigest()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    # Through uint8, since numpy has no bfloat16; torch runs on little-endian hosts only.
+    flat = tensor.detach().to("cpu").contiguous().flatten()
+    array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    return array.data

@@ -1,0 +1,175 @@
+"""Store: checkpoint directories on disk. Written aside and renamed; verified in full before they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import stat
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from shoal.checkpoint.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    directory_name,
+)
+from shoal.errors import IntegrityError
+
+_STATE_NAME = "state.json"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint holds: CPU tensors by file and name, and a JSON document."""
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    document: dict[str, Any]
+
+
+class Store:
+    """The checkpoints under one directory; keeps the newest `keep`."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder, self.keep = folder, keep
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, oldest first; whether they are good is not known yet."""
+        if not self.folder.is_dir():
+            return []
+        names = [p.name for p in self.folder.iterdir() if p.is_dir()]
+        return sorted(int(n[5:]) for n in names if n.startswith("step-") and n[5:].isdecimal())
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Writes a checkpoint: either it is there whole, or not at all. Raises: OSError where the disk does."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        target = self.folder / directory_name(snapshot.step)
+        aside = self.folder / f".tmp-{target.name}-{uuid.uuid4().hex[:12]}"
+        aside.mkdir(mode=0o700)
+        try:
+            contents = {f"{name}.safetensors": save_tensors(group) for name, group in snapshot.tensors.items()}
+            contents[_STATE_NAME] = json.dumps(snapshot.document, sort_keys=True).encode()
+            files = {name: _write(aside / name, content) for name, content in contents.items()}
+            _write(aside / MANIFEST_NAME, Manifest(snapshot.step, files).to_bytes())
+            _sync_directory(aside)
+            if target.exists():  # the same step again, after a rollback or a resume: the older one steps aside first
+                old = self.folder / f".old-{target.name}-{uuid.uuid4().hex[:12]}"
+                target.rename(old)
+                aside.rename(target)
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                aside.rename(target)
+            _sync_directory(self.folder)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        for step in self.steps()[: -self.keep]:
+            shutil.rmtree(self.folder / directory_name(step), ignore_errors=True)
+
+    def read(self, step: int) -> Snapshot:
+        """The verified checkpoint of a step. Raises: ManifestError naming what is wrong with it."""
+        folder = self.folder / directory_name(step)
+        manifest = Manifest.from_bytes(_read(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES + 1))
+        if manifest.step != step:
+            raise ManifestError(f"it is the checkpoint of step {manifest.step}")
+        contents = {}
+        for name, entry in manifest.files.items():
+            content = _read(folder / name, entry.size + 1)
+            if len(content) != entry.size:
+                raise ManifestError(f"{name} has {len(content)} bytes or more, written were {entry.size}")
+            if hashlib.sha256(content).hexdigest() != entry.sha256:
+                raise ManifestError(f"{name} is not what was written (SHA-256 differs)")
+            contents[name] = content
+        try:
+            document = json.loads(contents.pop(_STATE_NAME))
+            tensors = {name.removesuffix(".safetensors"): load_tensors(c) for name, c in contents.items()}
+        except (KeyError, ValueError) as error:
+            raise ManifestError(f"its files do not hold a training state: {error}") from None
+        return Snapshot(step, tensors, document)
+
+    def newest_good(self) -> tuple[Snapshot | None, list[str]]:
+        """The newest checkpoint that passes, and a line about each that did not; those are kept aside as `.bad`.
+
+        None where there is no checkpoint at all. Raises: IntegrityError where there are some and none passes.
+        """
+        found = self.steps()
+        complaints = []
+        for step in reversed(found):
+            try:
+                return self.read(step), complaints
+            except (ManifestError, OSError) as error:
+                kept = self._quarantine(step)
+                complaints.append(f"checkpoint of step {step} is damaged: {error}; kept as {kept.name}")
+        if found or self.damaged():
+            raise IntegrityError(
+                given=f"--resume from {self.folder}",
+                conflict="no checkpoint there passes its checks" + "".join(f"\n{c}" for c in complaints),
+                remedy="restore the directory from a copy, or start anew with another --out",
+            )
+        return None, complaints
+
+    def damaged(self) -> list[Path]:
+        """The directories that were kept aside."""
+        return sorted(self.folder.glob("step-*.bad*")) if self.folder.is_dir() else []
+
+    def clean(self) -> None:
+        """Removes what a killed writer left half done, and puts back what it had moved aside last."""
+        if not self.folder.is_dir():
+            return
+        for path in self.folder.glob(".old-step-*"):
+            target = self.folder / path.name[5:18]
+            if not target.exists():
+                with contextlib.suppress(OSError):
+                    path.rename(target)
+        for pattern in (".tmp-*", ".old-*"):
+            for path in self.folder.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _quarantine(self, step: int) -> Path:
+        folder = self.folder / directory_name(step)
+        number = 1
+        while (kept := folder.with_name(f"{folder.name}.bad" + (f"-{number}" if number > 1 else ""))).exists():
+            number += 1
+        folder.rename(kept)
+        return kept
+
+
+def _write(path: Path, content: bytes) -> FileEntry:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """At most `limit` bytes of a regular file; a link could lead anywhere and a pipe could wait forever."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise ManifestError(f"{path.name} cannot be read: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ManifestError(f"{path.name} is not a regular file")
+        return file.read(limit)
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,57 @@
+"""Writer: checkpoints written by a thread while the training goes on; at most one on its way."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from shoal.checkpoint.store import Snapshot, Store
+
+# By default a checkpoint may take about 1 % of the time between two, within these limits.
+_SHARE, _SOONEST_SECONDS, _LATEST_SECONDS = 0.01, 5.0, 600.0
+
+
+class CheckpointWriter:
+    """Hands snapshots to the store. A disk that refuses is a warning, not the end of the training."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[float] | None = None
+        self._cost_seconds = 0.0
+        self._last = time.monotonic()
+        self.failures = 0
+
+    def due(self) -> bool:
+        """Whether enough time has passed since the last one for the next to cost little."""
+        interval = min(_LATEST_SECONDS, max(_SOONEST_SECONDS, self._cost_seconds / _SHARE))
+        return time.monotonic() - self._last >= interval
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Starts writing; waits first for the one before."""
+        self.wait()
+        self._pending = self._thread.submit(self._timed_write, snapshot)
+        self._last = time.monotonic()
+
+    def _timed_write(self, snapshot: Snapshot) -> float:
+        began = time.monotonic()
+        self._store.write(snapshot)
+        return time.monotonic() - began
+
+    def wait(self) -> None:
+        """Waits until nothing is on its way; warns where it failed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            self._cost_seconds = pending.result()
+            self.failures = 0
+        except OSError as error:
+            self.failures += 1
+            warnings.warn(f"no checkpoint written: {error}; the last good one stays", RuntimeWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Waits and ends the thread."""
+        self.wait()
+        self._thread.shutdown()

@@ -1,0 +1,121 @@
+"""The `shoal` command. Arguments in, exit code out; everything heavy is imported when it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from shoal.errors import CommandError, ExitCode, ShoalError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; prints an error in three beats, without a traceback, and returns its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    started_at = time.time()
+    try:
+        options = _parser().parse_args(given)
+        return int(_run(options, given, started_at))
+    except ShoalError as error:
+        print(error.render(), file=sys.stderr)
+        return int(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.FAILED)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        from shoal.errors import nearest
+
+        known = [option for action in self._actions for option in action.option_strings]
+        hint = "".join(nearest(word, known) for word in message.split() if word.startswith("--"))
+        raise CommandError(
+            given=f"{self.prog} {' '.join(sys.argv[1:])}".strip(),
+            conflict=message,
+            remedy=f"see {self.prog} --help{hint}",
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    from shoal import __version__
+
+    parser = _Parser(
+        prog="shoal",
+        allow_abbrev=False,
+        description="One model, any number of devices, the same training run.",
+    )
+    parser.add_argument("--version", action="version", version=f"shoal {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    run = commands.add_parser(
+        "run",
+        allow_abbrev=False,
+        help="train a job on one process or many",
+        description="Train the job that FUNCTION in JOBFILE returns. The number of devices changes nothing but the time.",
+        epilog="exit codes: 0 done, 2 user or configuration error, 65 stopped at a non-finite step, 69 a worker died, "
+        "74 no good checkpoint, 75 preempted (resume with --resume), 130 interrupted twice, 1 a fault of shoal",
+    )
+    run.add_argument("job", metavar="JOBFILE[:FUNCTION]", help="a Python file and its job function (default: job)")
+    run.add_argument("--plan", metavar="FILE", help="a plan (TOML); what it leaves out is filled in")
+    run.add_argument("--devices", metavar="N", help="processes: one a GPU, or CPU processes (default: all GPUs, or 1)")
+    run.add_argument("--exact", action="store_true", default=None, help="bit-identical on any number of devices")
+    run.add_argument("--precision", metavar="P", help="fp32, bf16, bf16-pure or fp16")
+    run.add_argument("--set", metavar="K=V", action="append", default=[], help="set a parameter of the job function")
+    run.add_argument("--steps", metavar="N", help="end after step N; the schedule stays that of the job's own length")
+    run.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in the run directory")
+    run.add_argument("--out", metavar="DIR", help="run directory (default: runs/NAME)")
+    run.add_argument("--checkpoint-every", metavar="N", help="steps between checkpoints (default: about 1 %% of the time)")
+    run.add_argument("--max-microbatch", metavar="N", help="the most samples in one forward")
+    run.add_argument("--workers", metavar="N", help="data-loading processes per rank (default: 0)")
+    run.add_argument("--no-telemetry", action="store_true", help="no spans and no step records")
+    return parser
+
+
+def _run(options: argparse.Namespace, given: list[str], started_at: float) -> int:
+    from shoal.environment import STARTED_AT, Environment, joined
+    from shoal.run_request import RunRequest, devices_here
+
+    environment = joined(os.environ)
+    request = RunRequest.from_options(options, float(os.environ.get(STARTED_AT, started_at)))
+    if environment is None:
+        request.check()
+        request = request.with_devices(devices_here)
+        if request.world_size > 1:
+            return _launch(request, given)
+        environment = Environment()
+    from shoal.run import run
+
+    return run(request, environment)
+
+
+def _launch(request: object, given: list[str]) -> int:
+    from shoal.launch.local import LocalRun, launch
+    from shoal.run_request import RunRequest
+
+    assert isinstance(request, RunRequest)
+    arguments = [*given, "--out", str(request.out)]
+    if request.wishes.devices is not None:
+        arguments += ["--devices", str(request.wishes.devices)]
+    code, error = launch(
+        LocalRun(arguments, request.world_size, request.threads_per_process, request.started_at)
+    )
+    if error is not None:
+        print(_rebuild(error).render(), file=sys.stderr)
+        if error.get("traceback"):
+            print(f"  traceback:      {Path(request.out) / 'errors'}", file=sys.stderr)
+    return code
+
+
+def _rebuild(document: dict[str, object]) -> ShoalError:
+    import shoal.errors as errors
+
+    kind = getattr(errors, str(document["kind"]), errors.InternalError)
+    texts = {name: str(document[name]) for name in ("given", "conflict", "remedy")}
+    error: ShoalError = kind(**texts)
+    error.rank, error.host = json.loads(json.dumps(document["rank"])), str(document["host"])
+    return error

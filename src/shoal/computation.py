@@ -1,0 +1,182 @@
+"""Computation: how a rank computes its grains, found out on the first batch and agreed among the ranks.
+
+It is only ever made more careful, and decides how a result is reached, never which result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.loader import Microbatch
+from shoal.errors import LossError, ShoalError
+from shoal.faults import user_error
+from shoal.grains import random_key
+from shoal.job import Job
+from shoal.precision import Precision
+from shoal.randomness import GrainScope, NotFusibleError, seed_everything
+from shoal.strategies.buffers import StepBuffers
+
+# none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
+# cannot be divided by grain, so that each grain is computed by itself with the generators seeded for it.
+RANDOMNESS = ("none", "scoped", "opaque")
+
+# Fused and single computations differ by rounding: at most about one unit in the last place per operation on the way to
+# the loss, which grows with the square root of their number. 64 units stand for some thousand operations in sequence.
+FUSION_TOLERANCE_UNITS = 64
+
+
+@dataclass(frozen=True)
+class Computation:
+    """`fuse`: neighbouring grains may share a forward. `buffers`: names of those that the forward changes."""
+
+    grains_per_microbatch: int
+    randomness: str = "none"
+    fuse: bool = True
+    buffers: tuple[str, ...] = ()
+
+    @property
+    def effective_grains(self) -> int:
+        """Grains that one forward computes."""
+        return self.grains_per_microbatch if self.fuse and self.randomness != "opaque" else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON value."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Computation:
+        """From `to_json`."""
+        return cls(**{**document, "buffers": tuple(document["buffers"])})
+
+    def with_care_of(self, other: Computation) -> Computation:
+        """The more careful of both in every respect."""
+        return Computation(
+            min(self.grains_per_microbatch, other.grains_per_microbatch),
+            max(self.randomness, other.randomness, key=RANDOMNESS.index),
+            self.fuse and other.fuse,
+            tuple(sorted({*self.buffers, *other.buffers})),
+        )
+
+
+class RedoError(Exception):
+    """This step has to be computed again, more carefully; nothing has been changed by it."""
+
+    def __init__(self, proposal: Computation, reason: str) -> None:
+        super().__init__(reason)
+        self.proposal = proposal
+
+
+class Computer:
+    """Computes the loss of microbatches of one job on one device."""
+
+    def __init__(self, job: Job, model: nn.Module, precision: Precision, computation: Computation) -> None:
+        self._job, self._model, self._precision = job, model, precision
+        self.computation = computation
+
+    @contextlib.contextmanager
+    def scope(self, microbatch: Microbatch) -> Iterator[None]:
+        """The context of one microbatch's forward and backward. Raises: RedoError where it proves too careless."""
+        kind = self.computation.randomness
+        key = random_key(self._job.seed, "model", microbatch.step, microbatch.grains[0].index)
+        if kind == "opaque":
+            seed_everything(key)
+            yield
+        elif kind == "none":
+            before = torch.default_generator.get_state()
+            yield
+            if not torch.equal(before, torch.default_generator.get_state()):
+                raise RedoError(replace(self.computation, randomness="scoped"), "the model has begun to draw")
+        else:
+            try:
+                with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
+                    yield
+                    leaked = scope.leaked()
+            except NotFusibleError as error:
+                raise RedoError(replace(self.computation, randomness="opaque"), str(error)) from error
+            if leaked:
+                raise RedoError(replace(self.computation, randomness="opaque"), "randomness past the grain's generator")
+
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
+        """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
+        try:
+            with self._precision.autocast():
+                pair = self._job.loss(self._model, batch)
+        except (ShoalError, NotFusibleError, MemoryError):
+            raise
+        except Exception as error:
+            raise user_error("the model or loss", error) from error
+        return check_pair("loss", pair)
+
+    def propose(self, microbatch: Microbatch, buffers: StepBuffers) -> Computation:
+        """How this microbatch, the first of a run, has to be computed; runs it fused and grain by grain, twice in all.
+
+        Leaves the buffers as they were. Raises: what the model raises.
+        """
+        buffers.watch()
+        buffers.begin()
+        fuse, randomness = False, "opaque"
+        with torch.no_grad(), contextlib.suppress(NotFusibleError):
+            fused, calls, leaked = self._scoped(microbatch)
+            parts = []
+            for part in microbatch.split():
+                buffers.restore()
+                parts.append(self._scoped(part))
+            if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
+                randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
+                fuse = _same(fused, [pair for pair, _, _ in parts], self._precision.compute)
+        changed = tuple(sorted(buffers.changed()))
+        buffers.restore()
+        buffers.watch(changed)
+        return replace(self.computation, randomness=randomness, fuse=fuse, buffers=changed)
+
+    def _scoped(self, microbatch: Microbatch) -> tuple[tuple[float, float], int, bool]:
+        with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
+            total, weight = self.loss(self._precision.inputs(microbatch.batch))
+            leaked = scope.leaked()
+        return (float(total), float(weight)), scope.calls, leaked
+
+
+def _same(fused: tuple[float, float], parts: list[tuple[float, float]], compute: torch.dtype) -> bool:
+    """Whether the fused total is the sum of the parts' within rounding, and the weights exactly so."""
+    totals, scale = sum(t for t, _ in parts), sum(abs(t) for t, _ in parts)
+    if fused[1] != sum(w for _, w in parts):
+        return False
+    if not math.isfinite(scale) or not math.isfinite(fused[0]):
+        return True  # a batch that is not finite tells nothing
+    return abs(fused[0] - totals) <= FUSION_TOLERANCE_UNITS * torch.finfo(compute).eps * scale
+
+
+def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
+    """The pair (total, weight). Raises: LossError for a bare mean and anything else, with the fix."""
+    fix = "return the sum and what it sums over: shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
+    if isinstance(pair, Tensor) or not (isinstance(pair, tuple | list) and len(pair) == 2):
+        kind = f"a tensor of shape {list(pair.shape)}" if isinstance(pair, Tensor) else type(pair).__name__
+        raise LossError(
+            given=f"a {what} that returned {kind}",
+            conflict="without its weight a mean cannot be put together over grains: a mean of means is another number",
+            remedy=fix,
+        )
+    total, weight = pair
+    if not isinstance(total, Tensor):
+        total = torch.tensor(float(total))
+    if total.numel() != 1 or not total.is_floating_point() and what == "loss":
+        raise LossError(
+            given=f"a {what} whose total is {total.dtype} of shape {list(total.shape)}",
+            conflict="the total is one floating-point number",
+            remedy=fix,
+        )
+    if (isinstance(weight, Tensor) and weight.numel() != 1) or not isinstance(weight, Tensor | int | float):
+        raise LossError(
+            given=f"a {what} whose weight is {type(weight).__name__}"
+            + (f" of shape {list(weight.shape)}" if isinstance(weight, Tensor) else ""),
+            conflict="the weight is one number: how many samples or tokens the total sums over",
+            remedy=fix,
+        )
+    return total.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight

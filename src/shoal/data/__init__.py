@@ -1,0 +1,1 @@
+"""Samples: their order as arithmetic, their fetching, their way to the device."""

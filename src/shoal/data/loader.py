@@ -1,0 +1,199 @@
+"""Loaders: the microbatches of each step that this rank computes, fetched ahead where that helps.
+
+A loader is told the step; it has no position of its own that could differ from the trainer's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader, Dataset
+
+from shoal.data.order import Ids, Order
+from shoal.data.source import MapSource
+from shoal.errors import DataError
+from shoal.grains import Grain, microbatches, random_key, share
+
+# A dataset worker that says nothing for so long is taken for stuck.
+WORKER_TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Neighbouring grains that one forward computes; `batch` is what the collate function made of them.
+
+    `ids` holds one int64 array of sample ids a grain. `split` fetches the same samples again, grain by grain, and
+    `samples` those of a single grain one by one.
+    """
+
+    step: int
+    grains: tuple[Grain, ...]
+    ids: tuple[Ids, ...]
+    batch: Any
+    split: Callable[[], list[Microbatch]]
+    samples: Callable[[], list[Microbatch]]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all its grains."""
+        return sum(g.size for g in self.grains)
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What this rank computes in one step: `num_microbatches` of them, which may be none."""
+
+    step: int
+    epoch: int
+    num_microbatches: int
+    microbatches: Iterator[Microbatch]
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's place among the data ranks."""
+
+    rank: int
+    num_ranks: int
+
+
+class Loader(Protocol):
+    """Where the trainer gets its steps from."""
+
+    def seek(self, step: int, grains_per_microbatch: int) -> None:
+        """Makes `step` the next one, in microbatches of so many grains."""
+
+    def step(self, step: int) -> StepData | None:
+        """This rank's part of `step`; None where the data have ended. Raises: DataError."""
+
+    def commit(self) -> None:
+        """Says that the step asked for last has been trained on; until then asking for it again gives it again."""
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on after the last committed step. JSON values."""
+
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes up the states of all the ranks that saved them, whatever their number."""
+
+    def close(self) -> None:
+        """Ends worker processes."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    step: int
+    grains: tuple[Grain, ...]
+    ids: tuple[Ids, ...]
+
+
+class _Fetcher(Dataset[Any]):
+    """The dataset of requests that a torch DataLoader serves: one item is one collated microbatch."""
+
+    def __init__(self, source: MapSource, seed: int) -> None:
+        self.source, self.seed = source, seed
+
+    def __getitem__(self, request: _Request) -> Any:
+        keys = [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
+        return self.source.fetch(request.ids, keys)
+
+
+class MapLoader:
+    """Steps of a map-style source: everything but the samples themselves is arithmetic."""
+
+    def __init__(self, source: MapSource, order: Order, place: Place, workers: int, pin_memory: bool) -> None:
+        self._order, self._place = order, place
+        self._workers, self._pin_memory = workers, pin_memory
+        self._fetcher = _Fetcher(source, order.seed)
+        self._per_microbatch = order.num_grains
+        self._batches: Iterator[Any] | None = None
+        self._next = 0
+
+    def seek(self, step: int, grains_per_microbatch: int) -> None:
+        """Makes `step` the next one, in microbatches of so many grains."""
+        self.close()
+        self._per_microbatch, self._next = grains_per_microbatch, step
+
+    def requests(self, step: int) -> list[_Request]:
+        """What this rank fetches for `step`, a microbatch each."""
+        mine = share(self._order.grains(step), self._place.rank, self._place.num_ranks)
+        ids = dict(zip((g.index for g in mine), self._order.ids(step, mine), strict=True))
+        return [
+            _Request(step, tuple(run), tuple(ids[g.index] for g in run))
+            for run in microbatches(mine, self._per_microbatch)
+        ]
+
+    def step(self, step: int) -> StepData:
+        """This rank's part of `step`."""
+        if step != self._next:
+            self.seek(step, self._per_microbatch)
+        self._next = step + 1
+        requests = self.requests(step)
+        return StepData(step, self._order.epoch(step), len(requests), self._microbatches(requests))
+
+    def _microbatches(self, requests: list[_Request]) -> Iterator[Microbatch]:
+        for request in requests:
+            yield self._microbatch(request, self._fetch(request))
+
+    def _microbatch(self, request: _Request, batch: Any) -> Microbatch:
+        def fetch(parts: list[_Request]) -> list[Microbatch]:
+            return [self._microbatch(part, self._fetcher[part]) for part in parts]
+
+        def split() -> list[Microbatch]:
+            pairs = zip(request.grains, request.ids, strict=True)
+            return fetch([_Request(request.step, (grain,), (ids,)) for grain, ids in pairs])
+
+        def samples() -> list[Microbatch]:
+            (grain,), (ids,) = request.grains, request.ids
+            alone = [Grain(grain.index, grain.start + i, 1) for i in range(grain.size)]
+            return fetch([_Request(request.step, (g,), (ids[i : i + 1],)) for i, g in enumerate(alone)])
+
+        return Microbatch(request.step, request.grains, request.ids, batch, split, samples)
+
+    def _fetch(self, request: _Request) -> Any:
+        if not self._workers:
+            return self._fetcher[request]
+        if self._batches is None:
+            self._batches = iter(self._data_loader(request))
+        try:
+            return next(self._batches)
+        except RuntimeError as error:
+            if "DataLoader" not in str(error):
+                raise
+            self.close()
+            raise DataError(
+                given=f"data.workers = {self._workers}",
+                conflict=f"a worker process died or was stuck: {str(error).splitlines()[0]}",
+                remedy="look for its own message above; data.workers = 0 reads in the rank itself",
+            ) from error
+
+    def _data_loader(self, first: _Request) -> DataLoader[Any]:
+        ahead = itertools.chain.from_iterable(map(self.requests, itertools.count(first.step)))
+        wanted = itertools.dropwhile(lambda r: (r.step, r.grains) != (first.step, first.grains), ahead)
+        return DataLoader(
+            self._fetcher,
+            sampler=wanted,  # type: ignore[arg-type]  # any iterable of keys serves
+            batch_size=None,
+            num_workers=self._workers,
+            pin_memory=self._pin_memory,
+            timeout=WORKER_TIMEOUT_SECONDS,
+        )
+
+    def commit(self) -> None:
+        """Nothing to note."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: the order is arithmetic on the step."""
+        return {}
+
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+        """Nothing to take up."""
+
+    def close(self) -> None:
+        """Ends worker processes."""
+        shutdown = getattr(self._batches, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
+        self._batches = None

@@ -1,0 +1,152 @@
+"""The order of samples as arithmetic: which ids a step holds is a function of (seed, epoch, position) alone.
+
+A seeded permutation of [0, N) without a table: a balanced Feistel network on the next even number of bits, with
+cycle-walking for the values outside [0, N) (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Any
+position of any epoch costs the same few operations at ten samples and at 10^10.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.grains import Grain, divide, random_key
+from shoal.job import Epochs, Length, Samples
+
+Ids = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+# Luby and Rackoff show 4 rounds to be a strong pseudorandom permutation given a random round function; the round
+# function here is a mixer, not a cipher, hence twice as many.
+_ROUNDS = 8
+
+
+def permute(positions: Ids, count: int, key: int) -> Ids:
+    """The ids at `positions` (int64, each in [0, count)) of the permutation of [0, count) that `key` selects."""
+    half_bits = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+    half = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
+    keys = _round_keys(key)
+    values = _feistel(positions.astype(np.uint64), half, mask, keys)
+    outside = values >= np.uint64(count)
+    while outside.any():  # the domain is below 4 * count, so that each pass leaves at most about three quarters
+        values[outside] = _feistel(values[outside], half, mask, keys)
+        outside = values >= np.uint64(count)
+    return values.astype(np.int64)
+
+
+# Positions permuted at once: numpy's cost per call is that of some thousand elements, and a step may hold only a few.
+_BLOCK = 1 << 14
+
+
+def _permuted(start: int, stop: int, count: int, key: int) -> Ids:
+    """The ids at positions [start, stop), from whole blocks of which the last few are kept."""
+    first = start // _BLOCK
+    blocks = [_permuted_block(i, count, key) for i in range(first, (stop - 1) // _BLOCK + 1)]
+    return np.concatenate(blocks)[start - first * _BLOCK : stop - first * _BLOCK]
+
+
+@functools.lru_cache(maxsize=4)
+def _permuted_block(index: int, count: int, key: int) -> Ids:
+    return permute(np.arange(index * _BLOCK, min(count, (index + 1) * _BLOCK), dtype=np.int64), count, key)
+
+
+@functools.lru_cache(maxsize=64)
+def _round_keys(key: int) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(random_key(key, "round", i)) for i in range(_ROUNDS))
+
+
+def _feistel(values: _Words, half: np.uint64, mask: np.uint64, keys: tuple[np.uint64, ...]) -> _Words:
+    left, right = values >> half, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & mask)
+    return (left << half) | right
+
+
+def _mix(words: _Words) -> _Words:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014); arithmetic modulo 2^64."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a map-style dataset of `num_samples` under a job's batch, grains, seed and length."""
+
+    num_samples: int
+    global_batch: int
+    num_grains: int
+    seed: int
+    shuffle: bool
+    length: Length
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in one pass; the last of them may be short."""
+        return -(-self.num_samples // self.global_batch)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in the job's whole length."""
+        if isinstance(self.length, Epochs):
+            return max(1, round(self.length.count * self.steps_per_epoch))
+        if isinstance(self.length, Samples):
+            epochs, rest = divmod(self.length.count, self.num_samples)
+            return epochs * self.steps_per_epoch - (-rest // self.global_batch)
+        return self.length.count
+
+    def epoch(self, step: int) -> int:
+        """The pass over the data that `step` (from 0) belongs to."""
+        return step // self.steps_per_epoch
+
+    def samples_before(self, step: int) -> int:
+        """Samples in all the steps before `step`."""
+        epochs, place = divmod(step, self.steps_per_epoch)
+        before = epochs * self.num_samples + place * self.global_batch
+        return min(before, self.length.count) if isinstance(self.length, Samples) else before
+
+    def grains(self, step: int) -> list[Grain]:
+        """The non-empty grains of `step`."""
+        first = step % self.steps_per_epoch * self.global_batch
+        size = min(self.global_batch, self.num_samples - first)
+        if isinstance(self.length, Samples) and step < self.num_steps:
+            size = min(size, self.length.count - self.samples_before(step))
+        return divide(size, self.global_batch, self.num_grains)
+
+    def ids(self, step: int, grains: list[Grain]) -> list[Ids]:
+        """The sample ids of neighbouring grains of `step`: one int64 [grain.size] a grain, in order."""
+        if not grains:
+            return []
+        epoch, place = divmod(step, self.steps_per_epoch)
+        start = place * self.global_batch + grains[0].start
+        stop = start + sum(g.size for g in grains)
+        if self.shuffle:
+            ids = _permuted(start, stop, self.num_samples, random_key(self.seed, "order", epoch))
+        else:
+            ids = np.arange(start, stop, dtype=np.int64)
+        return np.split(ids, np.cumsum([g.size for g in grains])[:-1])
+
+
+# Words of a grain's digest: each below 2^32, so that their float64 sum over up to 2^21 grains is exact.
+DIGEST_WORDS = 8
+EMPTY_DIGEST = hashlib.sha256(b"shoal sample digest 1").hexdigest()
+
+
+def grain_digest(step: int, grain: int, ids: Ids) -> npt.NDArray[np.float64]:
+    """What one grain adds to its step's digest: 8 words of SHA-256 over (step, grain, ids), float64 [8].
+
+    The words add up over grains in any order, so that the sum is the same whichever rank held which grain.
+    """
+    head = step.to_bytes(8, "little") + grain.to_bytes(8, "little")
+    digest = hashlib.sha256(head + ids.astype("<i8").tobytes()).digest()
+    return np.frombuffer(digest, dtype="<u4").astype(np.float64)
+
+
+def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:
+    """The digest after a step: SHA-256 over the digest before it and the sum of the step's grain digests."""
+    return hashlib.sha256(bytes.fromhex(previous) + words.astype("<u8").tobytes()).hexdigest()

@@ -1,0 +1,185 @@
+"""Sources: a job's training or evaluation data behind one small interface, whatever kind it is."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
+
+from shoal.data.order import Ids
+from shoal.errors import DataError, ShoalError
+from shoal.randomness import seed_everything
+
+Collate = Callable[[list[Any]], Any]
+
+
+class MapSource(ABC):
+    """A dataset of known length whose samples are fetched by id."""
+
+    def __init__(self, name: str, length: int) -> None:
+        self.name = name
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @abstractmethod
+    def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
+        """The batch of the samples of neighbouring grains, in order.
+
+        `keys` seed torch's, Python's and numpy's generators before each grain's samples are read, so that augmentation
+        belongs to the grain. Raises: DataError naming the sample that could not be read.
+        """
+
+
+class TensorSource(MapSource):
+    """Tensors that share their first dim: a batch is one index operation on each."""
+
+    def __init__(self, name: str, data: Any) -> None:
+        self._data = data
+        lengths = {len(t) for t in _leaves(data)}
+        if len(lengths) != 1:
+            raise DataError(
+                given=f"{name} of tensors with first dims {sorted(lengths)}",
+                conflict="the tensors of a dataset hold one row per sample",
+                remedy="give tensors whose first dims are equal",
+            )
+        super().__init__(name, lengths.pop())
+
+    def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
+        index = torch.from_numpy(np.concatenate(grains))
+        data = self._data
+        if isinstance(data, Mapping):
+            return {name: _rows(tensor, index) for name, tensor in data.items()}
+        if isinstance(data, tuple):
+            return [_rows(tensor, index) for tensor in data]
+        return _rows(data, index)
+
+
+class SampleSource(MapSource):
+    """Any dataset with `__len__` and `__getitem__` or `__getitems__`, and a collate function."""
+
+    def __init__(self, name: str, data: Any, collate: Collate | None) -> None:
+        super().__init__(name, len(data))
+        self._data = data
+        self._collate = collate or default_collate
+        self._get_many = getattr(data, "__getitems__", None)
+
+    def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
+        samples: list[Any] = []
+        for ids, key in zip(grains, keys, strict=True):
+            seed_everything(key)
+            samples += self._read(ids.tolist())
+        return collate_samples(self._collate, samples, self.name)
+
+    def _read(self, ids: list[int]) -> list[Any]:
+        if self._get_many is not None:
+            try:
+                return list(self._get_many(ids))
+            except Exception as error:
+                raise _failed_sample(self.name, f"samples {_short(ids)}", error) from error
+        samples = []
+        for i in ids:
+            try:
+                samples.append(self._data[i])
+            except Exception as error:
+                raise _failed_sample(self.name, f"sample {i}", error) from error
+        return samples
+
+
+def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
+    """The samples as a batch. Raises: DataError where the collate function does."""
+    try:
+        return collate(samples)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise DataError(
+            given=f"a batch of {len(samples)} samples of {name}",
+            conflict=f"collating them raised {type(error).__name__}: {_first_line(error)}",
+            remedy="give Job(collate=...), a function from a list of samples to a batch (padding ragged ones, say)",
+        ) from error
+
+
+def open_source(name: str, data: Any, collate: Collate | None) -> MapSource | Iterable[Any]:
+    """The source behind `data`; a stream (an iterable without a length) is returned as it is.
+
+    Raises: DataError where it is empty or none of the kinds that can be read, or where building it raised.
+    """
+    if callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
+        try:
+            data = data()
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise DataError(
+                given=f"{name}: a function that builds the dataset",
+                conflict=f"it raised {type(error).__name__}: {_first_line(error)}",
+                remedy=f"mend the function (try it alone: job().{name}())",
+            ) from error
+    if _is_stream(data):
+        stream: Iterable[Any] = data
+        return stream
+    source = _map_source(name, data, collate)
+    if len(source) == 0:
+        raise DataError(
+            given=f"{name} with 0 samples", conflict="a step needs samples", remedy=f"check what {name} reads"
+        )
+    return source
+
+
+def _map_source(name: str, data: Any, collate: Collate | None) -> MapSource:
+    if collate is None:
+        if isinstance(data, TensorDataset) and type(data) is TensorDataset:
+            return TensorSource(name, tuple(data.tensors))
+        leaves = _leaves(data)
+        if leaves and all(isinstance(t, torch.Tensor | np.ndarray) and t.ndim > 0 for t in leaves):
+            return TensorSource(name, data)
+    if hasattr(data, "__len__") and (hasattr(data, "__getitem__") or hasattr(data, "__getitems__")):
+        return SampleSource(name, data, collate)
+    raise DataError(
+        given=f"{name} of type {type(data).__name__}",
+        conflict="it has neither a length with __getitem__ nor __iter__",
+        remedy="give a dataset, tensors with one row per sample, an iterable, or a function that returns one",
+    )
+
+
+def _is_stream(data: Any) -> bool:
+    if isinstance(data, IterableDataset):
+        return True
+    return hasattr(data, "__iter__") and not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+
+
+def _leaves(data: Any) -> list[Any]:
+    if isinstance(data, Mapping):
+        return list(data.values())
+    return list(data) if isinstance(data, tuple) else [data]
+
+
+def _rows(tensor: Any, index: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(tensor[index.numpy()]))
+    return tensor.index_select(0, index.to(tensor.device))  # faster than tensor[index] on CPU
+
+
+def _failed_sample(name: str, what: str, error: Exception) -> DataError:
+    frame = inspect.trace()[-1] if error.__traceback__ else None
+    place = f" at {frame.filename}:{frame.lineno}" if frame else ""
+    return DataError(
+        given=f"{what} of {name}",
+        conflict=f"reading it raised {type(error).__name__}: {_first_line(error)}{place}",
+        remedy="mend the dataset or leave that sample out of it",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+def _short(ids: list[int]) -> str:
+    return str(ids) if len(ids) <= 8 else f"[{ids[0]}, {ids[1]}, ... {ids[-1]}] ({len(ids)})"

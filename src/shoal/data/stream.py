@@ -1,0 +1,164 @@
+"""Streams: iterables without a length, divided over grains so that the number of ranks changes nothing.
+
+A stream with `shard(num_shards=, index=)` (the convention of Hugging Face's datasets) is opened once per grain: grain g
+reads shard g of G, whoever holds it. Any other iterable is read whole by every rank, which keeps its own grains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import default_collate
+
+from shoal.data.loader import Microbatch, Place, StepData
+from shoal.data.order import Ids, Order
+from shoal.data.source import Collate, collate_samples
+from shoal.errors import DataError
+from shoal.grains import Grain, divide, microbatches, random_key, share
+from shoal.randomness import seed_everything
+
+
+_Held = tuple[Grain, Ids, list[Any]]
+
+
+class _Reader:
+    """One iterator with a count of what was read, and the state to come back to that place."""
+
+    def __init__(self, stream: Any, name: str) -> None:
+        self._stream, self._name = stream, name
+        self._samples: Iterator[Any] | None = None
+        self.count = 0
+
+    def read(self, wanted: int) -> list[Any]:
+        """Up to `wanted` further samples. Raises: DataError where the stream does."""
+        if self._samples is None:
+            self._samples = iter(self._stream)
+        found: list[Any] = []
+        try:
+            while len(found) < wanted:
+                found.append(next(self._samples))
+        except StopIteration:
+            pass
+        except Exception as error:
+            raise DataError(
+                given=f"sample {self.count + len(found)} of {self._name}",
+                conflict=f"the stream raised {type(error).__name__}: {error}",
+                remedy="mend the stream",
+            ) from error
+        self.count += len(found)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        own = self._stream.state_dict() if hasattr(self._stream, "state_dict") else None
+        return {"count": self.count, "own": own}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if state["own"] is not None and hasattr(self._stream, "load_state_dict"):
+            self._stream.load_state_dict(state["own"])
+            self._samples, self.count = None, state["count"]
+            return
+        if state["count"] < self.count:
+            self._samples, self.count = None, 0
+        self.read(state["count"] - self.count)  # no state of its own: the same samples are read again
+
+
+class StreamLoader:
+    """Steps of a stream. Its ids are places in the stream: ordinal * G + g of shard g, or the ordinal itself."""
+
+    def __init__(self, stream: Iterable[Any], order: Order, place: Place, collate: Collate | None) -> None:
+        self._order, self._place = order, place
+        self._collate = collate or default_collate
+        self._sharded = hasattr(stream, "shard")
+        self._per_microbatch = order.num_grains
+        self._slots = range(order.num_grains) if self._sharded else range(1)
+        mine = share([Grain(i, 0, 1) for i in self._slots], place.rank, place.num_ranks)
+        held = [g.index for g in mine] if self._sharded else [0]
+        opened = {i: stream.shard(num_shards=order.num_grains, index=i) if self._sharded else stream for i in held}  # type: ignore[attr-defined]
+        self._readers = {i: _Reader(s, f"train_data (shard {i})") for i, s in opened.items()}
+        self._pending: list[_Held] | None = None
+        self._state = self._read_state()
+
+    def seek(self, step: int, grains_per_microbatch: int) -> None:
+        """Sets the microbatch; a stream only goes on, it does not seek."""
+        self._per_microbatch = grains_per_microbatch
+
+    def step(self, step: int) -> StepData | None:
+        """This rank's part of the next step; None where nothing is left on this rank."""
+        if self._pending is None:
+            size = self._order.global_batch
+            left = self._order.samples_before(step + 1) - self._order.samples_before(step)
+            grains = divide(min(size, left), size, self._order.num_grains)
+            self._pending = self._read_shards(grains) if self._sharded else self._read_all(grains)
+        if not self._pending:
+            return None
+        count = len(microbatches([grain for grain, _, _ in self._pending], self._per_microbatch))
+        return StepData(step, 0, count, self._microbatches(step, self._pending))
+
+    def commit(self) -> None:
+        """Notes the readers' places."""
+        self._pending, self._state = None, self._read_state()
+
+    def _read_shards(self, grains: list[Grain]) -> list[_Held]:
+        found = []
+        for grain in grains:
+            reader = self._readers.get(grain.index)
+            if reader is None:
+                continue
+            first = reader.count
+            samples = reader.read(grain.size)
+            if samples:
+                ordinals = np.arange(first, first + len(samples), dtype=np.int64)
+                ids = ordinals * self._order.num_grains + grain.index
+                found.append((Grain(grain.index, grain.start, len(samples)), ids, samples))
+        return found
+
+    def _read_all(self, grains: list[Grain]) -> list[_Held]:
+        reader = self._readers[0]
+        first = reader.count
+        samples = reader.read(sum(g.size for g in grains))
+        present = divide(len(samples), self._order.global_batch, self._order.num_grains)
+        mine = share(present, self._place.rank, self._place.num_ranks)
+        return [
+            (g, np.arange(first + g.start, first + g.start + g.size), samples[g.start : g.start + g.size]) for g in mine
+        ]
+
+    def _microbatches(self, step: int, found: list[_Held]) -> Iterator[Microbatch]:
+        for run in microbatches([grain for grain, _, _ in found], self._per_microbatch):
+            wanted = {grain.index for grain in run}
+            yield self._microbatch(step, [held for held in found if held[0].index in wanted])
+
+    def _microbatch(self, step: int, held: list[_Held]) -> Microbatch:
+        rows = [sample for _, _, samples in held for sample in samples]
+        seed_everything(random_key(self._order.seed, "data", step, held[0][0].index))
+        batch = collate_samples(self._collate, rows, "train_data")
+
+        def split() -> list[Microbatch]:
+            return [self._microbatch(step, [one]) for one in held]
+
+        def samples() -> list[Microbatch]:
+            grain, ids, kept = held[0]
+            alone = [Grain(grain.index, grain.start + i, 1) for i in range(grain.size)]
+            return [self._microbatch(step, [(g, ids[i : i + 1], [kept[i]])]) for i, g in enumerate(alone)]
+
+        grains, ids = tuple(grain for grain, _, _ in held), tuple(i for _, i, _ in held)
+        return Microbatch(step, grains, ids, batch, split, samples)
+
+    def _read_state(self) -> dict[str, Any]:
+        return {str(i): reader.state() for i, reader in self._readers.items()}
+
+    def state(self) -> dict[str, Any]:
+        """The readers' places after the last committed step."""
+        return self._state
+
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+        """Takes up this rank's readers from whichever rank saved them."""
+        merged = {int(i): state for saved in states for i, state in saved.items()}
+        for i, reader in self._readers.items():
+            if i in merged:
+                reader.restore(merged[i])
+        self._state = self._read_state()
+
+    def close(self) -> None:
+        """Nothing is held open."""

@@ -1,0 +1,182 @@
+"""Engine: the parts of a run put together for one rank, from a Job, a complete Plan and a Mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.agreement import together
+from shoal.checkpoint.keeper import Keeper, RunState, Trained
+from shoal.checkpoint.store import Store
+from shoal.computation import Computation
+from shoal.data.loader import Loader, MapLoader, Place
+from shoal.data.order import Order
+from shoal.data.source import MapSource, open_source
+from shoal.data.stream import StreamLoader
+from shoal.errors import JobError, ShoalError
+from shoal.evaluation import Evaluator
+from shoal.faults import user_error
+from shoal.grains import random_key
+from shoal.job import Epochs, Job
+from shoal.mesh import Mesh
+from shoal.plan.plan import Plan
+from shoal.precision import LossScale, Precision
+from shoal.randomness import seed_everything
+from shoal.run_directory import RunDirectory
+from shoal.run_request import RunRequest
+from shoal.strategies.assemble import assemble
+from shoal.telemetry import RecordWriter, StepClock
+from shoal.trainer import Parts, Surroundings, Trainer
+from shoal.update import Parameters, Updater, build_optimizer
+
+# A stream's length is unknown: one pass that no run comes to the end of by counting.
+_ENDLESS = 1 << 62
+
+
+@dataclass
+class Engine:
+    """What a rank trains with."""
+
+    job: Job
+    plan: Plan
+    mesh: Mesh
+    precision: Precision
+    model: nn.Module
+    parameters: Parameters
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    order: Order
+    evaluator: Evaluator
+    keeper: Keeper
+    clock: StepClock
+    store: Store
+    num_train_samples: int | None
+    records: RecordWriter
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, each parameter once."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    def load(self) -> tuple[RunState | None, list[str]]:
+        """The state of the newest good checkpoint, and lines about damaged ones. Collective: all ranks."""
+        if self.mesh.rank == 0:
+            self.store.clean()
+        return self.keeper.load(self._loss_scale)
+
+    @property
+    def _loss_scale(self) -> LossScale:
+        return LossScale.of(self.plan.precision.loss_scale, self.precision.compute)
+
+    def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
+        """The trainer that goes on from `state`, or begins."""
+        self.records = records
+        self.records.forget_after(state.step if state else 0)
+        computation = Computation(self.plan.batch.grains_per_microbatch)
+        self.loader.seek(state.step if state else 0, computation.effective_grains)
+        strategy = assemble(self.plan, self.mesh, self.parameters, self.job.grains, self.clock.mark)
+        parts = Parts(
+            job=self.job,
+            mesh=self.mesh,
+            model=self.model,
+            parameters=self.parameters,
+            precision=self.precision,
+            strategy=strategy,
+            updater=Updater(self.optimizer, self.parameters, self.job.schedule, self.job.clip_norm),
+            loader=self.loader,
+            order=self.order,
+            evaluator=self.evaluator,
+            keeper=self.keeper,
+            records=self.records,
+            clock=self.clock,
+            num_steps=num_steps,
+            computation=computation,
+            loss_scale=self._loss_scale,
+        )
+        return Trainer(parts, around, state)
+
+    def close(self) -> None:
+        """Ends threads, worker processes and files."""
+        self.keeper.close()
+        self.loader.close()
+        self.records.close()
+
+
+def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunDirectory) -> Engine:
+    """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
+    precision = Precision.of(plan.precision, mesh.device)
+    model = together(mesh, lambda: build_model(job, precision))
+    mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+    parameters = together(mesh, lambda: Parameters(model))
+    optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
+    source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
+    evaluation = together(mesh, lambda: _evaluation_source(job))
+    is_map = isinstance(source, MapSource)
+    order = Order(
+        len(source) if isinstance(source, MapSource) else _ENDLESS,
+        job.global_batch,
+        job.grains,
+        job.seed,
+        job.shuffle,
+        job.length,
+    )
+    loader = together(mesh, lambda: _loader(job, plan, mesh, source, order))
+    store = Store(directory.checkpoints)
+    keeper = Keeper(mesh, store, Trained(model, optimizer, loader), request.checkpoint_every)
+    return Engine(
+        job=job,
+        plan=plan,
+        mesh=mesh,
+        precision=precision,
+        model=model,
+        parameters=parameters,
+        optimizer=optimizer,
+        loader=loader,
+        order=order,
+        evaluator=Evaluator(job, mesh, precision, evaluation),
+        keeper=keeper,
+        clock=StepClock(mesh.device, request.telemetry),
+        store=store,
+        num_train_samples=order.num_samples if is_map else None,
+        records=RecordWriter(None),
+    )
+
+
+def build_model(job: Job, precision: Precision) -> nn.Module:
+    """The job's model with the seed's initial values, on the device in the plan's dtype."""
+    seed_everything(random_key(job.seed, "initial values"))
+    try:
+        model = job.model()
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise user_error("model()", error) from error
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            given=f"model() returned {type(model).__name__}",
+            conflict="the engine trains a torch.nn.Module",
+            remedy="return the module",
+        )
+    model = model.to(precision.device)
+    return model if precision.parameters == torch.float32 else model.to(precision.parameters)
+
+
+def _evaluation_source(job: Job) -> MapSource | Iterable[Any] | None:
+    return None if job.eval_data is None else open_source("eval_data", job.eval_data, job.collate)
+
+
+def _loader(job: Job, plan: Plan, mesh: Mesh, source: MapSource | Iterable[Any], order: Order) -> Loader:
+    place = Place(mesh.data_rank, mesh.num_data_ranks)
+    if isinstance(source, MapSource):
+        return MapLoader(source, order, place, plan.data.workers, mesh.device.type == "cuda")
+    if isinstance(job.length, Epochs):
+        raise JobError(
+            given=f"length={job.length} with a stream as train_data",
+            conflict="a stream has no length, and so no epochs",
+            remedy="write length=shoal.Steps(...) or shoal.Samples(...)",
+        )
+    return StreamLoader(source, order, place, job.collate)

@@ -1,0 +1,79 @@
+"""Environment: who this process is among the processes of a run. Read once at the edge, then passed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.errors import LaunchError
+
+LISTEN_FD = "SHOAL_LISTEN_FD"  # a socket bound and listening for rank 0, inherited from the local launcher
+REPORT_FILE = "SHOAL_REPORT_FILE"  # where a worker writes how it ended, for the local launcher
+STARTED_AT = "SHOAL_STARTED_AT"  # time.time() at which the command began
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process's rank and how the ranks find each other.
+
+    `listen_fd` is an open listening socket for rank 0's store; `agent_store` says that a launcher already serves one.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    listen_fd: int | None = None
+    agent_store: bool = False
+
+    @property
+    def single_host(self) -> bool:
+        """Whether all the ranks are on this host."""
+        return self.local_world_size == self.world_size
+
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def joined(variables: Mapping[str, str]) -> Environment | None:
+    """The environment that torchrun or another launcher has set, or None where none has.
+
+    Raises: LaunchError where the variables are incomplete or make no sense; all of that at once.
+    """
+    if "RANK" not in variables and "WORLD_SIZE" not in variables:
+        return None
+    missing = [name for name in _NEEDED if name not in variables]
+    if missing:
+        raise LaunchError(
+            given=", ".join(f"{n}={variables[n]}" for n in _NEEDED if n in variables),
+            conflict=f"{', '.join(missing)} is not set",
+            remedy="set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun does), or none of them",
+        )
+    numbers: dict[str, int] = {}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        text = variables.get(name)
+        if text is None:
+            continue
+        if not text.isdecimal():
+            raise LaunchError(given=f"{name}={text}", conflict="it is a number", remedy=f"set {name} to an integer")
+        numbers[name] = int(text)
+    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+    if not 0 <= rank < world_size:
+        raise LaunchError(
+            given=f"RANK={rank}, WORLD_SIZE={world_size}",
+            conflict="ranks are numbered 0 to WORLD_SIZE - 1",
+            remedy="start WORLD_SIZE processes with ranks from 0",
+        )
+    fd = variables.get(LISTEN_FD)
+    return Environment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=numbers.get("LOCAL_RANK", 0),
+        local_world_size=numbers.get("LOCAL_WORLD_SIZE", 1),
+        address=variables["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        listen_fd=int(fd) if fd else None,
+        agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )

@@ -1,0 +1,152 @@
+"""The exception tree: each leaf carries three beats and is also the built-in exception that it refines.
+
+The beats are what a person needs to go on: what was given, what that conflicts with, what to write instead.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the `shoal` command; documented in docs/exit-codes.md."""
+
+    DONE = 0
+    FAILED = 1  # a fault inside shoal, or one that it could not name
+    USER = 2  # the job, its data, its settings, the plan or the command line
+    NONFINITE = 65  # stopped by `on_nonfinite="stop"`, or too many bad steps in a row
+    RANK_LOST = 69  # a worker process died
+    INTEGRITY = 74  # no checkpoint in the run directory passes its checks
+    PREEMPTED = 75  # stopped on request after a checkpoint: `--resume` goes on
+    INTERRUPTED = 130  # a second Ctrl-C: stopped at once, without a checkpoint
+
+
+class ShoalError(Exception):
+    """Base of all of shoal's errors: `given`, `conflict` and `remedy` are one sentence each."""
+
+    exit_code = ExitCode.USER
+
+    def __init__(self, *, given: str, conflict: str, remedy: str) -> None:
+        super().__init__(given, conflict, remedy)
+        self.given, self.conflict, self.remedy = given, conflict, remedy
+        self.rank: int | None = None
+        self.host: str | None = None
+        self.traceback_text: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.given}; {self.conflict}; {self.remedy}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.given, self.conflict, self.remedy))
+
+    def render(self) -> str:
+        """The message as people meet it: where and what, then the three beats, one a line."""
+        where = "" if self.rank is None else f" on rank {self.rank}" + (f" ({self.host})" if self.host else "")
+        return (
+            f"error{where}: {type(self).__name__}\n"
+            f"  you gave:       {_indent(self.given)}\n"
+            f"  conflicts with: {_indent(self.conflict)}\n"
+            f"  write instead:  {_indent(self.remedy)}"
+        )
+
+
+def _rebuild(kind: type[ShoalError], given: str, conflict: str, remedy: str) -> ShoalError:
+    return kind(given=given, conflict=conflict, remedy=remedy)
+
+
+def _indent(text: str) -> str:
+    return text.strip().replace("\n", "\n" + " " * 18)
+
+
+class CommandError(ShoalError, ValueError):
+    """The command line asks for something that does not exist or contradicts itself."""
+
+
+class JobFileError(ShoalError, ImportError):
+    """A job file is missing, does not load, or has no such function."""
+
+
+class SettingError(ShoalError, ValueError):
+    """A `--set name=value` names no parameter of the job function, or its value has the wrong type."""
+
+
+class JobError(ShoalError, ValueError):
+    """A Job's fields are missing, of the wrong type, or contradict each other."""
+
+
+class JobMismatchError(ShoalError, ValueError):
+    """A resume was asked from the checkpoint of another job."""
+
+
+class PlanError(ShoalError, ValueError):
+    """A plan has unknown keys, wrong types or values, or asks for what this version does not execute."""
+
+
+class RunDirectoryError(ShoalError, FileExistsError):
+    """The run directory already holds a run, or holds none to resume."""
+
+
+class DataError(ShoalError, RuntimeError):
+    """A dataset is empty, raised, or returned something that cannot be trained on."""
+
+
+class DatasetNotFoundError(ShoalError, FileNotFoundError):
+    """A dataset is neither on this machine nor to be fetched."""
+
+
+class LossError(ShoalError, TypeError):
+    """A loss or a metric did not return a pair of sums (total, weight)."""
+
+
+class UserCodeError(ShoalError, RuntimeError):
+    """The job's own code (model, loss, optimizer, metric, schedule) raised."""
+
+
+class OutOfMemoryError(ShoalError, MemoryError):
+    """One grain alone does not fit in the memory of a rank."""
+
+
+class NonFiniteError(ShoalError, ArithmeticError):
+    """The loss or the gradient is NaN or infinite and the job's policy is to stop."""
+
+    exit_code = ExitCode.NONFINITE
+
+
+class LaunchError(ShoalError, OSError):
+    """The processes could not be started or could not find each other."""
+
+
+class RankLostError(ShoalError, ChildProcessError):
+    """A worker process died without a word."""
+
+    exit_code = ExitCode.RANK_LOST
+
+
+class PeerError(ShoalError, ConnectionError):
+    """This rank is well, another one failed: never the root cause."""
+
+    exit_code = ExitCode.RANK_LOST
+
+
+class IntegrityError(ShoalError, OSError):
+    """No checkpoint passes verification."""
+
+    exit_code = ExitCode.INTEGRITY
+
+
+class InternalError(ShoalError, RuntimeError):
+    """A fault of shoal itself."""
+
+    exit_code = ExitCode.FAILED
+
+
+class SettingWarning(UserWarning):
+    """A setting has no effect where it stands."""
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """The known name closest to `name`, as a hint to append; empty where none is close."""
+    import difflib
+
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""

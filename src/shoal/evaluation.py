@@ -1,0 +1,115 @@
+"""Evaluation: metrics as sums over every sample once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from shoal.agreement import together
+from shoal.computation import check_pair
+from shoal.data.loader import Place
+from shoal.data.source import MapSource, collate_samples
+from shoal.errors import DataError, ShoalError
+from shoal.faults import user_error
+from shoal.grains import random_key
+from shoal.job import Job
+from shoal.mesh import Mesh
+from shoal.precision import Precision
+from shoal.randomness import seed_everything
+
+# Samples in one forward of an evaluation, where the global batch is larger: the cut must not depend on the layout.
+MAX_CHUNK = 256
+
+
+class Evaluator:
+    """Evaluates a job's loss and metrics on its evaluation data."""
+
+    def __init__(self, job: Job, mesh: Mesh, precision: Precision, source: MapSource | Iterable[Any] | None) -> None:
+        self._job, self._mesh, self._precision, self._source = job, mesh, precision, source
+        self._chunk = min(job.global_batch, MAX_CHUNK)
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
+        """Each metric's sum over its count, `loss` among them, and how many samples were evaluated.
+
+        Collective: all ranks, one JSON gather. Raises: on every rank where any raised.
+        """
+        if self._source is None:
+            return {}, 0
+        training = model.training
+        model.eval()
+        try:
+            sums = together(self._mesh, lambda: self._local_sums(model))
+        finally:
+            model.train(training)
+        gathered = self._mesh.gather_json(sums)
+        # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
+        names = ["loss", *self._job.metrics]
+        count = sum(len_ for part in gathered for len_ in part["samples"])
+        metrics = {}
+        for name in names:
+            total = _fsum(t for part in gathered for t in part[name][0])
+            weight = _fsum(w for part in gathered for w in part[name][1])
+            metrics[name] = total / weight if weight else math.nan
+        return metrics, count
+
+    def _local_sums(self, model: nn.Module) -> dict[str, Any]:
+        functions = {"loss": self._job.loss, **self._job.metrics}
+        sums: dict[str, Any] = {name: ([], []) for name in functions} | {"samples": []}
+        place = Place(self._mesh.data_rank, self._mesh.num_data_ranks)
+        seed_everything(random_key(self._job.seed, "evaluation"))
+        with torch.no_grad():
+            for size, batch in self._chunks(place):
+                batch = self._precision.inputs(batch)
+                sums["samples"].append(size)
+                for name, function in functions.items():
+                    try:
+                        with self._precision.autocast():
+                            pair = function(model, batch)
+                    except (ShoalError, MemoryError):
+                        raise
+                    except Exception as error:
+                        raise user_error(f"metric {name!r}", error) from error
+                    total, weight = check_pair(f"metric {name!r}" if name != "loss" else "loss", pair)
+                    sums[name][0].append(float(total))
+                    sums[name][1].append(float(weight))
+        return sums
+
+    def _chunks(self, place: Place) -> Iterator[tuple[int, Any]]:
+        """This rank's chunks: number c belongs to rank c modulo their number."""
+        if isinstance(self._source, MapSource):
+            count = len(self._source)
+            for start in range(place.rank * self._chunk, count, place.num_ranks * self._chunk):
+                ids = np.arange(start, min(start + self._chunk, count), dtype=np.int64)
+                key = random_key(self._job.seed, "evaluation", start)
+                yield len(ids), self._source.fetch([ids], [key])
+        else:
+            for number, samples in enumerate(_batched(self._source or (), self._chunk)):
+                if number % place.num_ranks == place.rank:
+                    yield len(samples), collate_samples(self._job.collate or default_collate, samples, "eval_data")
+
+
+def _batched(stream: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    chunk: list[Any] = []
+    try:
+        for sample in stream:
+            chunk.append(sample)
+            if len(chunk) == size:
+                yield chunk
+                chunk = []
+    except Exception as error:
+        raise DataError(
+            given="eval_data", conflict=f"the stream raised {type(error).__name__}: {error}", remedy="mend the stream"
+        ) from error
+    if chunk:
+        yield chunk
+
+
+def _fsum(values: Iterable[float]) -> float:
+    found: Sequence[float] = list(values)
+    return math.fsum(found) if all(map(math.isfinite, found)) else math.nan

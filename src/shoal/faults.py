@@ -1,0 +1,69 @@
+"""What an exception on a rank means: whose it is, where it happened, and in which words people meet it."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.errors import InternalError, ShoalError, UserCodeError
+
+_OWN = str(Path(__file__).resolve().parent)
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a device or the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return not isinstance(error, ShoalError)
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's own code on the way to the exception, as ` at FILE:LINE in FUNCTION`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((_OWN, *_LIBRARIES, "<"))]
+    return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def user_error(what: str, error: BaseException) -> UserCodeError:
+    """An exception out of the job's own code, in three beats; its traceback is kept for the run directory."""
+    text = next(iter(str(error).strip().splitlines()), "")[:300]
+    found = UserCodeError(
+        given=f"{what} of this job",
+        conflict=f"it raised {type(error).__name__}: {text}{place_of(error)}",
+        remedy="mend that line; shapes and dtypes of the batch are those of the dataset after collation",
+    )
+    found.traceback_text = "".join(traceback.format_exception(error))
+    return found
+
+
+def as_shoal_error(error: BaseException) -> ShoalError:
+    """The error itself where it is one of shoal's, else an InternalError that carries it."""
+    if isinstance(error, ShoalError):
+        return error
+    text = next(iter(str(error).strip().splitlines()), "")[:300]
+    found = InternalError(
+        given="this run",
+        conflict=f"{type(error).__name__} inside shoal: {text}",
+        remedy="please report it with the traceback in errors/ of the run directory",
+    )
+    found.traceback_text = "".join(traceback.format_exception(error))
+    return found
+
+
+def to_json(error: ShoalError, rank: int, host: str) -> dict[str, Any]:
+    """The error as a JSON value that `from_json` reads on another rank or in the launcher."""
+    return {
+        "kind": type(error).__name__,
+        "given": error.given,
+        "conflict": error.conflict,
+        "remedy": error.remedy,
+        "rank": rank if error.rank is None else error.rank,
+        "host": error.host or host,
+        "traceback": error.traceback_text,
+    }

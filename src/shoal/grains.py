@@ -1,0 +1,62 @@
+"""Grains: the fixed division of a global batch, and which rank computes which of them. Integers only.
+
+Nothing here knows the number of devices except `share`, and nothing that it returns enters the maths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Grain:
+    """Samples [start, start + size) of a step's global batch; `index` is its number in 0..G-1."""
+
+    index: int
+    start: int
+    size: int
+
+
+def grain_size(global_batch: int, num_grains: int) -> int:
+    """Samples in a full grain: the global batch over the grains, rounded up."""
+    return -(-global_batch // num_grains)
+
+
+def divide(num_samples: int, global_batch: int, num_grains: int) -> list[Grain]:
+    """The non-empty grains of a step that holds `num_samples` <= `global_batch`, in order; the last may be short.
+
+    A short step has fewer grains, not smaller ones: a grain's size never depends on how many samples are left.
+    """
+    size = grain_size(global_batch, num_grains)
+    return [Grain(i, start, min(size, num_samples - start)) for i, start in enumerate(range(0, num_samples, size))]
+
+
+def share(grains: list[Grain], part: int, num_parts: int) -> list[Grain]:
+    """The contiguous run of grains that data rank `part` of `num_parts` computes; may be empty.
+
+    Sizes differ by one grain at most. Every rank derives every other rank's share from this function alone.
+    """
+    count = len(grains)
+    return grains[part * count // num_parts : (part + 1) * count // num_parts]
+
+
+def microbatches(grains: list[Grain], grains_per_microbatch: int) -> list[list[Grain]]:
+    """Runs of neighbouring grains that are computed together."""
+    step = max(1, grains_per_microbatch)
+    return [grains[i : i + step] for i in range(0, len(grains), step)]
+
+
+def legal_data_degrees(num_grains: int) -> str:
+    """The data degrees that a job of so many grains can use, in words."""
+    even = [d for d in range(1, num_grains + 1) if num_grains % d == 0]
+    return f"1 to {num_grains} (evenly: {', '.join(map(str, even))})"
+
+
+def random_key(*parts: int | str) -> int:
+    """A 63-bit key from its parts: the seed of a generator that belongs to those parts and to nothing else.
+
+    SHA-256 rather than arithmetic on the seed, so that neighbouring seeds, steps and grains share no bits.
+    """
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

@@ -1,0 +1,218 @@
+"""Job: what to train. A frozen value of callables and numbers; it knows neither torch nor the number of devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from shoal.errors import JobError
+from shoal.grains import grain_size
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """So many passes over the training data; a fraction ends inside a pass, at a whole step."""
+
+    count: float
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """So many optimizer steps."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """So many samples; the last step is short where they do not divide."""
+
+    count: int
+
+
+Length = Epochs | Steps | Samples
+
+
+class Progress(float):
+    """How far the training is, as a fraction in [0, 1]: a float that also knows its step.
+
+    `step` counts from 0, `num_steps` is the job's own length, `samples` is how many samples came before this step.
+    """
+
+    step: int
+    num_steps: int
+    samples: int
+
+    def __new__(cls, step: int, num_steps: int, samples: int) -> Progress:
+        self = super().__new__(cls, min(1.0, step / max(1, num_steps)))
+        self.step, self.num_steps, self.samples = step, num_steps, samples
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupCosine:
+    """Learning-rate multiplier: linear from 0 over `warmup` of the run, then half a cosine down to `floor`.
+
+    Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), with linear warm-up as in Goyal et al. (arXiv 1706.02677).
+    The first step uses one step's worth of warm-up, not zero, so that no step is wasted.
+    """
+
+    warmup: float = 0.0
+    floor: float = 0.0
+
+    def __call__(self, progress: float) -> float:
+        """The multiplier at `progress` in [0, 1]."""
+        one_step = 1.0 / getattr(progress, "num_steps", math.inf)
+        if progress < self.warmup:
+            return min(1.0, (progress + one_step) / self.warmup)
+        rest = (progress - self.warmup) / max(1e-12, 1.0 - self.warmup)
+        return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * rest))
+
+
+def warmup_cosine(warmup: float = 0.0, floor: float = 0.0) -> WarmupCosine:
+    """A schedule: linear warm-up over the fraction `warmup` of the run, then a cosine down to `floor`."""
+    if not (0.0 <= warmup < 1.0 and 0.0 <= floor <= 1.0):
+        raise JobError(
+            given=f"warmup_cosine(warmup={warmup}, floor={floor})",
+            conflict="warmup is a fraction of the run in [0, 1) and floor a multiplier in [0, 1]",
+            remedy="write for example warmup_cosine(warmup=0.05)",
+        )
+    return WarmupCosine(warmup, floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to train.
+
+    model: builds the module; called once on every rank with the generators seeded by `seed`.
+    loss: (model, batch) -> (total, weight): a scalar sum over the batch's samples or tokens, and how many they were.
+    optimizer: (parameters) -> torch optimizer. `parameters` is a list; `parameters.named` gives (name, parameter).
+    train_data, eval_data: a map-style dataset, tensors (or a tuple or dict of them) sharing their first dim, an
+        iterable stream, or a callable without arguments that returns one of these.
+    metrics: name -> (model, batch) -> (sum, count); evaluation divides the two sums over all samples.
+    global_batch: samples in one optimizer step, whatever the number of devices.
+    grains: groups that the global batch is divided into; also the largest possible number of data ranks.
+    length: Epochs, Steps or Samples. schedule: multiplies every learning rate; a function of progress in [0, 1].
+    clip_norm: largest global gradient norm, None for no clipping. seed: of everything random.
+    collate: list of samples -> batch, torch's default where None. shuffle: a new order each epoch.
+    on_nonfinite: what a NaN or infinite loss or gradient does: skip the step, rollback to the last checkpoint and go
+        on without the bad step, or stop.
+    Raises: JobError with every mistake at once.
+    """
+
+    model: Callable[[], Any]
+    loss: Callable[[Any, Any], Any]
+    optimizer: Callable[[Any], Any]
+    train_data: Any
+    global_batch: int
+    eval_data: Any = None
+    metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
+    grains: int = 8
+    length: Length = Epochs(1)
+    schedule: Callable[[Progress], float] | None = None
+    clip_norm: float | None = None
+    seed: int = 0
+    collate: Callable[[list[Any]], Any] | None = None
+    shuffle: bool = True
+    on_nonfinite: Literal["skip", "rollback", "stop"] = "stop"
+
+    def __post_init__(self) -> None:
+        mistakes = [m for check in (_callables, _numbers, _others) for m in check(self)]
+        if mistakes:
+            raise JobError(
+                given="Job(" + ", ".join(g for g, _, _ in mistakes) + ")",
+                conflict="; ".join(c for _, c, _ in mistakes),
+                remedy="; ".join(r for _, _, r in mistakes),
+            )
+
+    @property
+    def grain_size(self) -> int:
+        """Samples in a full grain."""
+        return grain_size(self.global_batch, self.grains)
+
+    def describe(self) -> dict[str, Any]:
+        """The numbers that define the training, as JSON: what a resume compares."""
+        length = {"kind": type(self.length).__name__.lower(), "count": self.length.count}
+        return {
+            "global_batch": self.global_batch,
+            "grains": self.grains,
+            "length": length,
+            "clip_norm": self.clip_norm,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "on_nonfinite": self.on_nonfinite,
+        }
+
+
+Mistake = tuple[str, str, str]
+
+
+def _callables(job: Job) -> list[Mistake]:
+    found: list[Mistake] = []
+    wanted = {"model": True, "loss": True, "optimizer": True, "schedule": False, "collate": False}
+    for name, required in wanted.items():
+        value = getattr(job, name)
+        if not callable(value) and (required or value is not None):
+            hint = "a function" if name != "model" else "a function that builds the module, e.g. model=MyModel"
+            found.append((f"{name}={value!r:.60}", f"{name} is called by the engine", f"give {hint}"))
+    if any(base.__name__ == "Module" and base.__module__.startswith("torch.nn") for base in type(job.model).__mro__):
+        found.append(
+            (
+                f"model={type(job.model).__name__}(...)",
+                "every rank builds its own copy from the same seed",
+                "give a function that builds it: model=lambda: MyModel(...)",
+            )
+        )
+    if not isinstance(job.metrics, Mapping):
+        found.append((f"metrics={job.metrics!r:.60}", "metrics have names", 'give {"accuracy": shoal.accuracy}'))
+    else:
+        for name, metric in job.metrics.items():
+            if not callable(metric):
+                found.append((f"metrics[{name!r}]={metric!r:.40}", "a metric is called", "give (model, batch) -> sums"))
+            elif name == "loss":
+                found.append(("metrics['loss']", "the job's own loss is reported under that name", "rename it"))
+    return found
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _numbers(job: Job) -> list[Mistake]:
+    found: list[Mistake] = []
+    for name in ("global_batch", "grains"):
+        value = getattr(job, name)
+        if not _is_int(value) or value < 1:
+            found.append((f"{name}={value!r}", f"{name} counts at least one", f"write {name}=8, say"))
+    if not _is_int(job.seed) or job.seed < 0:
+        found.append((f"seed={job.seed!r}", "a seed is an integer of at least 0", "write seed=0"))
+    clip = job.clip_norm
+    if clip is not None and not (isinstance(clip, int | float) and not isinstance(clip, bool) and 0 < clip < math.inf):
+        found.append((f"clip_norm={clip!r}", "a norm limit is positive and finite", "write clip_norm=1.0 or None"))
+    count = getattr(job.length, "count", None)
+    if not isinstance(job.length, Epochs | Steps | Samples):
+        wanted = "shoal.Epochs(3), shoal.Steps(1000) or shoal.Samples(10**6)"
+        found.append((f"length={job.length!r}", "a length says what it counts", f"write {wanted}"))
+    elif not (_is_int(count) or (isinstance(job.length, Epochs) and isinstance(count, float))) or not (
+        0 < float(count or 0) < math.inf
+    ):
+        found.append((f"length={job.length!r}", "a length is a positive number", "write shoal.Steps(1000), say"))
+    return found
+
+
+def _others(job: Job) -> list[Mistake]:
+    found: list[Mistake] = []
+    if job.train_data is None:
+        found.append(("train_data=None", "a step needs samples", "give a dataset or a function that returns one"))
+    if job.on_nonfinite not in ("skip", "rollback", "stop"):
+        found.append(
+            (f"on_nonfinite={job.on_nonfinite!r}", "the policies are skip, rollback and stop", 'write "stop", say')
+        )
+    if not isinstance(job.shuffle, bool):
+        found.append((f"shuffle={job.shuffle!r}", "shuffle is True or False", "write shuffle=True"))
+    return found
+
+
+FIELD_NAMES = tuple(f.name for f in fields(Job))

@@ -1,0 +1,214 @@
+"""The local launcher: worker processes on this host, watched until all have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shoal.environment import LISTEN_FD, REPORT_FILE, STARTED_AT
+from shoal.errors import ExitCode, LaunchError, RankLostError
+
+_POLL_SECONDS = 0.02
+# After one rank has died the others find out by themselves, as an error of their next collective, or are ended.
+_GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """What to start: the `shoal` arguments of each worker, how many, and the threads that each may use."""
+
+    arguments: list[str]
+    num_processes: int
+    num_threads: int
+    started_at: float
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    report: Path
+    log: Path | None
+
+    def how_it_ended(self) -> dict[str, Any] | None:
+        with contextlib.suppress(OSError, ValueError):
+            document: dict[str, Any] = json.loads(self.report.read_text(encoding="utf-8"))
+            return document
+        return None
+
+
+@dataclass
+class _Signals:
+    """The signals that arrived; a second one means: at once."""
+
+    received: list[int] = field(default_factory=list)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
+
+def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
+    """Starts the workers and waits for them: the run's exit code, and the root error as a JSON value.
+
+    Raises: LaunchError where the port that MASTER_PORT names is taken.
+    """
+    signals = _Signals()
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder, _listener() as listener, _handlers(signals):
+        workers: list[_Worker] = []
+        try:
+            for rank in range(run.num_processes):
+                workers.append(_start(run, rank, listener, Path(folder)))
+            _watch(workers, signals)
+            return _verdict(workers, signals)
+        finally:
+            _end(workers, signal.SIGKILL)
+            for worker in workers:
+                worker.process.wait()
+
+
+@contextlib.contextmanager
+def _listener() -> Iterator[socket.socket]:
+    """A socket that listens on loopback for rank 0's store; on MASTER_PORT where that is set, else on a free port."""
+    port = os.environ.get("MASTER_PORT", "0")
+    if not port.isdecimal() or int(port) > 65535:
+        raise LaunchError(
+            given=f"MASTER_PORT={port}", conflict="a port is a number up to 65535", remedy="unset it: a free one is taken"
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", int(port)))
+        except OSError as error:
+            raise LaunchError(
+                given=f"MASTER_PORT={port}",
+                conflict=f"that port cannot be used: {error.strerror}",
+                remedy="unset MASTER_PORT: a free port is taken",
+            ) from None
+        listener.listen()
+        yield listener
+
+
+def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _Worker:
+    report = folder / f"report-{rank}.json"
+    threads = str(run.num_threads)
+    variables = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(run.num_processes),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(run.num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(listener.getsockname()[1]),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        REPORT_FILE: str(report),
+        STARTED_AT: repr(run.started_at),
+    }
+    if rank == 0:
+        variables[LISTEN_FD] = str(listener.fileno())
+    log = None if rank == 0 else folder / f"log-{rank}.txt"
+    output = None if log is None else log.open("wb")
+    try:
+        process = subprocess.Popen(  # noqa: S603  (our own interpreter and arguments, no shell)
+            [sys.executable, "-m", "shoal", *run.arguments],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(listener.fileno(),) if rank == 0 else (),
+            start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher only, which tells the workers once
+        )
+    finally:
+        if output is not None:
+            output.close()
+    return _Worker(rank, process, report, log)
+
+
+def _watch(workers: list[_Worker], signals: _Signals) -> None:
+    """Waits until all have ended; hands signals on, and ends the rest once one has died without a word."""
+    handed_on, deadline = 0, None
+    while any(w.process.poll() is None for w in workers):
+        if len(signals.received) > handed_on:
+            handed_on = len(signals.received)
+            _end(workers, signal.SIGTERM if handed_on == 1 else signal.SIGKILL)
+        if deadline is None and any(w.process.poll() not in (None, 0, ExitCode.PREEMPTED) for w in workers):
+            deadline = time.monotonic() + _GRACE_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            _end(workers, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+
+
+def _verdict(workers: list[_Worker], signals: _Signals) -> tuple[int, dict[str, Any] | None]:
+    if len(signals.received) > 1:
+        return ExitCode.INTERRUPTED, None
+    ends = [(worker, worker.how_it_ended()) for worker in workers]
+    told = [end["error"] for _, end in ends if end and end.get("error")]
+    roots = [error for error in told if error["kind"] != "PeerError"]
+    if roots:
+        code = next(end["exit_code"] for _, end in ends if end and end.get("error") == roots[0])
+        return code, roots[0]
+    lost = [worker for worker, end in ends if end is None]
+    if lost:
+        return ExitCode.RANK_LOST, _lost(lost[0])
+    if told:
+        return ExitCode.FAILED, told[0]
+    return max(end["exit_code"] for _, end in ends if end), None
+
+
+def _lost(worker: _Worker) -> dict[str, Any]:
+    code = worker.process.returncode
+    try:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    except ValueError:
+        how = f"ended with code {code}"
+    error = RankLostError(
+        given=f"rank {worker.rank} (process {worker.process.pid})",
+        conflict=f"it {how} without a word{_last_words(worker)}",
+        remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
+    )
+    return {
+        "kind": type(error).__name__,
+        "given": error.given,
+        "conflict": error.conflict,
+        "remedy": error.remedy,
+        "rank": worker.rank,
+        "host": socket.gethostname(),
+        "traceback": None,
+    }
+
+
+def _last_words(worker: _Worker) -> str:
+    if worker.log is None:
+        return ""
+    with contextlib.suppress(OSError):
+        lines = worker.log.read_text(errors="replace").strip().splitlines()[-5:]
+        return "".join(f"\n{line[:200]}" for line in lines)
+    return ""
+
+
+def _end(workers: list[_Worker], number: int) -> None:
+    for worker in workers:
+        if worker.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                worker.process.send_signal(number)
+
+
+@contextlib.contextmanager
+def _handlers(signals: _Signals) -> Iterator[None]:
+    before = {n: signal.signal(n, signals.handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,62 @@
+"""Non-finite steps: who brought the NaN, down to the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.computation import Computer
+from shoal.data.loader import Microbatch
+from shoal.mesh import Mesh
+from shoal.precision import Precision
+
+# A grain of more samples than this is named whole, not searched sample by sample.
+_MAX_SEARCHED = 256
+
+
+class Search:
+    """Computes grains, then samples, alone, and sees which loss or gradient is not finite."""
+
+    def __init__(self, computer: Computer, precision: Precision, parameters: Sequence[Tensor]) -> None:
+        self._computer, self._precision, self._parameters = computer, precision, list(parameters)
+
+    def find(self, mesh: Mesh, microbatches: list[Microbatch]) -> dict[str, Any]:
+        """The first rank that has bad grains, with its grains and sample ids; on every rank the same.
+
+        Buffers may be written: the caller restores them. Collective: all ranks, one JSON gather.
+        """
+        grains: list[int] = []
+        samples: list[int] = []
+        for microbatch in microbatches:
+            for part in microbatch.split():
+                if self._is_finite(part):
+                    continue
+                grains.append(part.grains[0].index)
+                samples += self._bad_samples(part)
+        told = mesh.gather_json({"rank": mesh.rank, "host": mesh.host, "grains": grains, "samples": samples})
+        culprits = [t for t in told if t["grains"]]
+        if culprits:
+            return {**culprits[0], "other_ranks": [t["rank"] for t in culprits[1:]]}
+        return {"rank": None, "host": None, "grains": [], "samples": [], "other_ranks": []}
+
+    def _bad_samples(self, part: Microbatch) -> list[int]:
+        ids: list[int] = part.ids[0].tolist()
+        if part.num_samples > _MAX_SEARCHED:
+            return ids
+        # One that cannot be computed alone (BatchNorm of one value, say) leaves the whole grain under suspicion.
+        try:
+            found = [i for i, single in zip(ids, part.samples(), strict=True) if not self._is_finite(single)]
+        except Exception:
+            return ids
+        return found or ids
+
+    def _is_finite(self, microbatch: Microbatch) -> bool:
+        with self._computer.scope(microbatch):
+            total, _ = self._computer.loss(self._precision.inputs(microbatch.batch))
+        if not bool(torch.isfinite(total)):
+            return False
+        gradients = torch.autograd.grad(total, self._parameters, allow_unused=True)
+        return all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)

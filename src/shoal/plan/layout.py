@@ -1,0 +1,76 @@
+"""Layout: the degrees of the mesh axes, and the bijection between ranks and coordinates. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from shoal.errors import PlanError
+
+# Outermost first: neighbours in rank are neighbours in the axis that talks most, so that tensor groups stay in a host.
+AXES = ("pipeline", "data", "shard", "context", "tensor")
+
+
+class Coordinate(NamedTuple):
+    """A rank's place on each axis, each in [0, degree)."""
+
+    pipeline: int
+    data: int
+    shard: int
+    context: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of the mesh axes, each at least 1; their product is the world size."""
+
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        bad = {k: v for k, v in asdict(self).items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
+        if bad:
+            raise PlanError(
+                given="layout: " + ", ".join(f"{k} = {v!r}" for k, v in bad.items()),
+                conflict="a degree counts processes along an axis: an integer of at least 1",
+                remedy="write 1 for an axis that is not used",
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all: the product of the degrees."""
+        return self.data * self.shard * self.tensor * self.pipeline * self.context
+
+    def degree(self, axis: str) -> int:
+        """The degree of one axis."""
+        return int(getattr(self, axis))
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where `rank` stands; the inverse of `rank`. Raises: IndexError outside the world."""
+        if not 0 <= rank < self.world_size:
+            raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
+        places: dict[str, int] = {}
+        for axis in reversed(AXES):
+            rank, places[axis] = divmod(rank, self.degree(axis))
+        return Coordinate(**places)
+
+    def rank(self, coordinate: Coordinate) -> int:
+        """The rank at a coordinate. Raises: IndexError where a place is outside its degree."""
+        rank = 0
+        for axis, place in zip(AXES, coordinate, strict=True):
+            if not 0 <= place < self.degree(axis):
+                raise IndexError(f"{axis} = {place} is not in [0, {self.degree(axis)})")
+            rank = rank * self.degree(axis) + place
+        return rank
+
+    def groups(self, axis: str) -> Iterator[list[int]]:
+        """The ranks that differ along `axis` only, one list a group, in order."""
+        seen: dict[Coordinate, list[int]] = {}
+        for rank in range(self.world_size):
+            seen.setdefault(self.coordinate(rank)._replace(**{axis: 0}), []).append(rank)
+        yield from seen.values()

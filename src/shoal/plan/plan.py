@@ -1,0 +1,180 @@
+"""Plan: how a job is laid out. Frozen and complete; each section is one concept with exact keys."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.errors import PlanError, nearest
+from shoal.plan.layout import Layout
+
+SCHEMA = 1
+Dtype = Literal["float32", "bfloat16", "float16"]
+Degree = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class LayoutSection(_Section):
+    """Degrees of the mesh axes; their product is the world size."""
+
+    data: Degree = 1
+    shard: Degree = 1
+    tensor: Degree = 1
+    pipeline: Degree = 1
+    context: Degree = 1
+
+
+class BatchSection(_Section):
+    """How many grains one forward computes; 0 stands for all of a rank's, until the plan is resolved for a job."""
+
+    grains_per_microbatch: Annotated[int, Field(ge=0)] = 0
+
+
+class ShardSection(_Section):
+    """What the shard axis divides: ZeRO-1, 2 or 3."""
+
+    level: Literal["optimizer", "gradients", "parameters"] = "parameters"
+    offload: bool = False
+
+
+class PipelineSection(_Section):
+    """How the pipeline axis cuts the model and orders the microbatches."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
+    stages_per_rank: Degree = 1
+    split: tuple[str, ...] = Field(default=(), strict=False)
+
+
+class PrecisionSection(_Section):
+    """Dtypes of the parameters, of the compute (autocast where it differs) and of the gradient sums."""
+
+    parameters: Dtype = "float32"
+    compute: Dtype = "float32"
+    reduce: Dtype = "float32"
+    loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0, strict=False)] = "none"
+
+
+class MemorySection(_Section):
+    """What is recomputed in the backward instead of kept."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+class CollectivesSection(_Section):
+    """Which all-reduce sums the gradients, and how they are compressed on the way."""
+
+    all_reduce: Literal["native", "ring", "tree", "recursive_doubling", "hierarchical", "shared_memory"] = "native"
+    compression: Literal["none", "bfloat16", "float16", "int8", "topk", "powersgd"] = "none"
+
+
+class DataSection(_Section):
+    """Processes per rank that fetch samples; 0 fetches in the rank itself."""
+
+    workers: Annotated[int, Field(ge=0)] = 0
+
+
+class ExecutionSection(_Section):
+    """Exact or fast sums over grains; compilation."""
+
+    exact: bool = False
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+
+
+class Plan(_Section):
+    """How to lay a job out: complete, written as TOML, never an input to the maths."""
+
+    schema_: Annotated[Literal[1], Field(alias="schema")] = SCHEMA
+    layout: LayoutSection = LayoutSection()
+    batch: BatchSection = BatchSection()
+    shard: ShardSection = ShardSection()
+    pipeline: PipelineSection = PipelineSection()
+    precision: PrecisionSection = PrecisionSection()
+    memory: MemorySection = MemorySection()
+    collectives: CollectivesSection = CollectivesSection()
+    data: DataSection = DataSection()
+    execution: ExecutionSection = ExecutionSection()
+    prediction: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def degrees(self) -> Layout:
+        """The mesh degrees as a Layout."""
+        return Layout(**self.layout.model_dump())
+
+    def with_sections(self, **sections: dict[str, Any]) -> Plan:
+        """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""
+        document = self.to_mapping()
+        for name, changes in sections.items():
+            document[name] = {**document[name], **changes}
+        return Plan.from_mapping(document, source="plan")
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The whole plan as nested dicts, `schema` first, every key present."""
+        document = self.model_dump(by_alias=True)
+        document["pipeline"]["split"] = list(document["pipeline"]["split"])
+        return document
+
+    @classmethod
+    def from_mapping(cls, document: dict[str, Any], source: str) -> Plan:
+        """A plan from nested dicts; `source` names the file in messages.
+
+        Raises: PlanError with every mistake at once, each with its path and, for an unknown key, the nearest name.
+        """
+        try:
+            return cls.model_validate(document)
+        except ValidationError as error:
+            raise _plan_error(error, source) from None
+
+
+def _known_keys(path: tuple[str, ...]) -> list[str]:
+    model: Any = Plan
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return [f.alias or name for name, f in model.model_fields.items()]
+
+
+def _plan_error(error: ValidationError, source: str) -> PlanError:
+    given: list[str] = []
+    conflict: list[str] = []
+    remedy: list[str] = []
+    seen: set[str] = set()
+    for item in error.errors(include_url=False):
+        # A union reports once per member, with the member as the last part of the path.
+        path = tuple(str(p) for p in item["loc"] if not str(p).startswith(("literal[", "constrained-", "float")))
+        dotted = ".".join(path)
+        if dotted in seen:
+            continue
+        seen.add(dotted)
+        given.append(f"{dotted} = {item['input']!r:.60}")
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(path[:-1])
+            conflict.append(f"{dotted}: unknown key")
+            remedy.append(f"{dotted}: use one of {', '.join(known)}{nearest(path[-1], known)}")
+        else:
+            expected = item["msg"][0].lower() + item["msg"][1:]
+            conflict.append(f"{dotted}: {expected}")
+            remedy.append(f"{dotted}: write what it asks for" + _hint(item))
+    return PlanError(
+        given=f"in {source}: " + "\n".join(given),
+        conflict="\n".join(conflict),
+        remedy="\n".join(remedy),
+    )
+
+
+def _hint(item: Any) -> str:
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        options = [o.strip(" '") for o in str(item["ctx"]["expected"]).replace(" or ", ", ").split(",")]
+        return nearest(item["input"], options)
+    return ""
+
+
+def layout_mapping(layout: Layout) -> dict[str, int]:
+    """A Layout as the plan's `[layout]` section."""
+    return asdict(layout)

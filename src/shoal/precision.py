@@ -1,0 +1,89 @@
+"""Precision: dtypes of parameters and compute, and the scale that keeps float16 gradients in range."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from shoal.plan.plan import PrecisionSection
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype policy of a run on one kind of device."""
+
+    parameters: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, section: PrecisionSection, device: torch.device) -> Precision:
+        """The policy that a plan's section names."""
+        return cls(_DTYPES[section.parameters], _DTYPES[section.compute], _DTYPES[section.reduce], device)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of a forward: autocast where compute differs from the parameters."""
+        if self.compute == self.parameters:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.compute)
+
+    def inputs(self, batch: Any) -> Any:
+        """The batch on the device; floating tensors in the parameters' dtype where that is not float32."""
+        return tree_map(self._input, batch)
+
+    def _input(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.to(self.device, non_blocking=True)
+        narrow = self.parameters != torch.float32 and value.is_floating_point()
+        return value.to(self.parameters) if narrow else value
+
+
+# As torch.amp.GradScaler: start at 2^16, double after 2000 good steps, halve at an overflow.
+_START, _GROWTH_STEPS = 2.0**16, 2000
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """What the mean loss is multiplied by before the backward, and its bookkeeping; a value, the same on all ranks.
+
+    torch's GradScaler is not used: it judges each rank's own gradients, while here one norm of the reduced gradient
+    serves clipping, the non-finite policy and the scale.
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    good_steps: int = 0
+
+    @classmethod
+    def of(cls, setting: str | float, compute: torch.dtype) -> LossScale:
+        """The scale that a plan asks for; only float16 compute needs one."""
+        if compute != torch.float16 or setting == "none":
+            return cls()
+        return cls(_START, dynamic=True) if setting == "dynamic" else cls(float(setting))
+
+    def factor(self, global_batch: int) -> float:
+        """What a loss *total* is multiplied by: the scale over the global batch, rounded to a power of two.
+
+        A power of two changes no bit of a gradient that neither overflows nor underflows.
+        """
+        return self.scale / 2.0 ** round(math.log2(global_batch)) if self.scale != 1.0 else 1.0
+
+    def after(self, overflow: bool) -> LossScale:
+        """The scale for the next step."""
+        if not self.dynamic:
+            return self
+        if overflow:
+            return replace(self, scale=self.scale / 2.0, good_steps=0)
+        if self.good_steps + 1 >= _GROWTH_STEPS:
+            return replace(self, scale=self.scale * 2.0, good_steps=0)
+        return replace(self, good_steps=self.good_steps + 1)

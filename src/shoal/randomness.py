@@ -1,0 +1,232 @@
+"""Randomness and batch statistics that belong to the grain, also where several grains are computed in one forward.
+
+Before each forward the global generators are seeded by (seed, step), the same on every rank. Under `GrainScope` every
+random operation of the model draws one number from that generator, and each grain's rows come from a generator keyed by
+(that number, grain). So a grain's dropout mask does not depend on which grains it is computed with, and recomputation
+in the backward (torch.utils.checkpoint restores the global generator) draws the same masks again. Batch normalisation
+is computed grain by grain in the same way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shoal.grains import Grain, random_key
+
+_INT63 = 2**63 - 1
+
+
+class NotFusibleError(Exception):
+    """The model does something with a batch that cannot be told apart by grain."""
+
+
+class GrainScope(TorchFunctionMode):
+    """A context around forward and backward of one microbatch; `calls` counts what it had to take care of."""
+
+    def __init__(self, seed: int, step: int, grains: Sequence[Grain]) -> None:
+        super().__init__()
+        self._key = random_key(seed, "model", step)
+        self._indices = [grain.index for grain in grains]
+        self._sizes = [grain.size for grain in grains]
+        self._rows = sum(self._sizes)
+        self.calls = 0
+        self._draws = 0
+
+    def __enter__(self) -> GrainScope:
+        seed_torch(self._key)
+        self._outside = python_generators()
+        super().__enter__()
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        kwargs = kwargs or {}
+        if handler is None:
+            return func(*args, **kwargs)
+        return handler(self, func, args, kwargs)
+
+    def leaked(self) -> bool:
+        """Whether something drew from a global generator past this scope since it was entered."""
+        with torch._C.DisableTorchFunction():
+            twin = torch.Generator().manual_seed(self._key)
+            for _ in range(self._draws):
+                torch.randint(_INT63, (), generator=twin)
+            moved = not torch.equal(twin.get_state(), torch.default_generator.get_state())
+        return moved or python_generators() != self._outside
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        """A generator a grain for one random operation."""
+        self.calls += 1
+        self._draws += 1
+        with torch._C.DisableTorchFunction():
+            base = int(torch.randint(_INT63, ()))
+        return [torch.Generator(device).manual_seed(random_key(base, index)) for index in self._indices]
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor's rows a grain. Raises: NotFusibleError where its first dim does not hold the samples."""
+        if tensor.ndim == 0 or tensor.shape[0] != self._rows:
+            # Also where there is one grain only: how a model is computed must not depend on how many grains a rank has.
+            raise NotFusibleError(f"a random or batch-wide operation on shape {tuple(tensor.shape)}")
+        return list(tensor.split(self._sizes))
+
+
+def seed_torch(key: int) -> None:
+    """Seeds torch's global generators, of the CPU and of the devices in use."""
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(key)
+
+
+def seed_everything(key: int) -> None:
+    """Seeds the global generators of torch, Python and numpy."""
+    seed_torch(key)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+
+
+def python_generators() -> tuple[Any, ...]:
+    """The states of Python's and numpy's global generators, comparable."""
+    legacy: Any = np.random.get_state(legacy=True)
+    return random.getstate(), legacy[1].tobytes(), legacy[2:]
+
+
+def _dropout(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, p, training = _dropout_arguments(*args, **kwargs)
+    if not training or p == 0.0 or tensor.numel() == 0:
+        return func(*args, **kwargs)
+    if p == 1.0:
+        return tensor * 0.0
+    with torch.no_grad():
+        noise = torch.empty_like(tensor)
+        parts = scope.split(noise)
+        for rows, generator in zip(parts, scope.generators(tensor.device), strict=True):
+            rows.bernoulli_(1.0 - p, generator=generator)
+        noise.div_(1.0 - p)
+    if kwargs.get("inplace", False) or (func is F.dropout and len(args) > 3 and args[3]):
+        return tensor.mul_(noise)
+    return tensor * noise
+
+
+def _dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+) -> tuple[Tensor, float, bool]:
+    return input, p, training if train is None else train
+
+
+def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if not given.get("training", False):
+        return func(*args, **kwargs)
+    scope.calls += 1
+    parts = scope.split(given["input"])
+    running = [given.get("running_mean"), given.get("running_var")]
+    start = [None if r is None else r.clone() for r in running]
+    sums = [None if r is None else torch.zeros_like(r) for r in running]
+    outputs = []
+    for part, size in zip(parts, scope._sizes, strict=True):
+        own = [None if r is None else r.clone() for r in start]
+        outputs.append(F.batch_norm(**{**given, "input": part, "running_mean": own[0], "running_var": own[1]}))
+        for total, value in zip(sums, own, strict=True):
+            if total is not None and value is not None:
+                total.add_(value, alpha=size / scope._rows)
+    for buffer, total in zip(running, sums, strict=True):
+        if buffer is not None and total is not None:
+            buffer.copy_(total)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    """Any random function of tensors: called once a grain on that grain's rows, each under the grain's generator."""
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    split = {id(t): scope.split(t) for t in tensors if t.ndim > 0}
+    if not split:
+        raise NotFusibleError(f"{getattr(func, '__name__', func)} without a tensor of samples")
+    outputs = []
+    for i, generator in enumerate(scope.generators(tensors[0].device)):
+        rows = [split.get(id(a), [a] * (i + 1))[i] if isinstance(a, Tensor) else a for a in args]
+        named = {k: split.get(id(a), [a] * (i + 1))[i] if isinstance(a, Tensor) else a for k, a in kwargs.items()}
+        outputs.append(_under(generator, lambda rows=rows, named=named: func(*rows, **named)))  # type: ignore[misc]
+    in_place = getattr(func, "__name__", "").endswith("_")
+    return args[0] if in_place else torch.cat(outputs)
+
+
+def _sized(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    """rand, randn and their like: the first size is the number of samples."""
+    size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list | torch.Size) else args)
+    if func is torch.randint or not size or kwargs.get("generator") is not None or kwargs.get("out") is not None:
+        raise NotFusibleError(f"{getattr(func, '__name__', func)} of a size that does not follow the samples")
+    if size[0] != scope._rows:
+        raise NotFusibleError(f"{getattr(func, '__name__', func)} of size {tuple(size)}")
+    options = {k: v for k, v in kwargs.items() if k != "size"}
+    device = torch.device(options.get("device") or "cpu")
+    parts = [
+        func(rows, *size[1:], generator=generator, **options)
+        for rows, generator in zip(scope._sizes, scope.generators(device), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attention(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    return func(*args, **kwargs) if dropout_p == 0.0 else _split_call(scope, func, args, kwargs)
+
+
+def _random_if(name: str, place: int, default: Any) -> Callable[..., Any]:
+    """A handler for a function that draws only where its argument `name` (at `place`) is true."""
+
+    def handle(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+        active = kwargs.get(name, args[place] if len(args) > place else default)
+        return _split_call(scope, func, args, kwargs) if active else func(*args, **kwargs)
+
+    return handle
+
+
+def _generator_given(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    """A draw from a generator of the user's own cannot be divided; one from the global generator is."""
+    if kwargs.get("generator") is not None:
+        raise NotFusibleError(f"{getattr(func, '__name__', func)} with a generator of its own")
+    return _split_call(scope, func, args, kwargs)
+
+
+def _under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
+    """Calls with the device's global generator in the state of `generator`, and puts it back."""
+    device = generator.device
+    own = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+    before = own.get_state()
+    own.set_state(generator.get_state())
+    try:
+        return call()
+    finally:
+        own.set_state(before)
+
+
+_HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.batch_norm: _batch_norm,
+    F.scaled_dot_product_attention: _attention,
+    F.rrelu: _random_if("training", 3, False),
+    F.gumbel_softmax: _split_call,
+    torch.rand: _sized,
+    torch.randn: _sized,
+    torch.randint: _sized,
+    **{f: _random_if("training", 2, True) for f in (F.dropout1d, F.dropout2d, F.dropout3d)},
+    **{f: _random_if("training", 2, False) for f in (F.alpha_dropout, F.feature_alpha_dropout)},
+    **{f: _generator_given for f in (torch.bernoulli, torch.poisson, torch.multinomial, torch.normal)},
+    **{f: _generator_given for f in (torch.rand_like, torch.randn_like, torch.randint_like)},
+    **{
+        getattr(Tensor, name): _generator_given
+        for name in (
+            "bernoulli_ bernoulli normal_ uniform_ exponential_ random_ log_normal_ cauchy_ geometric_ multinomial"
+        ).split()
+    },
+}

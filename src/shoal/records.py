@@ -1,0 +1,113 @@
+"""What crosses from the engine to reports: values that are written as JSON lines and read back without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+# Parts of a step's wall time, in seconds; they sum to the step.
+SPANS = (
+    "data_wait",
+    "host_to_device",
+    "forward",
+    "backward",
+    "exposed_communication",
+    "optimizer",
+    "checkpoint",
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One quantity over the ranks: the smallest and the largest value, and the rank of the largest."""
+
+    min: float
+    max: float
+    rank_of_max: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. `loss` is total over weight, of the whole global batch.
+
+    `samples` counts since the start of the run; `digest` covers every sample id up to and with this step.
+    `spans` are rank 0's seconds by name, `ranks` the same over all ranks (and `memory_bytes`, `step_seconds`).
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    num_samples: int
+    loss: float | None
+    weight: float
+    grad_norm: float | None
+    learning_rate: float
+    loss_scale: float | None
+    seconds: float
+    spans: dict[str, float]
+    ranks: dict[str, Spread]
+    memory_bytes: int
+    digest: str
+    skipped: str | None = None  # why the optimizer did not step: "nonfinite", "overflow" or "weightless"
+    nonfinite: dict[str, Any] | None = None  # rank, grains, samples
+    metrics: dict[str, float] | None = None  # evaluation after this step
+
+    def to_line(self) -> str:
+        """One line of JSON; a value that JSON has no number for is null."""
+        return json.dumps(asdict(self), allow_nan=False)
+
+    @classmethod
+    def from_line(cls, line: str) -> StepRecord:
+        """The record in a line that `to_line` wrote; keys of newer versions are left out."""
+        document = json.loads(line)
+        document["ranks"] = {name: Spread(**value) for name, value in document["ranks"].items()}
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in document.items() if key in known})
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The end of a run: `result.json`.
+
+    `train_loss` is the last step's. `weights_sha256` is over the state dict: names sorted, raw little-endian bytes.
+    `step_seconds` has median, p10 and p90 of this call's steps; `wall_seconds` is this call's, launch included.
+    """
+
+    status: str  # completed | preempted | failed
+    steps: int
+    samples: int
+    world_size: int
+    train_loss: float | None
+    metrics: dict[str, float]
+    eval_samples: int
+    weights_sha256: str | None
+    sample_digest: str | None
+    step_seconds: dict[str, float]
+    wall_seconds: float
+    first_step_seconds: float | None = None  # from the command's start to the end of its first step
+    resumed_from: int | None = None
+    skipped_steps: int = 0
+    error: dict[str, Any] | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The record as indented JSON."""
+        return json.dumps(asdict(self), indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> RunRecord:
+        """The record in a `result.json`; keys of newer versions are left out."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in json.loads(text).items() if key in known})
+
+
+def read_steps(path: Path) -> Iterator[StepRecord]:
+    """The step records in a `records.jsonl`; a last line cut short by a kill is left out."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield StepRecord.from_line(line)

@@ -1,0 +1,325 @@
+"""Run: from a request to a trained model on this rank. Reads and writes the run directory; the trainer does the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+import shoal
+from shoal.agreement import together
+from shoal.checkpoint import weights_sha256
+from shoal.engine import Engine, build
+from shoal.environment import REPORT_FILE, Environment
+from shoal.errors import ExitCode, JobMismatchError, LaunchError, PeerError, ShoalError
+from shoal.faults import as_shoal_error, to_json
+from shoal.job_file import LoadedJob, load
+from shoal.mesh import Mesh, open_mesh
+from shoal.plan.plan import Plan
+from shoal.plan.resolve import complete
+from shoal.plan.toml import write as plan_text
+from shoal.progress import Pace, Reporter, choose_reporter
+from shoal.records import RunRecord, StepRecord
+from shoal.run_directory import RunDirectory, read_json, write_file
+from shoal.run_request import RunRequest, cores_here
+from shoal.telemetry import RecordWriter
+from shoal.trainer import Outcome, Surroundings
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Stop:
+    """Set by SIGTERM and Ctrl-C; the step in hand is finished first. A second Ctrl-C ends at once."""
+
+    requested: list[int] = field(default_factory=list)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested.append(number)
+        if number == signal.SIGINT and self.requested.count(signal.SIGINT) > 1:
+            os._exit(ExitCode.INTERRUPTED)
+
+
+@dataclass
+class _Course:
+    """What is known of a run so far: enough for a result file however it ends."""
+
+    steps: int = 0
+    samples: int = 0
+    loss: float | None = None
+    digest: str | None = None
+    resumed_from: int | None = None
+    first_step_at: float | None = None
+    started: bool = False
+
+
+def run(request: RunRequest, environment: Environment) -> ExitCode:
+    """Trains and returns the exit code; errors are printed here, or handed to the launcher that started this rank."""
+    if REPORT_FILE in os.environ:
+        _die_with_parent()
+    stop, course = _Stop(), _Course()
+    error: ShoalError | None = None
+    code = ExitCode.DONE
+    with _signals(stop):
+        try:
+            request.check()
+            code = _train(request, environment, stop, course)
+        except Exception as caught:
+            error = as_shoal_error(caught)
+            code = error.exit_code
+            _note_failure(request, environment, error, course)
+    _tell(environment, code, error)
+    return code
+
+
+def _train(request: RunRequest, environment: Environment, stop: _Stop, course: _Course) -> ExitCode:
+    _set_threads(request.plan, environment)
+    loaded = load(request.job)
+    plan = complete(request.plan, loaded.job.grains, loaded.job.grain_size, request.wishes.max_microbatch)
+    with open_mesh(environment, plan.degrees) as mesh:
+        _shake_hands(mesh, loaded, plan)
+        directory = RunDirectory(request.out)
+        engine = build(loaded.job, plan, mesh, request, directory)
+        try:
+            return _train_built(engine, loaded, request, stop, course)
+        finally:
+            engine.close()
+
+
+def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, stop: _Stop, course: _Course) -> ExitCode:
+    mesh, directory = engine.mesh, RunDirectory(request.out)
+    description = _describe(loaded, engine, request)
+    saved = read_json(directory.job) if request.resume else None
+    together(mesh, lambda: _refuse_other_job(saved, description) if saved else None)
+    state, complaints = engine.load() if request.resume else (None, [])
+    course.resumed_from = state.step if state else (0 if request.resume else None)
+    num_steps = request.steps or engine.order.num_steps
+    pace = Pace(state.step if state else 0, num_steps, mesh.world_size)
+    reporter = choose_reporter(mesh.rank, pace)
+    try:
+        for complaint in complaints:
+            reporter.note(complaint)
+        together(mesh, lambda: _begin(directory, engine.plan, description) if mesh.rank == 0 else None)
+        course.started = True
+        _introduce(reporter, engine, loaded, request, state.step if state else None)
+
+        def on_step(record: StepRecord, slowest_rank: int) -> None:
+            course.steps, course.samples, course.loss = record.step, record.samples, record.loss
+            course.digest = record.digest
+            course.first_step_at = course.first_step_at or time.time()
+            reporter.step(record, slowest_rank)
+
+        around = Surroundings(reporter.note, on_step, lambda: bool(stop.requested))
+        records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
+        outcome = engine.trainer(state, num_steps, around, records).train()
+        result = _result(engine, outcome, request, course)
+        if mesh.rank == 0:
+            write_file(directory.result, result.to_json())
+        _conclude(reporter, result, request.out)
+    finally:
+        reporter.close()
+    return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+def _set_threads(plan: Plan, environment: Environment) -> None:
+    """One thread a process in exact mode, since kernels divide their sums by threads; else this rank's share of cores."""
+    if plan.execution.exact:
+        torch.set_num_threads(1)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, cores_here() // environment.local_world_size))
+
+
+def _shake_hands(mesh: Mesh, loaded: LoadedJob, plan: Plan) -> None:
+    """Raises: LaunchError, on every rank, where the ranks do not run the same thing."""
+    mine = {
+        "shoal": shoal.__version__,
+        "torch": torch.__version__,
+        "job": loaded.job.describe(),
+        "settings": loaded.settings,
+        "plan": plan.to_mapping(),
+        "device": mesh.device.type,
+    }
+    told = mesh.gather_json({**mine, "host": mesh.host})
+    for rank, other in enumerate(told):
+        differing = [name for name in mine if other[name] != told[0][name]]
+        if differing:
+            name = differing[0]
+            raise LaunchError(
+                given=f"rank {rank} on {other['host']}: {name} = {str(other[name])[:200]}",
+                conflict=f"rank 0 on {told[0]['host']} has {name} = {str(told[0][name])[:200]}",
+                remedy="start every rank with the same files, versions and arguments",
+            )
+
+
+def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[str, Any]:
+    """job.json: what is trained, as far as numbers and names can say it."""
+    shapes = [f"{name} {list(p.shape)}" for name, p in engine.model.named_parameters()]
+    return {
+        "file": str(request.job.path),
+        "function": loaded.function,
+        "settings": loaded.settings,
+        "given": dict(request.job.settings),
+        "stop_after": request.steps,
+        **loaded.job.describe(),
+        "train_samples": engine.num_train_samples,
+        "parameters": sum(p.numel() for p in engine.model.parameters()),
+        "parameter_shapes_sha256": weights_sha256({"shapes": torch.tensor(list("\n".join(shapes).encode()))}),
+        "versions": _versions(),
+    }
+
+
+# A resume may change how long and what happens at a bad step; everything else is what was trained.
+_MAY_CHANGE = ("file", "given", "stop_after", "length", "on_nonfinite", "versions")
+
+
+def _refuse_other_job(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    now = json.loads(json.dumps(now))
+    differing = [name for name in now if name not in _MAY_CHANGE and saved.get(name) != now[name]]
+    if differing:
+        raise JobMismatchError(
+            given="\n".join(f"{name} = {now[name]}" for name in differing),
+            conflict="the run to resume has " + ", ".join(f"{name} = {saved.get(name)}" for name in differing),
+            remedy="resume with the job and settings that the run began with, or start anew with another --out",
+        )
+
+
+def _begin(directory: RunDirectory, plan: Plan, description: dict[str, Any]) -> None:
+    directory.path.mkdir(parents=True, exist_ok=True)
+    write_file(directory.plan, plan_text(plan))
+    write_file(directory.job, json.dumps(description, indent=2) + "\n")
+
+
+def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: RunRequest, resumed: int | None) -> None:
+    """What was chosen, and why."""
+    job, plan, mesh = loaded.job, engine.plan, engine.mesh
+    share = -(-job.grains // mesh.num_data_ranks)
+    per = plan.batch.grains_per_microbatch
+    where = f"{mesh.world_size} process{'es' if mesh.world_size > 1 else ''} on {mesh.device.type}"
+    threads = f", {torch.get_num_threads()} thread(s) each of {cores_here()} cores" if mesh.device.type == "cpu" else ""
+    reporter.note(f"shoal {shoal.__version__}: {request.job.path}:{loaded.function} -> {request.out}")
+    asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
+    reporter.note(f"  devices     {where}{threads} ({asked})")
+    reporter.note(
+        f"  batch       {job.global_batch} samples a step = {job.grains} grains of {job.grain_size}; a rank computes up to "
+        f"{share} grains, {per} at a time ({-(-share // per)} microbatch(es))"
+    )
+    mode = "exact: grain by grain, one thread, fixed tree" if plan.execution.exact else "fast: fused grains, overlapped sums"
+    reporter.note(f"  summation   {mode}, {plan.collectives.all_reduce} all-reduce")
+    scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
+    reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
+    samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
+    reporter.note(f"  data        {samples}, {plan.data.workers} worker process(es) a rank; model of {engine.num_parameters:,} parameters")
+    if request.steps is not None and request.steps > engine.order.num_steps:
+        reporter.note(f"  length      {request.steps} steps, beyond the job's own {engine.order.num_steps}: the schedule stays at its end")
+    if request.resume:
+        reporter.note(f"  resumed     {'after step ' + str(resumed) if resumed is not None else 'from the start: no checkpoint yet'}")
+
+
+def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Course) -> RunRecord:
+    seconds = np.array(outcome.step_seconds or [math.nan])
+    median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
+    state = outcome.state
+    return RunRecord(
+        status=outcome.status,
+        steps=state.step,
+        samples=state.samples,
+        world_size=engine.mesh.world_size,
+        train_loss=state.loss,
+        metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
+        eval_samples=outcome.eval_samples,
+        weights_sha256=weights_sha256(engine.model.state_dict()),
+        sample_digest=state.digest,
+        step_seconds={"median": median, "p10": p10, "p90": p90} if outcome.step_seconds else {},
+        wall_seconds=time.time() - request.started_at,
+        first_step_seconds=course.first_step_at - request.started_at if course.first_step_at else None,
+        resumed_from=course.resumed_from,
+        skipped_steps=state.skipped_steps,
+        versions=_versions(),
+    )
+
+
+def _conclude(reporter: Reporter, result: RunRecord, out: Path) -> None:
+    values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+    evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
+    reporter.note(f"{result.status} after step {result.steps}, {result.wall_seconds:.1f} s{evaluated}")
+    if result.status == "preempted":
+        reporter.note(f"resume with: shoal run ... --resume --out {out}")
+
+
+def _versions() -> dict[str, str]:
+    return {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _note_failure(request: RunRequest, environment: Environment, error: ShoalError, course: _Course) -> None:
+    """The traceback of this rank, and on rank 0 a result file; only where the run had begun."""
+    if error.rank is None and environment.world_size > 1:
+        error.rank = environment.rank
+    if not course.started:
+        return
+    directory = RunDirectory(request.out)
+    with contextlib.suppress(OSError):
+        if error.traceback_text:
+            directory.errors.mkdir(exist_ok=True)
+            write_file(directory.errors / f"rank-{environment.rank}.txt", error.traceback_text)
+        if environment.rank == 0:
+            result = RunRecord(
+                status="failed",
+                steps=course.steps,
+                samples=course.samples,
+                world_size=environment.world_size,
+                train_loss=course.loss,
+                metrics={},
+                eval_samples=0,
+                weights_sha256=None,
+                sample_digest=course.digest,
+                step_seconds={},
+                wall_seconds=time.time() - request.started_at,
+                resumed_from=course.resumed_from,
+                error={k: v for k, v in to_json(error, environment.rank, platform.node()).items() if k != "traceback"},
+                versions=_versions(),
+            )
+            write_file(directory.result, result.to_json())
+
+
+def _tell(environment: Environment, code: ExitCode, error: ShoalError | None) -> None:
+    report = os.environ.get(REPORT_FILE)
+    if report:
+        told = to_json(error, environment.rank, platform.node()) if error else None
+        write_file(Path(report), json.dumps({"exit_code": int(code), "error": told}))
+    elif error is not None and not isinstance(error, PeerError):
+        print(error.render(), file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _signals(stop: _Stop) -> Iterator[None]:
+    before = {n: signal.signal(n, stop.handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _die_with_parent() -> None:
+    """No worker outlives its launcher, even one that was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(ExitCode.RANK_LOST)

@@ -1,0 +1,105 @@
+"""The run directory: which files a run keeps, and whether a directory may be used. Values only."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import RunDirectoryError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The files of one run under one directory."""
+
+    path: Path
+
+    @property
+    def job(self) -> Path:
+        """The job: file, function, settings and numbers. Its presence makes the directory a run's."""
+        return self.path / "job.json"
+
+    @property
+    def plan(self) -> Path:
+        """The complete plan."""
+        return self.path / "plan.toml"
+
+    @property
+    def records(self) -> Path:
+        """Step records, a JSON line each."""
+        return self.path / "records.jsonl"
+
+    @property
+    def result(self) -> Path:
+        """How the run ended."""
+        return self.path / "result.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Checkpoint directories."""
+        return self.path / "checkpoints"
+
+    @property
+    def errors(self) -> Path:
+        """Tracebacks, a text file a rank."""
+        return self.path / "errors"
+
+    def holds_run(self) -> bool:
+        """Whether a run has trained here; one that failed before its first step has not."""
+        if not self.job.exists():
+            return False
+        result = read_json(self.result)
+        return not (result and result.get("status") == "failed" and result.get("steps") == 0)
+
+    def check(self, resume: bool) -> None:
+        """Raises: RunDirectoryError where a new run would write over one, or a resume has nothing to resume."""
+        if self.path.exists() and not self.path.is_dir():
+            raise RunDirectoryError(
+                given=f"--out {self.path}", conflict="that is a file", remedy="give a directory that is new or empty"
+            )
+        if resume and not self.job.exists():
+            raise RunDirectoryError(
+                given=f"--resume --out {self.path}",
+                conflict="no run began there (it has no job.json)",
+                remedy="give the directory of the run to resume, or leave --resume out",
+            )
+        if not resume and self.holds_run():
+            raise RunDirectoryError(
+                given=f"--out {self.path}",
+                conflict="it holds a run, and nothing is overwritten",
+                remedy="add --resume to go on with that run, or give another --out",
+            )
+        parent = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        if not os.access(parent, os.W_OK):
+            raise RunDirectoryError(
+                given=f"--out {self.path}", conflict=f"{parent} is not writable", remedy="give another --out"
+            )
+
+
+def default_directory(name: str, resume: bool) -> Path:
+    """runs/NAME, or the first of runs/NAME-2, runs/NAME-3 ... that holds no run; for a resume the last that does."""
+    number, path, newest = 1, Path("runs") / name, Path("runs") / name
+    while RunDirectory(path).holds_run():
+        newest = path
+        number += 1
+        path = Path("runs") / f"{name}-{number}"
+    return newest if resume else path
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object from a file; None where it is missing or damaged."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else None

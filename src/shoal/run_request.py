@@ -1,0 +1,126 @@
+"""What `shoal run` was asked for, checked as far as that goes without torch. Values only."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shoal.errors import CommandError
+from shoal.job_file import JobRequest, parse_target
+from shoal.plan import Plan
+from shoal.plan.resolve import Wishes, apply_wishes, refuse_unsupported
+from shoal.plan.toml import read
+from shoal.run_directory import RunDirectory, default_directory, read_json
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One call of `shoal run`; `plan` has every wish written into it but is not completed for the job yet."""
+
+    job: JobRequest
+    plan: Plan
+    wishes: Wishes
+    out: Path
+    resume: bool
+    steps: int | None
+    checkpoint_every: int | None
+    telemetry: bool
+    started_at: float
+    plan_from_file: bool
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace, started_at: float) -> RunRequest:
+        """The request in parsed options. Raises: CommandError, JobFileError, SettingError, PlanError."""
+        wishes = Wishes(
+            devices=_integer("--devices", options.devices),
+            exact=options.exact,
+            precision=options.precision,
+            workers=_integer("--workers", options.workers, least=0),
+            max_microbatch=_integer("--max-microbatch", options.max_microbatch),
+        )
+        job = parse_target(options.job, options.set)
+        out = Path(options.out) if options.out else default_directory(job.name, options.resume)
+        steps = _integer("--steps", options.steps)
+        if options.resume:
+            job, steps = _resumed(RunDirectory(out), job, steps)
+        resumed_plan = options.resume and not options.plan and RunDirectory(out).plan.exists()
+        plan = read(RunDirectory(out).plan if resumed_plan else Path(options.plan)) if options.plan or resumed_plan else Plan()
+        if options.plan is None and not resumed_plan and wishes.devices is None:
+            pass  # left to `with_devices`
+        plan = apply_wishes(plan, wishes, from_file=bool(options.plan))
+        refuse_unsupported(plan)
+        return cls(
+            job=job,
+            plan=plan,
+            wishes=wishes,
+            out=out,
+            resume=options.resume,
+            steps=steps,
+            checkpoint_every=_integer("--checkpoint-every", options.checkpoint_every),
+            telemetry=not options.no_telemetry,
+            started_at=started_at,
+            plan_from_file=bool(options.plan) or resumed_plan,
+        )
+
+    def check(self) -> None:
+        """Raises: RunDirectoryError where the run directory cannot be used."""
+        RunDirectory(self.out).check(self.resume)
+
+    def with_devices(self, count: Callable[[], int]) -> RunRequest:
+        """The request with a number of devices, counted where neither plan nor option says."""
+        if self.plan_from_file or self.wishes.devices is not None:
+            return self
+        wishes = replace(self.wishes, devices=count())
+        return replace(self, wishes=wishes, plan=apply_wishes(self.plan, wishes, from_file=False))
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.plan.degrees.world_size
+
+    @property
+    def threads_per_process(self) -> int:
+        """The host's cores divided among the processes; one in exact mode, since kernels depend on it."""
+        return 1 if self.plan.execution.exact else max(1, cores_here() // self.world_size)
+
+
+def cores_here() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def devices_here() -> int:
+    """All the GPUs that the driver shows and CUDA_VISIBLE_DEVICES leaves, or one process where there are none."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    found = len(list(folder.iterdir())) if folder.is_dir() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        found = min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
+    return max(1, found)
+
+
+def _resumed(directory: RunDirectory, job: JobRequest, steps: int | None) -> tuple[JobRequest, int | None]:
+    """The settings and the last step of the run that is resumed, where this call does not say."""
+    saved = read_json(directory.job)
+    if not saved:
+        return job, steps
+    given = dict(job.settings)
+    settings = {**saved.get("given", {}), **given}
+    return replace(job, settings=tuple(settings.items())), steps if steps is not None else saved.get("stop_after")
+
+
+def _integer(name: str, text: str | None, least: int = 1) -> int | None:
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise CommandError(
+            given=f"{name} {text}", conflict=f"{name} takes a whole number of at least {least}", remedy=f"write {name} 2, say"
+        )
+    return value

@@ -1,0 +1,100 @@
+"""Strategy: what becomes of the gradients and sums of the microbatches that each rank computes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from shoal.data.loader import Microbatch
+from shoal.data.order import DIGEST_WORDS, grain_digest
+
+# The sums of a step: loss total, weight, samples, the digest's words, then weighted buffers (see buffers.py).
+TOTAL, WEIGHT, SAMPLES, DIGEST = 0, 1, 2, 3
+NUM_SUMS = DIGEST + DIGEST_WORDS
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What went wrong on this rank in this step; after a sum over ranks, on how many."""
+
+    errors: int = 0
+    redo: int = 0  # out of memory, or a model that has to be computed another way
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """The outcome of a step over all ranks, the same on each of them; `sums` float64 as laid out above."""
+
+    sums: npt.NDArray[np.float64]
+    flags: Flags
+
+    @property
+    def loss(self) -> float:
+        """The mean loss over the global batch; NaN where nothing had a weight."""
+        weight = self.weight
+        return float(self.sums[TOTAL] / weight) if weight else float("nan")
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights."""
+        return float(self.sums[WEIGHT])
+
+    @property
+    def num_samples(self) -> int:
+        """Samples computed."""
+        return round(float(self.sums[SAMPLES]))
+
+    @property
+    def digest(self) -> npt.NDArray[np.float64]:
+        """The sum of the grains' digests."""
+        return self.sums[DIGEST:NUM_SUMS]
+
+    @property
+    def buffers(self) -> npt.NDArray[np.float64]:
+        """The buffers' values, each times its samples."""
+        return self.sums[NUM_SUMS:]
+
+
+def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
+    """What one microbatch adds to the step's sums: float64 on the device, so that nothing waits for the device here."""
+    host = np.zeros(NUM_SUMS)
+    host[SAMPLES] = microbatch.num_samples
+    for grain, ids in zip(microbatch.grains, microbatch.ids, strict=True):
+        host[DIGEST:] += grain_digest(microbatch.step, grain.index, ids)
+    sums = torch.cat([torch.from_numpy(host).to(buffers.device), buffers])
+    sums[TOTAL] = total.detach()
+    sums[WEIGHT] = weight
+    return sums
+
+
+class Strategy(ABC):
+    """One step is: begin, then backward for each microbatch, then finish; on every rank, also one without samples.
+
+    After `finish` each parameter's `.grad` is the sum over all grains of all ranks, not divided by the weight, or None
+    where no rank's loss depended on it.
+    """
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Starts a step: no gradients, no sums."""
+
+    @abstractmethod
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        """Adds a microbatch's gradient and sums; `last` says that this rank's others are all done.
+
+        `total` is a scalar times any factor that is the same for all; its graph is freed.
+        """
+
+    @abstractmethod
+    def finish(self, flags: Flags, num_sums: int) -> StepSums:
+        """The sums over all ranks. Collective: all ranks; `num_sums` is the length of the sums."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Takes the strategy's hooks off the parameters."""
+

@@ -1,0 +1,171 @@
+"""Gradient buckets: flat buffers whose all-reduce starts while the backward still runs.
+
+torch's public parts (post-accumulate hooks, asynchronous all_reduce) rather than the DDP wrapper, because a rank must be
+able to take part with no microbatch at all, with fewer microbatches than its peers, after an exception, and with
+parameters that its loss did not touch: see docs/decisions/0003-gradient-buckets.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.strategies.base import Flags
+
+# As DDP: a small bucket first, so that the first all-reduce starts early, then 25 MiB.
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+_NUM_FLAGS = 2
+
+
+@dataclass
+class _Bucket:
+    flat: Tensor
+    pending: int = 0
+    size: int = 0
+    work: dist.Work | None = None
+    views: list[Tensor] = field(default_factory=list)
+
+
+class GradientBuckets:
+    """The gradients of one rank as views of flat buffers in the reduce dtype, in the order of the backward.
+
+    The last buffer also carries, after the gradients, this step's flags and which parameters had a gradient.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype, world_size: int) -> None:
+        self._parameters = list(parameters)
+        self._dtype, self._world_size = dtype, world_size
+        self._buckets: list[_Bucket] = []
+        self._place: dict[int, tuple[_Bucket, Tensor]] = {}
+        self._fill_buckets()
+        self._fired = [0] * len(self._parameters)
+        self._fired_before: list[int] | None = None
+        self._armed = False
+        self._launched = 0
+        # Not before a whole step has shown that each parameter's gradient is complete when its hook first fires:
+        # under reentrant checkpointing a shared parameter's fires more than once.
+        self._overlap = False
+        # One process in one dtype has nothing to sum: autograd's own accumulation is all there is.
+        self._plain = world_size == 1 and all(p.dtype == dtype for p in self._parameters)
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self._parameters) if not self._plain
+        ]
+
+    def _fill_buckets(self) -> None:
+        groups: list[list[int]] = [[]]
+        size, limit = 0, FIRST_BUCKET_BYTES
+        for i in reversed(range(len(self._parameters))):
+            if groups[-1] and size >= limit:
+                groups.append([])
+                size, limit = 0, BUCKET_BYTES
+            groups[-1].append(i)
+            size += self._parameters[i].numel() * self._dtype.itemsize
+        device = self._parameters[0].device
+        for number, group in enumerate(groups):
+            extra = _NUM_FLAGS + len(self._parameters) if number == len(groups) - 1 else 0
+            length = sum(self._parameters[i].numel() for i in group) + extra
+            bucket = _Bucket(torch.zeros(length, dtype=self._dtype, device=device), size=len(group))
+            start = 0
+            for i in group:
+                end = start + self._parameters[i].numel()
+                self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
+                start = end
+            self._buckets.append(bucket)
+
+    @property
+    def _status(self) -> Tensor:
+        return self._buckets[-1].flat[-_NUM_FLAGS - len(self._parameters) :]
+
+    def begin(self) -> None:
+        """No gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        for bucket in self._buckets:
+            bucket.pending, bucket.work = bucket.size, None
+        self._fired = [0] * len(self._parameters)
+        self._fired_before, self._armed, self._launched = None, False, 0
+
+    def arm(self) -> None:
+        """From now on a bucket is sent as soon as all its parameters have fired: this is the last backward."""
+        self._armed = self._overlap and self._world_size > 1
+        self._fired_before = list(self._fired)
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        bucket, view = self._place[index]
+
+        def hook(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                gradient = parameter.grad = gradient.to_dense()
+            if gradient is None or self._dtype != parameter.dtype:
+                self._accumulate(index, view, parameter)
+            elif gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient)
+                parameter.grad = view
+            self._fired[index] += 1
+            if self._armed:
+                if self._fired_before and self._fired[index] > self._fired_before[index] + 1:
+                    raise RuntimeError("a gradient changed after its all-reduce began")
+                bucket.pending -= 1
+                self._launch_complete()
+
+        return hook
+
+    def _accumulate(self, index: int, view: Tensor, parameter: Tensor) -> None:
+        """A narrow parameter's gradient, added up in the reduce dtype rather than in its own."""
+        if parameter.grad is not None:
+            view.add_(parameter.grad) if self._fired[index] else view.copy_(parameter.grad)
+            parameter.grad = None
+
+    def _launch_complete(self) -> None:
+        # In the order of the buckets, whatever the order of the hooks: collectives must match across ranks. The last
+        # one waits for the flags.
+        while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].pending == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        bucket = self._buckets[self._launched]
+        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+        self._launched += 1
+
+    def _zero_missing(self, first: int) -> None:
+        waiting = {id(bucket) for bucket in self._buckets[first:]}
+        for i in range(len(self._parameters)):
+            bucket, view = self._place[i]
+            if not self._fired[i] and id(bucket) in waiting:
+                view.zero_()
+
+    def finish(self, flags: Flags) -> Flags:
+        """Sends what is left, waits for all, and gives every used parameter its summed gradient."""
+        if self._plain:
+            return flags
+        self._zero_missing(self._launched)
+        if self._fired_before is not None and not self._overlap:
+            self._overlap = all(a <= b + 1 for a, b in zip(self._fired, self._fired_before, strict=True))
+        used = [float(count > 0) for count in self._fired]
+        if self._world_size > 1:
+            flags, used = self._reduce(flags, used)
+        for i, parameter in enumerate(self._parameters):
+            view = self._place[i][1]
+            parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used[i] else None
+        return flags
+
+    def _reduce(self, flags: Flags, used: list[float]) -> tuple[Flags, list[float]]:
+        status = torch.tensor([flags.errors, flags.redo, *used], dtype=torch.float32)
+        self._status.copy_(status.to(self._dtype))
+        while self._launched < len(self._buckets):
+            self._launch()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        status = self._status.float().cpu()
+        return Flags(int(status[0]), int(status[1])), status[_NUM_FLAGS:].tolist()
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()

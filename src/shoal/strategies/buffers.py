@@ -1,0 +1,89 @@
+"""Buffers that the forward changes (batch statistics, counters): one update a step, the same on any layout.
+
+Every microbatch starts from the step's buffers; the new value is the mean of what the microbatches made of them,
+weighted by samples. For BatchNorm's running statistics, which are linear in the batch's, that is the mean over grains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+
+class StepBuffers:
+    """The changing buffers of a model; `names` is agreed among the ranks, so that their vectors match."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: tuple[str, ...] = ()
+        # Where each buffer hangs, since a forward may replace the tensor; walking the modules each time is slow.
+        self._homes: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+        for prefix, module in model.named_modules():
+            for key, value in module._buffers.items():
+                if value is not None:
+                    self._homes[f"{prefix}.{key}" if prefix else key] = module._buffers, key
+        self._device = next(model.parameters()).device
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._changed: set[str] = set()
+        self._saved: dict[str, Tensor] = {}
+
+    def _now(self, name: str) -> Tensor:
+        home, key = self._homes[name]
+        value = home[key]
+        assert value is not None, f"buffer {name} was removed"
+        return value
+
+    def watch(self, names: Iterable[str] | None = None) -> None:
+        """Sets the names of the buffers that change; all of them where None."""
+        self.names = tuple(sorted(self._homes if names is None else names))
+
+    @property
+    def num_values(self) -> int:
+        """Elements in all of them."""
+        return sum(self._now(name).numel() for name in self.names)
+
+    def begin(self) -> None:
+        """Keeps the step's values."""
+        self._saved = {name: self._now(name).detach().clone() for name in self.names}
+        self._changed = set()
+        self._mark()
+
+    def _mark(self) -> None:
+        self._versions = {name: self._version(name) for name in self._homes}
+
+    def _version(self, name: str) -> tuple[int, int]:
+        value = self._now(name)
+        return id(value), value._version
+
+    def changed(self) -> set[str]:
+        """The buffers that a forward wrote or replaced since `begin`."""
+        return self._changed | {name for name, mark in self._versions.items() if self._version(name) != mark}
+
+    def weighted(self, num_samples: int) -> Tensor:
+        """The values now, flat float64 [num_values], times the samples that made them."""
+        if not self.names:
+            return torch.zeros(0, dtype=torch.float64, device=self._device)
+        return torch.cat([self._now(name).detach().double().flatten() for name in self.names]) * num_samples
+
+    def restore(self) -> None:
+        """Puts the step's values back."""
+        if not self._homes:
+            return
+        self._changed = self.changed()
+        with torch.no_grad():
+            for name, value in self._saved.items():
+                self._now(name).copy_(value)
+        self._mark()
+
+    def assign(self, weighted: npt.NDArray[np.float64], num_samples: int) -> None:
+        """Sets the values from the sum over microbatches and ranks; whole numbers stay whole."""
+        if not self.names or not num_samples:
+            return
+        values = torch.from_numpy(weighted / num_samples)
+        with torch.no_grad():
+            for name, part in zip(self.names, values.split([self._now(n).numel() for n in self.names]), strict=True):
+                buffer = self._now(name)
+                buffer.copy_((part if buffer.is_floating_point() else part.round()).view_as(buffer))

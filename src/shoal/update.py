@@ -1,0 +1,143 @@
+"""Update: from summed gradients to new parameters. Weight, loss scale, clipping, schedule, optimizer; once a step."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import JobError, ShoalError, UserCodeError
+from shoal.faults import user_error
+from shoal.job import Progress
+
+# torch.nn.utils.clip_grad_norm_'s own guard against a division by zero.
+_CLIP_EPSILON = 1e-6
+
+
+class Parameters(list[nn.Parameter]):
+    """The trainable parameters of a model, each once; `named` gives (name, parameter) pairs in the same order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        super().__init__(p for _, p in self._named)
+        if not self:
+            raise JobError(
+                given=f"a {type(model).__name__} without trainable parameters",
+                conflict="there is nothing to train",
+                remedy="check what model() returns, and its requires_grad",
+            )
+
+    @property
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) pairs, in the order of the list."""
+        return iter(self._named)
+
+
+def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch.optim.Optimizer:
+    """The job's optimizer. Raises: JobError or UserCodeError where it is none that can be stepped once a step."""
+    try:
+        optimizer = make(parameters)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise user_error("the optimizer function", error) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(
+            given=f"optimizer(parameters) returned {type(optimizer).__name__}",
+            conflict="the engine steps a torch.optim.Optimizer",
+            remedy="return one, for example torch.optim.SGD(parameters, lr=0.1)",
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
+        raise JobError(
+            given=f"optimizer {type(optimizer).__name__}",
+            conflict="it evaluates the loss several times a step, and a step's samples are read once",
+            remedy="use an optimizer whose step() needs no closure: SGD, Adam, AdamW ...",
+        )
+    known = set(map(id, parameters))
+    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise JobError(
+            given=f"an optimizer with {strangers} tensors that are not trainable parameters of the model",
+            conflict="only the model's own parameters get gradients",
+            remedy="build it from the list that the optimizer function is given",
+        )
+    return optimizer
+
+
+@dataclass(frozen=True)
+class Update:
+    """What came of a step: the mean gradient's norm before clipping, the learning rate, and why it was skipped."""
+
+    grad_norm: float
+    learning_rate: float
+    skipped: str | None
+
+
+class Updater:
+    """Steps one optimizer. Every input is the same on all ranks, and so is what it decides."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Parameters,
+        schedule: Callable[[Progress], float] | None,
+        clip_norm: float | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._parameters, self._schedule, self._clip_norm = parameters, schedule, clip_norm
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def step(self, weight: float, factor: float, progress: Progress) -> Update:
+        """Divides the summed gradients by `weight` and by the loss's `factor`, clips their norm, and steps.
+
+        The norm counts every trainable parameter once. Nothing is changed where the norm is not finite or the weight 0.
+        """
+        rate = self._set_rates(progress)
+        if weight == 0.0:
+            return Update(0.0, rate, "weightless")
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        scale = 1.0 / (weight * factor)
+        norm = global_norm(gradients) * abs(scale)
+        if not math.isfinite(norm) or not math.isfinite(scale):
+            return Update(norm, rate, "nonfinite")
+        if self._clip_norm is not None:
+            scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPSILON))
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            raise user_error("the optimizer", error) from error
+        return Update(norm, rate, None)
+
+    def _set_rates(self, progress: Progress) -> float:
+        multiplier = 1.0
+        if self._schedule is not None:
+            try:
+                multiplier = float(self._schedule(progress))
+            except Exception as error:
+                raise user_error("the schedule", error) from error
+            if not math.isfinite(multiplier) or multiplier < 0:
+                raise UserCodeError(
+                    given=f"schedule({float(progress):.4g}) = {multiplier}",
+                    conflict="a schedule gives the learning rate's multiplier: finite and not negative",
+                    remedy="mend the schedule, a function of progress in [0, 1]",
+                )
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * multiplier)
+            else:
+                group["lr"] = rate * multiplier
+        return self._rates[0] * multiplier
+
+
+def global_norm(gradients: list[Tensor]) -> float:
+    """The Euclidean norm over all the gradients together, in float32 at least."""
+    wide = [g.float() if g.dtype in (torch.bfloat16, torch.float16) else g for g in gradients]
+    return float(nn.utils.get_total_norm(wide)) if wide else 0.0
