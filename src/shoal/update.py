@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.faults import user_error
 from shoal.job import Progress
+from shoal.startup import compiler_deferred, is_torch_optimizer
 
 # torch.nn.utils.clip_grad_norm_'s own guard against a division by zero.
 _CLIP_EPSILON = 1e-6
@@ -41,7 +43,8 @@ class Parameters(list[nn.Parameter]):
 def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch.optim.Optimizer:
     """The job's optimizer. Raises: JobError or UserCodeError where it is none that can be stepped once a step."""
     try:
-        optimizer = make(parameters)
+        with compiler_deferred():
+            optimizer = make(parameters)
     except ShoalError:
         raise
     except Exception as error:
@@ -92,6 +95,7 @@ class Updater:
         self.optimizer = optimizer
         self._parameters, self._schedule, self._clip_norm = parameters, schedule, clip_norm
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._deferred = compiler_deferred if is_torch_optimizer(type(optimizer)) else contextlib.nullcontext
 
     def step(self, weight: float, factor: float, progress: Progress) -> Update:
         """Divides the summed gradients by `weight` and by the loss's `factor`, clips their norm, and steps.
@@ -111,7 +115,8 @@ class Updater:
         if gradients:
             torch._foreach_mul_(gradients, scale)
         try:
-            self.optimizer.step()
+            with self._deferred():
+                self.optimizer.step()
         except Exception as error:
             raise user_error("the optimizer", error) from error
         return Update(norm, rate, None)
