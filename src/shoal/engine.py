@@ -137,7 +137,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunD
         optimizer=optimizer,
         loader=loader,
         order=order,
-        evaluator=Evaluator(job, mesh, precision, evaluation),
+        evaluator=Evaluator(job, mesh, precision, evaluation, {"loss": job.loss, **job.metrics}),
         keeper=keeper,
         clock=StepClock(mesh.device, request.telemetry),
         store=store,

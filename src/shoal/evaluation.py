@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,12 +30,20 @@ MAX_CHUNK = 256
 class Evaluator:
     """Evaluates a job's loss and metrics on its evaluation data."""
 
-    def __init__(self, job: Job, mesh: Mesh, precision: Precision, source: MapSource | Iterable[Any] | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        mesh: Mesh,
+        precision: Precision,
+        source: MapSource | Iterable[Any] | None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]],
+    ) -> None:
         self._job, self._mesh, self._precision, self._source = job, mesh, precision, source
+        self._metrics = dict(metrics)
         self._chunk = min(job.global_batch, MAX_CHUNK)
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
-        """Each metric's sum over its count, `loss` among them, and how many samples were evaluated.
+        """Each metric's sum over its count, and how many samples were evaluated.
 
         Collective: all ranks, one JSON gather. Raises: on every rank where any raised.
         """
@@ -49,25 +57,23 @@ class Evaluator:
             model.train(training)
         gathered = self._mesh.gather_json(sums)
         # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
-        names = ["loss", *self._job.metrics]
         count = sum(len_ for part in gathered for len_ in part["samples"])
         metrics = {}
-        for name in names:
+        for name in self._metrics:
             total = _fsum(t for part in gathered for t in part[name][0])
             weight = _fsum(w for part in gathered for w in part[name][1])
             metrics[name] = total / weight if weight else math.nan
         return metrics, count
 
     def _local_sums(self, model: nn.Module) -> dict[str, Any]:
-        functions = {"loss": self._job.loss, **self._job.metrics}
-        sums: dict[str, Any] = {name: ([], []) for name in functions} | {"samples": []}
+        sums: dict[str, Any] = {name: ([], []) for name in self._metrics} | {"samples": []}
         place = Place(self._mesh.data_rank, self._mesh.num_data_ranks)
         seed_everything(random_key(self._job.seed, "evaluation"))
         with torch.no_grad():
             for size, batch in self._chunks(place):
                 batch = self._precision.inputs(batch)
                 sums["samples"].append(size)
-                for name, function in functions.items():
+                for name, function in self._metrics.items():
                     try:
                         with self._precision.autocast():
                             pair = function(model, batch)
@@ -75,7 +81,7 @@ class Evaluator:
                         raise
                     except Exception as error:
                         raise user_error(f"metric {name!r}", error) from error
-                    total, weight = check_pair(f"metric {name!r}" if name != "loss" else "loss", pair)
+                    total, weight = check_pair(f"metric {name!r}", pair)
                     sums[name][0].append(float(total))
                     sums[name][1].append(float(weight))
         return sums

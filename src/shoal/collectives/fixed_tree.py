@@ -60,6 +60,16 @@ class TreeSum:
         self._num_grains, self._like = num_grains, like
         self.held: list[int] = []
         self._nodes: dict[Range, Tensor] = {}
+        self._spare: list[Tensor] = []
+
+    def clear(self) -> None:
+        """Forgets the sums and keeps their memory: fresh pages for every grain cost more than the additions."""
+        self._spare += self._nodes.values()
+        self._nodes, self.held = {}, []
+
+    def empty(self) -> Tensor:
+        """A vector to fill and `add`."""
+        return self._spare.pop() if self._spare else torch.empty_like(self._like)
 
     def add(self, grain: int, value: Tensor) -> None:
         """Takes the value (a flat tensor, from now on owned and changed here) of one grain."""
@@ -73,7 +83,9 @@ class TreeSum:
         left, right = halves(lo, hi)
         self._merge(*(left if grain < left[1] else right), grain)
         if left in self._nodes and right in self._nodes:
-            self._nodes[lo, hi] = self._nodes.pop(left).add_(self._nodes.pop(right))
+            added = self._nodes.pop(right)
+            self._nodes[lo, hi] = self._nodes.pop(left).add_(added)
+            self._spare.append(added)
 
     def total(self, holders: list[list[int]], rank: int) -> Tensor:
         """The sum over all grains of all ranks: a flat tensor as `like`, the same bits on every rank.

@@ -73,11 +73,12 @@ class ExactDataParallel(Strategy):
         self._parameters, self._mesh, self._num_grains, self._mark = list(parameters), mesh, num_grains, mark
         length = sum(p.numel() for p in self._parameters)
         self._like = torch.empty(length, dtype=reduce, device=mesh.device)
+        self._tree = TreeSum(self._num_grains, self._like)
         self.begin()
 
     def begin(self) -> None:
         """No gradients, no sums."""
-        self._tree = TreeSum(self._num_grains, self._like)
+        self._tree.clear()
         self._rows: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
         self._clear()
@@ -90,7 +91,7 @@ class ExactDataParallel(Strategy):
         """Adds one grain."""
         run_backward(total)
         grain = microbatch.grains[0].index
-        flat = torch.empty_like(self._like)
+        flat = self._tree.empty()
         for i, (parameter, part) in enumerate(
             zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True)
         ):
