@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         allow_abbrev=False,
         help="train a job on one process or many",
-        description="Train the job that FUNCTION in JOBFILE returns. The number of devices changes nothing but the time.",
+        description="Train the job that FUNCTION in JOBFILE returns; the number of devices changes only the time.",
         epilog="exit codes: 0 done, 2 user or configuration error, 65 stopped at a non-finite step, 69 a worker died, "
         "74 no good checkpoint, 75 preempted (resume with --resume), 130 interrupted twice, 1 a fault of shoal",
     )
@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--steps", metavar="N", help="end after step N; the schedule stays that of the job's own length")
     run.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in the run directory")
     run.add_argument("--out", metavar="DIR", help="run directory (default: runs/NAME)")
-    run.add_argument("--checkpoint-every", metavar="N", help="steps between checkpoints (default: about 1 %% of the time)")
+    run.add_argument(
+        "--checkpoint-every", metavar="N", help="steps between checkpoints (default: about 1 %% of the time)"
+    )
     run.add_argument("--max-microbatch", metavar="N", help="the most samples in one forward")
     run.add_argument("--workers", metavar="N", help="data-loading processes per rank (default: 0)")
     run.add_argument("--no-telemetry", action="store_true", help="no spans and no step records")
@@ -101,9 +103,7 @@ def _launch(request: object, given: list[str]) -> int:
     arguments = [*given, "--out", str(request.out)]
     if request.wishes.devices is not None:
         arguments += ["--devices", str(request.wishes.devices)]
-    code, error = launch(
-        LocalRun(arguments, request.world_size, request.threads_per_process, request.started_at)
-    )
+    code, error = launch(LocalRun(arguments, request.world_size, request.threads_per_process, request.started_at))
     if error is not None:
         print(_rebuild(error).render(), file=sys.stderr)
         if error.get("traceback"):

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.data.loader import Microbatch
+from shoal.buffers import StepBuffers
 from shoal.errors import LossError, ShoalError
 from shoal.faults import user_error
 from shoal.grains import random_key
 from shoal.job import Job
+from shoal.microbatch import Microbatch
 from shoal.precision import Precision
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
-from shoal.strategies.buffers import StepBuffers
 
 # none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
 # cannot be divided by grain, so that each grain is computed by itself with the generators seeded for it.
@@ -155,7 +155,9 @@ def _same(fused: tuple[float, float], parts: list[tuple[float, float]], compute:
 
 def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
     """The pair (total, weight). Raises: LossError for a bare mean and anything else, with the fix."""
-    fix = "return the sum and what it sums over: shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
+    fix = (
+        "return the sum and what it sums over: shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
+    )
     if isinstance(pair, Tensor) or not (isinstance(pair, tuple | list) and len(pair) == 2):
         kind = f"a tensor of shape {list(pair.shape)}" if isinstance(pair, Tensor) else type(pair).__name__
         raise LossError(
@@ -166,7 +168,7 @@ def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
     total, weight = pair
     if not isinstance(total, Tensor):
         total = torch.tensor(float(total))
-    if total.numel() != 1 or not total.is_floating_point() and what == "loss":
+    if total.numel() != 1 or (not total.is_floating_point() and what == "loss"):
         raise LossError(
             given=f"a {what} whose total is {total.dtype} of shape {list(total.shape)}",
             conflict="the total is one floating-point number",

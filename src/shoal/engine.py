@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shoal.agreement import together
-from shoal.checkpoint.keeper import Keeper, RunState, Trained
+from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
-from shoal.computation import Computation
+from shoal.computation import Computation, Computer
 from shoal.data.loader import Loader, MapLoader, Place
 from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source
@@ -22,12 +22,14 @@ from shoal.evaluation import Evaluator
 from shoal.faults import user_error
 from shoal.grains import random_key
 from shoal.job import Epochs, Job
+from shoal.keeper import Keeper, RunState, Trained
 from shoal.mesh import Mesh
 from shoal.plan.plan import Plan
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
 from shoal.run_directory import RunDirectory
 from shoal.run_request import RunRequest
+from shoal.step import StepParts
 from shoal.strategies.assemble import assemble
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
@@ -74,28 +76,32 @@ class Engine:
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """The trainer that goes on from `state`, or begins."""
+        state = state or RunState(loss_scale=self._loss_scale)
         self.records = records
-        self.records.forget_after(state.step if state else 0)
+        self.records.forget_after(state.step)
         computation = Computation(self.plan.batch.grains_per_microbatch)
-        self.loader.seek(state.step if state else 0, computation.effective_grains)
-        strategy = assemble(self.plan, self.mesh, self.parameters, self.job.grains, self.clock.mark)
+        self.loader.seek(state.step, computation.effective_grains)
+        step = StepParts(
+            mesh=self.mesh,
+            precision=self.precision,
+            strategy=assemble(self.plan, self.mesh, self.parameters, self.job.grains, self.clock.mark),
+            loader=self.loader,
+            computer=Computer(self.job, self.model, self.precision, computation),
+            buffers=StepBuffers(self.model),
+            clock=self.clock,
+            note=around.note,
+        )
         parts = Parts(
             job=self.job,
-            mesh=self.mesh,
             model=self.model,
             parameters=self.parameters,
-            precision=self.precision,
-            strategy=strategy,
+            step=step,
             updater=Updater(self.optimizer, self.parameters, self.job.schedule, self.job.clip_norm),
-            loader=self.loader,
             order=self.order,
             evaluator=self.evaluator,
             keeper=self.keeper,
             records=self.records,
-            clock=self.clock,
             num_steps=num_steps,
-            computation=computation,
-            loss_scale=self._loss_scale,
         )
         return Trainer(parts, around, state)
 

@@ -46,6 +46,7 @@ class Progress(float):
     samples: int
 
     def __new__(cls, step: int, num_steps: int, samples: int) -> Progress:
+        """Progress before `step` (from 0) of `num_steps`."""
         self = super().__new__(cls, min(1.0, step / max(1, num_steps)))
         self.step, self.num_steps, self.samples = step, num_steps, samples
         return self

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal.environment import Environment
 from shoal.errors import LaunchError
@@ -113,7 +114,7 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("shoal", store),
+            store=PrefixStore("shoal", store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=COLLECTIVE_TIMEOUT,
@@ -142,11 +143,11 @@ def choose_device(environment: Environment) -> torch.device:
     return device
 
 
-def _open_store(environment: Environment) -> dist.Store:
+def _open_store(environment: Environment) -> Store:
     serve = environment.rank == 0 and not environment.agent_store
     try:
         listen_fd = (environment.listen_fd or _listen(environment.address, environment.port)) if serve else None
-        return dist.TCPStore(
+        return TCPStore(
             environment.address,
             environment.port,
             environment.world_size,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.computation import Computer
-from shoal.data.loader import Microbatch
 from shoal.mesh import Mesh
+from shoal.microbatch import Microbatch
 from shoal.precision import Precision
 
 # A grain of more samples than this is named whole, not searched sample by sample.

@@ -46,7 +46,9 @@ class Pace:
         done = record.step - self.first
         left = (self.last - record.step) * elapsed / max(1, done)
         loss = "-" if record.loss is None else f"{record.loss:.4f}"
-        text = f"step {record.step}/{self.last}  loss {loss}  {self.samples / elapsed:,.0f} samples/s  eta {_clock(left)}"
+        text = (
+            f"step {record.step}/{self.last}  loss {loss}  {self.samples / elapsed:,.0f} samples/s  eta {_clock(left)}"
+        )
         if self.world_size > 1:
             text += f"  slowest rank {slowest_rank}"
         if record.skipped:

@@ -43,7 +43,7 @@ class GrainScope(TorchFunctionMode):
     def __enter__(self) -> GrainScope:
         seed_torch(self._key)
         self._outside = python_generators()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,12 +221,21 @@ _HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
     torch.randint: _sized,
     **{f: _random_if("training", 2, True) for f in (F.dropout1d, F.dropout2d, F.dropout3d)},
     **{f: _random_if("training", 2, False) for f in (F.alpha_dropout, F.feature_alpha_dropout)},
-    **{f: _generator_given for f in (torch.bernoulli, torch.poisson, torch.multinomial, torch.normal)},
-    **{f: _generator_given for f in (torch.rand_like, torch.randn_like, torch.randint_like)},
+    **dict.fromkeys((torch.bernoulli, torch.poisson, torch.multinomial, torch.normal), _generator_given),
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _generator_given),
     **{
         getattr(Tensor, name): _generator_given
-        for name in (
-            "bernoulli_ bernoulli normal_ uniform_ exponential_ random_ log_normal_ cauchy_ geometric_ multinomial"
-        ).split()
+        for name in [
+            "bernoulli_",
+            "bernoulli",
+            "normal_",
+            "uniform_",
+            "exponential_",
+            "random_",
+            "log_normal_",
+            "cauchy_",
+            "geometric_",
+            "multinomial",
+        ]
     },
 }

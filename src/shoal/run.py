@@ -1,4 +1,4 @@
-"""Run: from a request to a trained model on this rank. Reads and writes the run directory; the trainer does the rest."""
+"""Run: from a request to a trained model on this rank, and the files of the run directory."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, stop: _
 
 
 def _set_threads(plan: Plan, environment: Environment) -> None:
-    """One thread a process in exact mode, since kernels divide their sums by threads; else this rank's share of cores."""
+    """One thread in exact mode, since kernels divide their sums by threads; else this rank's share of the cores."""
     if plan.execution.exact:
         torch.set_num_threads(1)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -217,19 +217,31 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
     asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
     reporter.note(f"  devices     {where}{threads} ({asked})")
     reporter.note(
-        f"  batch       {job.global_batch} samples a step = {job.grains} grains of {job.grain_size}; a rank computes up to "
-        f"{share} grains, {per} at a time ({-(-share // per)} microbatch(es))"
+        f"  batch       {job.global_batch} samples a step = {job.grains} grains of {job.grain_size}; "
+        f"a rank computes up to {share} grains, {per} at a time ({-(-share // per)} microbatch(es))"
     )
-    mode = "exact: grain by grain, one thread, fixed tree" if plan.execution.exact else "fast: fused grains, overlapped sums"
+    mode = (
+        "exact: grain by grain, one thread, fixed tree"
+        if plan.execution.exact
+        else "fast: fused grains, overlapped sums"
+    )
     reporter.note(f"  summation   {mode}, {plan.collectives.all_reduce} all-reduce")
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
     reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
     samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
-    reporter.note(f"  data        {samples}, {plan.data.workers} worker process(es) a rank; model of {engine.num_parameters:,} parameters")
+    reporter.note(
+        f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
+        f"model of {engine.num_parameters:,} parameters"
+    )
     if request.steps is not None and request.steps > engine.order.num_steps:
-        reporter.note(f"  length      {request.steps} steps, beyond the job's own {engine.order.num_steps}: the schedule stays at its end")
+        reporter.note(
+            f"  length      {request.steps} steps, beyond the job's own {engine.order.num_steps}: "
+            "the schedule stays at its end"
+        )
     if request.resume:
-        reporter.note(f"  resumed     {'after step ' + str(resumed) if resumed is not None else 'from the start: no checkpoint yet'}")
+        reporter.note(
+            "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
+        )
 
 
 def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Course) -> RunRecord:

@@ -47,7 +47,11 @@ class RunRequest:
         if options.resume:
             job, steps = _resumed(RunDirectory(out), job, steps)
         resumed_plan = options.resume and not options.plan and RunDirectory(out).plan.exists()
-        plan = read(RunDirectory(out).plan if resumed_plan else Path(options.plan)) if options.plan or resumed_plan else Plan()
+        plan = (
+            read(RunDirectory(out).plan if resumed_plan else Path(options.plan))
+            if options.plan or resumed_plan
+            else Plan()
+        )
         if options.plan is None and not resumed_plan and wishes.devices is None:
             pass  # left to `with_devices`
         plan = apply_wishes(plan, wishes, from_file=bool(options.plan))
@@ -121,6 +125,8 @@ def _integer(name: str, text: str | None, least: int = 1) -> int | None:
         value = least - 1
     if value < least:
         raise CommandError(
-            given=f"{name} {text}", conflict=f"{name} takes a whole number of at least {least}", remedy=f"write {name} 2, say"
+            given=f"{name} {text}",
+            conflict=f"{name} takes a whole number of at least {least}",
+            remedy=f"write {name} 2, say",
         )
     return value

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.agreement import Report, agree, raise_together
-from shoal.checkpoint.keeper import Keeper, RunState, Trained
+from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
 from shoal.computation import check_pair
-from shoal.data.loader import MapLoader, Microbatch, Place, StepData
-from shoal.data.order import Order, chain_digest
+from shoal.data.loader import MapLoader, Place
+from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source
 from shoal.environment import Environment, joined
 from shoal.errors import JobError, NonFiniteError, ShoalError, UserCodeError
@@ -27,14 +27,16 @@ from shoal.evaluation import Evaluator
 from shoal.faults import as_shoal_error
 from shoal.grains import random_key
 from shoal.job import Epochs, Job, Length, Progress
+from shoal.keeper import Keeper, RunState, Trained
+from shoal.ledger import chain_digest
 from shoal.mesh import open_mesh
+from shoal.microbatch import Microbatch, StepData
 from shoal.plan import Plan
 from shoal.plan.resolve import Wishes, apply_wishes, complete
 from shoal.precision import LossScale, Precision
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.strategies.assemble import assemble
 from shoal.strategies.base import NUM_SUMS, Flags, microbatch_sums
-from shoal.strategies.buffers import StepBuffers
 from shoal.update import Parameters, Updater
 
 
@@ -116,14 +118,10 @@ class Session:
                 remedy="give a dataset with a length, or use shoal run",
             )
         goal = length if length is not None else Epochs(epochs if epochs is not None else 1)
-        order = Order(
-            len(source), self._job.global_batch, self._job.grains, self._job.seed, self._job.shuffle, goal
-        )
+        order = Order(len(source), self._job.global_batch, self._job.grains, self._job.seed, self._job.shuffle, goal)
         yield from _Loop(self, self._job, source, order).run(self._model, self._optimizer)
 
-    def evaluate(
-        self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]]
-    ) -> tuple[dict[str, float], int]:
+    def evaluate(self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]]) -> tuple[dict[str, float], int]:
         """Each metric's sum over its count on every sample once, and how many samples that were. Collective: all."""
         assert self._model is not None, "prepare() comes first"
         source = open_source("dataset", dataset, self.training.collate)
@@ -291,9 +289,7 @@ class _Loop:
         """Adds the microbatch at hand."""
         assert self._microbatch is not None
         total, weight = pair
-        sums = microbatch_sums(
-            self._microbatch, total, weight, self._buffers.weighted(self._microbatch.num_samples)
-        )
+        sums = microbatch_sums(self._microbatch, total, weight, self._buffers.weighted(self._microbatch.num_samples))
         factor = self.state.loss_scale.factor(self._job.global_batch)
         self._strategy.backward(self._microbatch, total * factor if factor != 1.0 else total, sums, self._last)
 

@@ -29,7 +29,9 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name in named.keys() & tensors.keys():
         mine, saved = named[name], tensors[name]
         if mine.shape != saved.shape or mine.dtype != saved.dtype:
-            wrong.append(f"{name}: {saved.dtype} {list(saved.shape)} in the checkpoint, {mine.dtype} {list(mine.shape)}")
+            wrong.append(
+                f"{name}: {saved.dtype} {list(saved.shape)} in the checkpoint, {mine.dtype} {list(mine.shape)}"
+            )
     if wrong:
         raise JobMismatchError(
             given="a checkpoint of another model: " + "\n".join(sorted(wrong)[:8]),

@@ -105,7 +105,7 @@ class Store:
         None where there is no checkpoint at all. Raises: IntegrityError where there are some and none passes.
         """
         found = self.steps()
-        complaints = []
+        complaints: list[str] = []
         for step in reversed(found):
             try:
                 return self.read(step), complaints

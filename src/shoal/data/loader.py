@@ -6,50 +6,21 @@ A loader is told the step; it has no position of its own that could differ from 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset
 
-from shoal.data.order import Ids, Order
+from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.errors import DataError
 from shoal.grains import Grain, microbatches, random_key, share
+from shoal.ledger import Ids
+from shoal.microbatch import Microbatch, StepData
 
 # A dataset worker that says nothing for so long is taken for stuck.
 WORKER_TIMEOUT_SECONDS = 300
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """Neighbouring grains that one forward computes; `batch` is what the collate function made of them.
-
-    `ids` holds one int64 array of sample ids a grain. `split` fetches the same samples again, grain by grain, and
-    `samples` those of a single grain one by one.
-    """
-
-    step: int
-    grains: tuple[Grain, ...]
-    ids: tuple[Ids, ...]
-    batch: Any
-    split: Callable[[], list[Microbatch]]
-    samples: Callable[[], list[Microbatch]]
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in all its grains."""
-        return sum(g.size for g in self.grains)
-
-
-@dataclass(frozen=True)
-class StepData:
-    """What this rank computes in one step: `num_microbatches` of them, which may be none."""
-
-    step: int
-    epoch: int
-    num_microbatches: int
-    microbatches: Iterator[Microbatch]
 
 
 @dataclass(frozen=True)
@@ -174,7 +145,7 @@ class MapLoader:
         wanted = itertools.dropwhile(lambda r: (r.step, r.grains) != (first.step, first.grains), ahead)
         return DataLoader(
             self._fetcher,
-            sampler=wanted,  # type: ignore[arg-type]  # any iterable of keys serves
+            sampler=wanted,
             batch_size=None,
             num_workers=self._workers,
             pin_memory=self._pin_memory,

@@ -8,7 +8,6 @@ position of any epoch costs the same few operations at ten samples and at 10^10.
 from __future__ import annotations
 
 import functools
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +15,8 @@ import numpy.typing as npt
 
 from shoal.grains import Grain, divide, random_key
 from shoal.job import Epochs, Length, Samples
+from shoal.ledger import Ids
 
-Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
 
 # Luby and Rackoff show 4 rounds to be a strong pseudorandom permutation given a random round function; the round
@@ -130,23 +129,3 @@ class Order:
         else:
             ids = np.arange(start, stop, dtype=np.int64)
         return np.split(ids, np.cumsum([g.size for g in grains])[:-1])
-
-
-# Words of a grain's digest: each below 2^32, so that their float64 sum over up to 2^21 grains is exact.
-DIGEST_WORDS = 8
-EMPTY_DIGEST = hashlib.sha256(b"shoal sample digest 1").hexdigest()
-
-
-def grain_digest(step: int, grain: int, ids: Ids) -> npt.NDArray[np.float64]:
-    """What one grain adds to its step's digest: 8 words of SHA-256 over (step, grain, ids), float64 [8].
-
-    The words add up over grains in any order, so that the sum is the same whichever rank held which grain.
-    """
-    head = step.to_bytes(8, "little") + grain.to_bytes(8, "little")
-    digest = hashlib.sha256(head + ids.astype("<i8").tobytes()).digest()
-    return np.frombuffer(digest, dtype="<u4").astype(np.float64)
-
-
-def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:
-    """The digest after a step: SHA-256 over the digest before it and the sum of the step's grain digests."""
-    return hashlib.sha256(bytes.fromhex(previous) + words.astype("<u8").tobytes()).hexdigest()

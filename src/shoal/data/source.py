@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from shoal.data.order import Ids
 from shoal.errors import DataError, ShoalError
+from shoal.ledger import Ids
 from shoal.randomness import seed_everything
 
 Collate = Callable[[list[Any]], Any]
@@ -52,6 +52,7 @@ class TensorSource(MapSource):
         super().__init__(name, lengths.pop())
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
+        """The rows of all the grains."""
         index = torch.from_numpy(np.concatenate(grains))
         data = self._data
         if isinstance(data, Mapping):
@@ -71,6 +72,7 @@ class SampleSource(MapSource):
         self._get_many = getattr(data, "__getitems__", None)
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
+        """The samples read grain by grain and collated together."""
         samples: list[Any] = []
         for ids, key in zip(grains, keys, strict=True):
             seed_everything(key)
@@ -164,7 +166,8 @@ def _leaves(data: Any) -> list[Any]:
 def _rows(tensor: Any, index: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(tensor[index.numpy()]))
-    return tensor.index_select(0, index.to(tensor.device))  # faster than tensor[index] on CPU
+    rows: torch.Tensor = tensor.index_select(0, index.to(tensor.device))  # faster than tensor[index] on CPU
+    return rows
 
 
 def _failed_sample(name: str, what: str, error: Exception) -> DataError:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
-from shoal.data.loader import Microbatch, Place, StepData
-from shoal.data.order import Ids, Order
+from shoal.data.loader import Place
+from shoal.data.order import Order
 from shoal.data.source import Collate, collate_samples
 from shoal.errors import DataError
 from shoal.grains import Grain, divide, microbatches, random_key, share
+from shoal.ledger import Ids
+from shoal.microbatch import Microbatch, StepData
 from shoal.randomness import seed_everything
-
 
 _Held = tuple[Grain, Ids, list[Any]]
 

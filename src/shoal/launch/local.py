@@ -84,7 +84,9 @@ def _listener() -> Iterator[socket.socket]:
     port = os.environ.get("MASTER_PORT", "0")
     if not port.isdecimal() or int(port) > 65535:
         raise LaunchError(
-            given=f"MASTER_PORT={port}", conflict="a port is a number up to 65535", remedy="unset it: a free one is taken"
+            given=f"MASTER_PORT={port}",
+            conflict="a port is a number up to 65535",
+            remedy="unset it: a free one is taken",
         )
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -120,7 +122,7 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
     log = None if rank == 0 else folder / f"log-{rank}.txt"
     output = None if log is None else log.open("wb")
     try:
-        process = subprocess.Popen(  # noqa: S603  (our own interpreter and arguments, no shell)
+        process = subprocess.Popen(
             [sys.executable, "-m", "shoal", *run.arguments],
             env=variables,
             stdin=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shoal.errors import PlanError, nearest
 from shoal.plan.layout import Layout
 
-SCHEMA = 1
+SCHEMA: Literal[1] = 1
 Dtype = Literal["float32", "bfloat16", "float16"]
 Degree = Annotated[int, Field(ge=1)]
 

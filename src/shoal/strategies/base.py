@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.data.loader import Microbatch
-from shoal.data.order import DIGEST_WORDS, grain_digest
+from shoal.ledger import DIGEST_WORDS, grain_digest
+from shoal.microbatch import Microbatch
 
 # The sums of a step: loss total, weight, samples, the digest's words, then weighted buffers (see buffers.py).
 TOTAL, WEIGHT, SAMPLES, DIGEST = 0, 1, 2, 3
@@ -97,4 +97,3 @@ class Strategy(ABC):
     @abstractmethod
     def close(self) -> None:
         """Takes the strategy's hooks off the parameters."""
-

@@ -1,7 +1,7 @@
 """Gradient buckets: flat buffers whose all-reduce starts while the backward still runs.
 
-torch's public parts (post-accumulate hooks, asynchronous all_reduce) rather than the DDP wrapper, because a rank must be
-able to take part with no microbatch at all, with fewer microbatches than its peers, after an exception, and with
+torch's public parts (post-accumulate hooks, asynchronous all_reduce) rather than the DDP wrapper, because a rank must
+be able to take part with no microbatch at all, with fewer microbatches than its peers, after an exception, and with
 parameters that its loss did not touch: see docs/decisions/0003-gradient-buckets.md.
 """
 
@@ -52,7 +52,9 @@ class GradientBuckets:
         # One process in one dtype has nothing to sum: autograd's own accumulation is all there is.
         self._plain = world_size == 1 and all(p.dtype == dtype for p in self._parameters)
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self._parameters) if not self._plain
+            p.register_post_accumulate_grad_hook(self._hook(i))
+            for i, p in enumerate(self._parameters)
+            if not self._plain
         ]
 
     def _fill_buckets(self) -> None:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.collectives.fixed_tree import TreeSum, evaluate
-from shoal.data.loader import Microbatch
 from shoal.mesh import Mesh
+from shoal.microbatch import Microbatch
 from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy
 from shoal.strategies.buckets import GradientBuckets
 
@@ -69,7 +69,9 @@ class DataParallel(Strategy):
 class ExactDataParallel(Strategy):
     """Exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype."""
 
-    def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, num_grains: int, mark: Mark) -> None:  # fmt: skip
+    def __init__(
+        self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, num_grains: int, mark: Mark
+    ) -> None:
         self._parameters, self._mesh, self._num_grains, self._mark = list(parameters), mesh, num_grains, mark
         length = sum(p.numel() for p in self._parameters)
         self._like = torch.empty(length, dtype=reduce, device=mesh.device)
@@ -141,7 +143,7 @@ def run_backward(total: Tensor) -> None:
     torch.autograd.backward is itself dispatched to an active TorchFunctionMode, which is off while it handles a call;
     recomputation in the backward needs the mode (see randomness.py) in force.
     """
-    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (total,), (torch.ones_like(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -13,8 +13,8 @@ from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, op
 from shoal.checkpoint.store import Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter
 from shoal.data.loader import Loader
-from shoal.data.order import EMPTY_DIGEST
 from shoal.errors import IntegrityError
+from shoal.ledger import EMPTY_DIGEST
 from shoal.mesh import Mesh
 from shoal.precision import LossScale
 
@@ -83,7 +83,12 @@ class Keeper:
             return
         tensors, document = optimizer_state(self._trained.optimizer, self._trained.model)
         model = model_tensors(self._trained.model)
-        document = {"run": state.to_json(), "optimizer": document, "streams": streams, "world_size": self._mesh.world_size}
+        document = {
+            "run": state.to_json(),
+            "optimizer": document,
+            "streams": streams,
+            "world_size": self._mesh.world_size,
+        }
         self._writer.write(Snapshot(state.step, {"model": model, "optimizer": tensors}, document))
         if wait:
             self._writer.wait()
@@ -97,7 +102,9 @@ class Keeper:
             return None, []
         if self._writer is not None:
             self._writer.wait()
-        snapshot, complaints, step = None, [], None
+        snapshot: Snapshot | None = None
+        complaints: list[str] = []
+        step: int | None = None
         error: IntegrityError | None = None
         if self._mesh.rank == 0:
             try:

@@ -1,0 +1,29 @@
+"""The ledger: a digest of every sample id that a run has read, in the records and in the checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+
+# Words of a grain's digest: each below 2^32, so that their float64 sum over up to 2^21 grains is exact.
+DIGEST_WORDS = 8
+EMPTY_DIGEST = hashlib.sha256(b"shoal sample digest 1").hexdigest()
+
+
+def grain_digest(step: int, grain: int, ids: Ids) -> npt.NDArray[np.float64]:
+    """What one grain adds to its step's digest: 8 words of SHA-256 over (step, grain, ids), float64 [8].
+
+    The words add up over grains in any order, so that the sum is the same whichever rank held which grain.
+    """
+    head = step.to_bytes(8, "little") + grain.to_bytes(8, "little")
+    digest = hashlib.sha256(head + ids.astype("<i8").tobytes()).digest()
+    return np.frombuffer(digest, dtype="<u4").astype(np.float64)
+
+
+def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:
+    """The digest after a step: SHA-256 over the digest before it and the sum of the step's grain digests."""
+    return hashlib.sha256(bytes.fromhex(previous) + words.astype("<u8").tobytes()).hexdigest()

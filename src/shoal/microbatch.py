@@ -1,0 +1,41 @@
+"""Microbatches: what one forward computes, and what of a step is one rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.grains import Grain
+from shoal.ledger import Ids
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Neighbouring grains that one forward computes; `batch` is what the collate function made of them.
+
+    `ids` holds one int64 array of sample ids a grain. `split` fetches the same samples again, grain by grain, and
+    `samples` those of a single grain one by one.
+    """
+
+    step: int
+    grains: tuple[Grain, ...]
+    ids: tuple[Ids, ...]
+    batch: Any
+    split: Callable[[], list[Microbatch]]
+    samples: Callable[[], list[Microbatch]]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all its grains."""
+        return sum(g.size for g in self.grains)
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What this rank computes in one step: `num_microbatches` of them, which may be none."""
+
+    step: int
+    epoch: int
+    num_microbatches: int
+    microbatches: Iterator[Microbatch]

@@ -1,0 +1,191 @@
+"""Step: the gradient and the sums of one step on this rank, computed as carefully as the ranks have found needful."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shoal.agreement import raise_together, together
+from shoal.buffers import StepBuffers
+from shoal.computation import Computation, Computer, RedoError
+from shoal.data.loader import Loader
+from shoal.errors import LossError, OutOfMemoryError, ShoalError
+from shoal.faults import as_shoal_error, is_out_of_memory
+from shoal.mesh import Mesh
+from shoal.microbatch import Microbatch, StepData
+from shoal.precision import Precision
+from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_sums
+from shoal.telemetry import StepClock
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What a step is computed with. `note` takes a line for people."""
+
+    mesh: Mesh
+    precision: Precision
+    strategy: Strategy
+    loader: Loader
+    computer: Computer
+    buffers: StepBuffers
+    clock: StepClock
+    note: Callable[[str], None]
+
+
+class StepRunner:
+    """Computes steps, one after the other; `error` is this rank's own, `seen` the microbatches of the last step."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts = parts
+        self.error: ShoalError | None = None
+        self.seen: list[Microbatch] = []
+        self._proposal: Computation | None = None
+        self._probed = False
+        self._step = 0
+        self._factor = 1.0
+
+    def recall(self, computation: dict[str, Any]) -> None:
+        """Takes up what a run that is resumed had found needful; how many grains fit in memory is found anew."""
+        computer = self._parts.computer
+        here = computer.computation.grains_per_microbatch
+        known = replace(Computation.from_json(computation), grains_per_microbatch=here)
+        computer.computation = computer.computation.with_care_of(known)
+
+    def fetch(self, step: int) -> StepData | None:
+        """This rank's part of the step with its first microbatch read, so that a bad sample is known before any sum."""
+        self._step = step
+        self._parts.clock.mark("data_wait")
+        try:
+            data = self._parts.loader.step(step)
+            if data is None or not data.num_microbatches:
+                return data
+            first = next(data.microbatches)
+            return replace(data, microbatches=itertools.chain([first], data.microbatches))
+        except Exception as error:
+            self.error = as_shoal_error(error)
+            return None
+
+    def run(self, data: StepData | None, factor: float) -> StepSums:
+        """The step's sums; its loss totals are multiplied by `factor` before the backward.
+
+        Raises: on every rank, where any failed. Collective: all ranks.
+        """
+        self._factor = factor
+        if not self._probed:
+            data = self._probe(data)
+        while True:
+            sums = self._compute(data)
+            if sums.flags.errors:
+                raise_together(self._parts.mesh, self.error)
+            if not sums.flags.redo:
+                return sums
+            data = self._adopt(self._proposal)
+
+    def _probe(self, data: StepData | None) -> StepData | None:
+        """Finds out, once, how the model has to be computed; the ranks take the most careful finding."""
+        self._probed = True
+        first: Microbatch | None = None
+        if data is not None and data.num_microbatches:
+            first = next(data.microbatches)
+            data = replace(data, microbatches=itertools.chain([first], data.microbatches))
+
+        def propose() -> Computation | None:
+            if first is None:
+                return None
+            try:
+                return self._parts.computer.propose(first, self._parts.buffers)
+            except Exception as error:
+                if is_out_of_memory(error):  # the step itself will say so again, and is then divided
+                    return None
+                raise
+
+        found = together(self._parts.mesh, propose)
+        before = self._parts.computer.computation.effective_grains
+        return self._adopt(found) if self._agreed(found).effective_grains != before else data
+
+    def _agreed(self, proposal: Computation | None) -> Computation:
+        """Collective: all ranks, one JSON gather."""
+        told = self._parts.mesh.gather_json(proposal.to_json() if proposal else None)
+        agreed = self._parts.computer.computation
+        for document in filter(None, told):
+            agreed = agreed.with_care_of(Computation.from_json(document))
+        if agreed.randomness == "opaque" and self._parts.computer.computation.randomness != "opaque":
+            self._parts.note("the model draws at random in ways that cannot be told apart by grain: grain by grain")
+        elif not agreed.fuse and self._parts.computer.computation.fuse and agreed.grains_per_microbatch > 1:
+            self._parts.note("the loss of a batch is not the sum of its grains' losses: computing grain by grain")
+        self._parts.computer.computation = agreed
+        self._parts.buffers.watch(agreed.buffers)
+        return agreed
+
+    def _adopt(self, proposal: Computation | None) -> StepData | None:
+        """Agrees on a more careful computation and fetches the step again for it."""
+        agreed = self._agreed(proposal)
+        self._parts.buffers.restore()
+        self._parts.loader.seek(self._step, agreed.effective_grains)
+        self._proposal = None
+        data = self.fetch(self._step)
+        raise_together(self._parts.mesh, self.error)
+        return data
+
+    def _compute(self, data: StepData | None) -> StepSums:
+        """Gradients and sums of the step. An exception here leaves every rank in step: it travels with the sums."""
+        parts = self._parts
+        parts.strategy.begin()
+        self._parts.buffers.begin()
+        self.seen = []
+        flags = Flags()
+        try:
+            if data is not None:
+                for number in range(data.num_microbatches):
+                    parts.clock.mark("data_wait")
+                    microbatch = next(data.microbatches)
+                    self.seen.append(replace(microbatch, batch=None))
+                    self._microbatch(microbatch, last=number == data.num_microbatches - 1)
+        except RedoError as redo:
+            self._proposal, flags = redo.proposal, Flags(redo=1)
+        except Exception as error:
+            flags = self._failed(error)
+        return parts.strategy.finish(flags, NUM_SUMS + self._parts.buffers.num_values)
+
+    def _failed(self, error: Exception) -> Flags:
+        grains = self._parts.computer.computation.effective_grains
+        if not is_out_of_memory(error):
+            self.error = as_shoal_error(error)
+        elif grains > 1:
+            torch.cuda.empty_cache()
+            self._proposal = replace(self._parts.computer.computation, grains_per_microbatch=grains // 2)
+            return Flags(redo=1)
+        else:
+            self.error = OutOfMemoryError(
+                given="a microbatch of a single grain",
+                conflict=f"one of them alone does not fit in memory: {str(error).splitlines()[0][:200]}",
+                remedy="use smaller grains: Job(grains=...) larger, or a smaller global_batch",
+            )
+        return Flags(errors=1)
+
+    def _microbatch(self, microbatch: Microbatch, last: bool) -> None:
+        parts = self._parts
+        parts.clock.mark("host_to_device")
+        batch = parts.precision.inputs(microbatch.batch)
+        parts.clock.mark("forward")
+        with self._parts.computer.scope(microbatch):
+            total, weight = self._parts.computer.loss(batch)
+            if not total.requires_grad:
+                raise LossError(
+                    given="a loss whose total depends on no trainable parameter",
+                    conflict="it has no gradient",
+                    remedy="compute it from the model that the loss is given, outside torch.no_grad()",
+                )
+            unknown = self._parts.buffers.changed().difference(self._parts.buffers.names)
+            if unknown:
+                names = tuple({*self._parts.buffers.names, *unknown})
+                raise RedoError(replace(self._parts.computer.computation, buffers=names), "further buffers change")
+            sums = microbatch_sums(microbatch, total, weight, self._parts.buffers.weighted(microbatch.num_samples))
+            parts.clock.mark("backward")
+            scaled = total * self._factor if self._factor != 1.0 else total
+            parts.strategy.backward(microbatch, scaled, sums, last)
+        self._parts.buffers.restore()
