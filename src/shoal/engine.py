@@ -49,7 +49,7 @@ class Engine:
     precision: Precision
     model: nn.Module
     parameters: Parameters
-    optimizer: torch.optim.Optimizer
+    updater: Updater
     loader: Loader
     order: Order
     evaluator: Evaluator
@@ -96,7 +96,7 @@ class Engine:
             model=self.model,
             parameters=self.parameters,
             step=step,
-            updater=Updater(self.optimizer, self.parameters, self.job.schedule, self.job.clip_norm),
+            updater=self.updater,
             order=self.order,
             evaluator=self.evaluator,
             keeper=self.keeper,
@@ -119,6 +119,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunD
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
+    # Before any checkpoint is loaded: it takes the optimizer's own learning rates for those that the schedule multiplies.
+    updater = Updater(optimizer, parameters, job.schedule, job.clip_norm)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
     is_map = isinstance(source, MapSource)
@@ -140,7 +142,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunD
         precision=precision,
         model=model,
         parameters=parameters,
-        optimizer=optimizer,
+        updater=updater,
         loader=loader,
         order=order,
         evaluator=Evaluator(job, mesh, precision, evaluation, {"loss": job.loss, **job.metrics}),
