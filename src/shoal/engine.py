@@ -119,7 +119,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunD
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
-    # Before any checkpoint is loaded: it takes the optimizer's own learning rates for those that the schedule multiplies.
+    # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, parameters, job.schedule, job.clip_norm)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
