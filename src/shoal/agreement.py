@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from shoal.errors import PeerError, ShoalError
 from shoal.faults import as_shoal_error, to_json
 from shoal.mesh import Mesh
@@ -14,6 +16,7 @@ from shoal.records import SPANS, Spread
 T = TypeVar("T")
 _FLAGS = ("has_data", "error", "stop", "checkpoint")
 _MEASURES = (*SPANS, "step_seconds", "memory_bytes")
+_STEP, _EXPOSED = _MEASURES.index("step_seconds"), _MEASURES.index("exposed_communication")
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,14 @@ def agree(mesh: Mesh, report: Report) -> Agreement:
     """Collective: all ranks, one all-gather of 14 numbers a rank."""
     flags = [float(getattr(report, name)) for name in _FLAGS]
     table = mesh.all_gather([*flags, *report.measures])
-    has_data, error, stop, checkpoint = (table[:, i] for i in range(len(_FLAGS)))
-    columns = {name: table[:, len(_FLAGS) + i] for i, name in enumerate(_MEASURES)}
+    has_data, error, stop, _ = np.any(table[:, : len(_FLAGS)] > 0, axis=0).tolist()
+    measured = table[:, len(_FLAGS) :]
     # Who computes longest waits least: a slow rank shows in its own work, everywhere else as communication.
-    columns["busy_seconds"] = columns["step_seconds"] - columns["exposed_communication"]
-    spreads = {n: Spread(float(c.min()), float(c.max()), int(c.argmax())) for n, c in columns.items()}
-    return Agreement(bool(has_data.any()), bool(error.any()), bool(stop.any()), bool(checkpoint[0]), spreads)
+    busy = measured[:, _STEP] - measured[:, _EXPOSED]
+    measured = np.column_stack([measured, busy])
+    columns = zip(measured.min(0).tolist(), measured.max(0).tolist(), measured.argmax(0).tolist(), strict=True)
+    spreads = {name: Spread(*column) for name, column in zip((*_MEASURES, "busy_seconds"), columns, strict=True)}
+    return Agreement(has_data, error, stop, bool(table[0, _FLAGS.index("checkpoint")]), spreads)
 
 
 def raise_together(mesh: Mesh, error: ShoalError | None) -> None:

@@ -90,6 +90,8 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
         if request.world_size > 1:
             return _launch(request, given)
         environment = Environment()
+    world_size = environment.world_size
+    request = request.with_devices(lambda: world_size)
     from shoal.run import run
 
     return run(request, environment)

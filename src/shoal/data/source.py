@@ -113,7 +113,8 @@ def open_source(name: str, data: Any, collate: Collate | None) -> MapSource | It
 
     Raises: DataError where it is empty or none of the kinds that can be read, or where building it raised.
     """
-    if callable(data) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
+    is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
+    if isinstance(data, type) or (callable(data) and not is_data):  # a class has its instances' methods
         try:
             data = data()
         except ShoalError:

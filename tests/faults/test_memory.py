@@ -1,0 +1,45 @@
+"""Out of memory (simulated by a limit on rows): smaller microbatches and the same training, or a clear end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching import JOBS, Ended, Run, run
+from tests.ranks.test_fast import FAST_TOLERANCE, furthest
+
+pytestmark = pytest.mark.faults
+
+JOB = JOBS / "faulty.py"
+MODELS = ("false", "true")
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    folder = tmp_path_factory.mktemp("roomy")
+    return {m: run(Run(JOB, folder / m, 1, settings={"dropout": m})).expect(0) for m in MODELS}
+
+
+@pytest.mark.parametrize("memory", ["host", "device"])
+@pytest.mark.parametrize("dropout", MODELS, ids=["batch norm", "dropout"])
+@pytest.mark.parametrize(("devices", "rows"), [(2, 4), (1, 2)])
+def test_goes_on_with_smaller_microbatches(
+    devices: int, rows: int, dropout: str, memory: str, roomy: dict[str, Ended], tmp_path: Path
+) -> None:
+    """A rank's 8 or 16 rows do not fit, 4 or one grain's 2 do. The first batch already fails: no probe has succeeded."""
+    variables = {"TEST_MAX_ROWS": str(rows), "TEST_MEMORY_OF": memory}
+    wanted = Run(JOB, tmp_path / "run", devices, settings={"dropout": dropout}, environment=variables)
+    ended = run(wanted).expect(0)
+    assert furthest(roomy[dropout], ended) <= FAST_TOLERANCE
+    assert ended.result["sample_digest"] == roomy[dropout].result["sample_digest"]
+
+
+@pytest.mark.parametrize("memory", ["host", "device"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_grain_does_not_fit(devices: int, memory: str, tmp_path: Path) -> None:
+    variables = {"TEST_MAX_ROWS": "1", "TEST_MEMORY_OF": memory}
+    ended = run(Run(JOB, tmp_path / "run", devices, environment=variables)).expect(2)
+    for text in ("OutOfMemoryError", "you gave", "conflicts with", "write instead", "grains"):
+        assert text in ended.stderr, text
+    assert "Traceback" not in ended.output

@@ -1,0 +1,143 @@
+"""Stopped or killed at any step, resumed on another number of devices: the run is the undisturbed one to the bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launching import GONE_WITHIN_SECONDS, JOBS, Ended, Gate, Run, Started, run, start
+
+pytestmark = pytest.mark.faults
+
+JOB = f"{JOBS / 'tiny.py'}:gpt"  # the one with the most state: AdamW, dropout, schedule, clipping
+STEPS, EVERY = 16, 4
+CHECKPOINTS = ("--checkpoint-every", str(EVERY))
+
+
+def random_step(name: str) -> int:
+    """A step (from 0) with a checkpoint behind it and steps before it, drawn with the test's name as the seed."""
+    return random.Random(name).randrange(EVERY + 1, STEPS - 1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return run(Run(JOB, tmp_path_factory.mktemp("undisturbed") / "run", 1, exact=True)).expect(0)
+
+
+def at_the_gate(out: Path, gate: Gate, devices: int) -> Run:
+    return Run(JOB, out, devices, True, CHECKPOINTS, environment=gate.environment)
+
+
+def resume(out: Path, devices: int) -> Ended:
+    return run(Run(JOB, out, devices, arguments=("--resume", *CHECKPOINTS))).expect(0)
+
+
+def assert_same(resumed: Ended, undisturbed: Ended) -> None:
+    """The same weights, the same samples, and one record a step as if nothing had happened."""
+    assert resumed.result["status"] == "completed"
+    for key in ("weights_sha256", "sample_digest", "steps", "samples", "metrics", "train_loss"):
+        assert resumed.result[key] == undisturbed.result[key], key
+    mine, theirs = ([(r["step"], r["loss"], r["digest"]) for r in ended.records] for ended in (resumed, undisturbed))
+    assert mine == theirs
+
+
+@pytest.mark.parametrize(
+    ("number", "devices", "then"),
+    [(signal.SIGTERM, 2, 3), (signal.SIGTERM, 1, 2), (signal.SIGINT, 3, 1), (signal.SIGINT, 1, 2)],
+    ids=["SIGTERM-2-3", "SIGTERM-1-2", "SIGINT-3-1", "SIGINT-1-2"],
+)
+def test_asked_to_stop(number: int, devices: int, then: int, undisturbed: Ended, tmp_path: Path) -> None:
+    step = random_step(f"stop {number} {devices}")
+    gate, out = Gate(tmp_path / "gate", step), tmp_path / "run"
+    with start(at_the_gate(out, gate, devices)) as started:
+        started.until(lambda: gate.reached(devices), "the gate")
+        started.send(number)
+        if devices > 1:
+            wait_for_signal_in_workers(started, signal.SIGTERM)
+        gate.open()
+        ended = started.wait().expect(75)
+    # The step in hand is finished, and none is begun after it.
+    assert (ended.result["status"], ended.result["steps"]) == ("preempted", step + 1)
+    assert "Traceback" not in ended.output
+    resumed = resume(out, then)
+    assert resumed.result["resumed_from"] == step + 1
+    assert resumed.result["world_size"] == then
+    assert_same(resumed, undisturbed)
+
+
+def wait_for_signal_in_workers(started: Started, number: int) -> None:
+    """Returns once every worker handles or has handled the signal: none of them has it pending any more.
+
+    The launcher hands a signal on within its polling interval; that it has is seen by its being no longer pending there
+    and by what the workers log. Without a trace of its own in /proc the launcher is given its interval, many times over,
+    by counting its context switches: it sleeps once a poll.
+    """
+    switches = context_switches(started.pid)
+    started.until(lambda: context_switches(started.pid) > switches + 5, f"signal {number} handed on")
+
+
+def context_switches(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches")))
+
+
+@pytest.mark.parametrize(("devices", "then"), [(3, 2), (1, 3)])
+def test_killed_altogether(devices: int, then: int, undisturbed: Ended, tmp_path: Path) -> None:
+    step = random_step(f"kill {devices}")
+    gate, out = Gate(tmp_path / "gate", step), tmp_path / "run"
+    with start(at_the_gate(out, gate, devices)) as started:
+        started.until(lambda: gate.reached(devices), "the gate")
+        started.kill_group_and_workers()
+        ended = started.wait()
+    assert ended.code == -signal.SIGKILL
+    assert not (out / "result.json").exists()
+    resumed = resume(out, then)
+    # The newest checkpoint may not have been on disk yet; the one before it was.
+    newest = step // EVERY * EVERY
+    assert resumed.result["resumed_from"] in (newest, newest - EVERY)
+    assert_same(resumed, undisturbed)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_worker_killed(victim: int, undisturbed: Ended, tmp_path: Path) -> None:
+    """The others wait for it in a collective: its death is the root, not their lost connection."""
+    step = random_step(f"worker {victim}")
+    gate, out = Gate(tmp_path / "gate", step, str(victim)), tmp_path / "run"
+    with start(at_the_gate(out, gate, 3)) as started:
+        started.until(lambda: gate.reached(1), "the gate")
+        os.kill(started.workers()[victim], signal.SIGKILL)
+        ended = started.wait().expect(69)
+    assert f"rank {victim}" in ended.stderr
+    assert "SIGKILL" in ended.stderr
+    assert "Traceback" not in ended.output
+    assert_same(resume(out, 2), undisturbed)
+
+
+def test_the_launcher_killed(undisturbed: Ended, tmp_path: Path) -> None:
+    gate, out = Gate(tmp_path / "gate", random_step("launcher")), tmp_path / "run"
+    with start(at_the_gate(out, gate, 2)) as started:
+        started.until(lambda: gate.reached(2), "the gate")
+        assert len(started.workers()) == 2
+        started.send(signal.SIGKILL)
+        started.process.wait(GONE_WITHIN_SECONDS)
+        started.wait_until_gone()
+    assert_same(resume(out, 1), undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_twice_it_stops_at_once(number: int, undisturbed: Ended, tmp_path: Path) -> None:
+    """The gate stays shut: the step in hand never ends, and a second signal does not wait for it."""
+    gate, out = Gate(tmp_path / "gate", random_step(f"twice {number}")), tmp_path / "run"
+    with start(at_the_gate(out, gate, 2)) as started:
+        started.until(lambda: gate.reached(2), "the gate")
+        started.send(number)
+        wait_for_signal_in_workers(started, signal.SIGTERM)
+        assert started.process.poll() is None
+        started.send(number)
+        ended = started.wait().expect(130)
+    assert "Traceback" not in ended.output
+    assert_same(resume(out, 3), undisturbed)

@@ -1,0 +1,60 @@
+"""An exception on one rank only: every rank ends, the one that raised is named, nobody waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching import JOBS, Run, run
+
+pytestmark = pytest.mark.faults
+
+JOB = JOBS / "faulty.py"
+# Rank 1's of two, in the first step and in the fourth: the first is probed, later ones are not.
+SAMPLES = {"first": 10, "later": 3 * 16 + 10}
+
+
+@pytest.mark.parametrize("when", SAMPLES)
+@pytest.mark.parametrize("place", ["data", "forward", "backward"])
+def test_one_rank_raises(place: str, when: str, tmp_path: Path) -> None:
+    variables = {"TEST_RAISE": f"{place}:{SAMPLES[when]}"}
+    ended = run(Run(JOB, tmp_path / "run", 2, environment=variables)).expect(2)
+    assert ended.stderr.count("you gave") == ended.stderr.count("conflicts with") == ended.stderr.count("write instead") == 1
+    assert "rank 1" in ended.stderr
+    assert "rank 0" not in ended.stderr, "rank 0 is well"
+    assert "PeerError" not in ended.stderr
+    assert "Traceback" not in ended.output
+    expected = {"data": "cannot read sample", "forward": "a sample that the model", "backward": "no derivative here"}
+    assert expected[place] in ended.stderr
+    if place == "data":
+        assert f"sample {SAMPLES[when]}" in ended.stderr
+
+
+@pytest.mark.parametrize("place", ["data", "backward"])
+def test_exact_mode_on_three_ranks(place: str, tmp_path: Path) -> None:
+    """Grains 5 to 7 are rank 2's of three."""
+    variables = {"TEST_RAISE": f"{place}:{2 * 16 + 12}"}
+    ended = run(Run(JOB, tmp_path / "run", 3, exact=True, environment=variables)).expect(2)
+    assert "rank 2" in ended.stderr
+    assert "rank 0" not in ended.stderr
+    assert "rank 1" not in ended.stderr
+
+
+def test_the_run_goes_on_once_it_is_mended(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    variables = {"TEST_RAISE": "data:58"}
+    every = ("--checkpoint-every", "1")
+    run(Run(JOB, out, 2, True, every, environment=variables)).expect(2)
+    resumed = run(Run(JOB, out, 1, arguments=("--resume",))).expect(0)
+    whole = run(Run(JOB, tmp_path / "whole", 1, True)).expect(0)
+    assert resumed.result["resumed_from"] > 0
+    assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
+
+
+def test_a_data_worker_that_raises(tmp_path: Path) -> None:
+    variables = {"TEST_RAISE": "data:58"}
+    ended = run(Run(JOB, tmp_path / "run", 2, arguments=("--workers", "1"), environment=variables)).expect(2)
+    assert "rank 1" in ended.stderr
+    assert "sample 58" in ended.stderr
+    assert "Traceback" not in ended.output

@@ -1,0 +1,35 @@
+"""A training loop of one's own with shoal.Session; rank 0 prints the hash of the weights as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import shoal
+import tiny
+import torch
+from torch.utils.data import TensorDataset
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    with shoal.Session(exact=True, global_batch=16) as session:
+        model = tiny.conv_model()
+        model, optimizer = session.prepare(model, tiny.sgd(model.parameters()))
+        losses = []
+        for step in session.steps(TensorDataset(*tiny.images(100)), epochs=2):
+            for inputs, labels, _ in step:
+                step.backward(*shoal.cross_entropy(model(inputs), labels))
+            losses.append(step.loss)
+        metrics, count = session.evaluate(TensorDataset(*tiny.images(33, 2)), {"accuracy": shoal.accuracy})
+        if session.rank == 0:
+            told = {
+                "hash": shoal.weights_sha256(model.state_dict()),
+                "losses": losses,
+                "metrics": metrics,
+                "count": count,
+            }
+            print("told: " + json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""What the jobs of the tests tell, and where they wait, as the environment asks; without it they do neither."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+RANK = os.environ.get("RANK", "0")
+
+
+def log_ids(kind: str, ids: Tensor) -> None:
+    """Appends the ids to $TEST_IDS/KIND-RANK.txt."""
+    folder = os.environ.get("TEST_IDS")
+    if folder:
+        with Path(folder, f"{kind}-{RANK}.txt").open("a", encoding="utf-8") as file:
+            file.write("".join(f"{i}\n" for i in ids.flatten().tolist()))
+
+
+def trained(ids: Tensor) -> None:
+    """Logs ids that a gradient is computed from; the probe before the first step computes none."""
+    if torch.is_grad_enabled():
+        log_ids("train", ids)
+
+
+def wait_at_gate(step: int) -> None:
+    """Waits where $TEST_GATE=FOLDER:STEP:RANK says so ('all' for every rank), until FOLDER/open is there."""
+    text = os.environ.get("TEST_GATE")
+    if not text:
+        return
+    folder, at, ranks = text.rsplit(":", 2)
+    if step != int(at) or ranks not in ("all", RANK):
+        return
+    Path(folder, f"reached-{RANK}").touch()
+    while not Path(folder, "open").exists():
+        time.sleep(0.005)
+
+
+class Gated:
+    """A schedule that passes the gate first: called once a step on every rank, after the sums, before the optimizer."""
+
+    def __init__(self, schedule: Callable[[float], float] | None = None) -> None:
+        self._schedule = schedule
+
+    def __call__(self, progress: float) -> float:
+        wait_at_gate(getattr(progress, "step", -1))
+        return self._schedule(progress) if self._schedule else 1.0

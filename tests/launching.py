@@ -1,0 +1,273 @@
+"""Commands under test run as users run them: own session, hard time limit, and not one of their processes left over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[1]
+JOBS = ROOT / "tests" / "jobs"
+EXAMPLES = ROOT / "examples"
+
+TIME_LIMIT_SECONDS = 60.0
+# A killed launcher's workers die by a signal of the kernel; the promise is two seconds.
+GONE_WITHIN_SECONDS = 2.0
+# Two cores: more at once only makes each slower.
+AT_ONCE = 2
+
+_MARK = "SHOAL_TEST_MARK"
+# What a launcher or an outer run may have set: a command under test must not believe that it is one of its ranks.
+_SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+_SCRUBBED_PREFIXES = ("SHOAL_LISTEN", "SHOAL_REPORT", "SHOAL_STARTED", "TORCHELASTIC")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and the run directory that it was given."""
+
+    code: int
+    stdout: str
+    stderr: str
+    out: Path
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+    @property
+    def result(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads((self.out / "result.json").read_text(encoding="utf-8"))
+        return document
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "records.jsonl").read_text(encoding="utf-8").splitlines()]
+
+    def expect(self, code: int) -> Ended:
+        """Itself. Raises: AssertionError with the output where the exit code is another."""
+        assert self.code == code, f"exit code {self.code}, expected {code}\n{self.stdout}\n{self.stderr}"
+        return self
+
+
+@dataclass
+class Run:
+    """What to run: `shoal run JOB` with a number of devices and further arguments."""
+
+    job: str | Path
+    out: Path
+    devices: int | None = 1
+    exact: bool = False
+    arguments: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    cwd: Path | None = None
+    launcher: tuple[str, ...] = ("-m", "shoal")
+
+    @property
+    def command(self) -> list[str]:
+        devices = () if self.devices is None else ("--devices", str(self.devices))
+        settings = [text for name, value in self.settings.items() for text in ("--set", f"{name}={value}")]
+        exact = ("--exact",) if self.exact else ()
+        out = ("--out", str(self.out))
+        return [
+            sys.executable,
+            *self.launcher,
+            "run",
+            str(self.job),
+            *devices,
+            *exact,
+            *out,
+            *settings,
+            *self.arguments,
+        ]
+
+
+def run(wanted: Run, timeout: float = TIME_LIMIT_SECONDS) -> Ended:
+    """Runs to the end. Raises: AssertionError past the limit, or where a process of the command is left."""
+    with start(wanted) as started:
+        return started.wait(timeout)
+
+
+def run_all(wanted: Sequence[Run]) -> list[Ended]:
+    """Each run's end, in order; a few run at once."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(run, wanted))
+
+
+@contextlib.contextmanager
+def start(wanted: Run) -> Iterator[Started]:
+    """A running command; whatever is left of it when the context ends is killed, by process id."""
+    yield from _started(wanted.command, wanted.out, wanted.environment, wanted.cwd)
+
+
+@contextlib.contextmanager
+def start_command(command: list[str], out: Path, environment: dict[str, str] | None = None) -> Iterator[Started]:
+    """As `start`, for a command that is not `shoal run`."""
+    yield from _started(command, out, environment or {}, None)
+
+
+def _started(command: list[str], out: Path, environment: dict[str, str], cwd: Path | None) -> Iterator[Started]:
+    mark = uuid.uuid4().hex
+    variables = {k: v for k, v in os.environ.items() if k not in _SCRUBBED and not k.startswith(_SCRUBBED_PREFIXES)}
+    variables |= {**environment, _MARK: mark}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # Files, not pipes: a process left over would hold a pipe open, and a full one would stop the run.
+    paths = [out.parent / f".{out.name}-{mark[:8]}.{name}" for name in ("stdout", "stderr")]
+    with paths[0].open("wb") as stdout, paths[1].open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            env=variables,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    started = Started(process, out, mark, paths)
+    try:
+        yield started
+    finally:
+        started.kill_all()
+        process.wait()
+        for path in paths:
+            path.unlink()
+
+
+class Started:
+    """A command on its way. Its processes are known by a mark in their environment, whatever session they are in."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: Path, mark: str, paths: list[Path]) -> None:
+        self.process, self.out, self._mark, self._paths = process, out, mark, paths
+
+    @property
+    def pid(self) -> int:
+        """The process that was started: the launcher, or the only rank."""
+        return self.process.pid
+
+    def processes(self) -> dict[int, dict[str, str]]:
+        """The environments of the command's processes that are alive, by process id."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdecimal():
+                continue
+            with contextlib.suppress(OSError):
+                content = (folder / "environ").read_bytes()
+                if self._mark.encode() in content:
+                    pairs = [v.split("=", 1) for v in content.decode(errors="replace").split("\0") if "=" in v]
+                    found[int(folder.name)] = {name: value for name, value in pairs}
+        return found
+
+    def workers(self) -> dict[int, int]:
+        """Process ids of the ranks that a launcher has started, by rank."""
+        return {int(v["RANK"]): pid for pid, v in self.processes().items() if "RANK" in v and pid != self.pid}
+
+    def send(self, number: int) -> None:
+        """A signal to the process that was started, and to it alone."""
+        self.process.send_signal(number)
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process of the command, until none is left."""
+        while True:
+            alive = self.processes()
+            if not alive:
+                return
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(0.01)
+
+    def kill_group_and_workers(self) -> None:
+        """SIGKILL at one moment: nothing of it gets to say a last word."""
+        victims = list(self.processes())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def wait(self, timeout: float = TIME_LIMIT_SECONDS) -> Ended:
+        """Waits for the end and for the last of its processes."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"not done after {timeout} s\n{self._text(0)}\n{self._text(1)}") from None
+        ended = Ended(code, self._text(0), self._text(1), self.out)
+        self.wait_until_gone()
+        return ended
+
+    def wait_until_gone(self) -> None:
+        """Raises: AssertionError where a process of the command is still there after GONE_WITHIN_SECONDS."""
+        deadline = time.monotonic() + GONE_WITHIN_SECONDS
+        left = self.processes()
+        while left and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self.process.poll()
+            left = self.processes()
+        assert not left, f"processes left over: {sorted(left)}\n{self._text(0)}\n{self._text(1)}"
+
+    def until(self, condition: Callable[[], T], what: str, timeout: float = TIME_LIMIT_SECONDS) -> T:
+        """The condition's first true value. Raises: AssertionError past the deadline, or where the command ends first."""
+        deadline = time.monotonic() + timeout
+        while True:
+            ended = self.process.poll() is not None
+            found = condition()
+            if found:
+                return found
+            said = f"\n{self._text(0)}\n{self._text(1)}"
+            assert not ended, f"the command ended before {what}{said}"
+            assert time.monotonic() < deadline, f"no sign of {what} within {timeout} s{said}"
+            time.sleep(0.01)
+
+    def _text(self, which: int) -> str:
+        return self._paths[which].read_text(encoding="utf-8", errors="replace")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A place in a run, between the sums and the optimizer of one step, where its ranks wait; see jobs/witness.py.
+
+    Signals and kills arrive there, so that no test depends on how fast a machine is. `step` counts from 0.
+    """
+
+    folder: Path
+    step: int
+    ranks: str = "all"  # or one rank's number
+
+    @property
+    def environment(self) -> dict[str, str]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return {"TEST_GATE": f"{self.folder}:{self.step}:{self.ranks}"}
+
+    def reached(self, num_ranks: int) -> bool:
+        """Whether so many ranks wait there."""
+        return len(list(self.folder.glob("reached-*"))) >= num_ranks
+
+    def open(self) -> None:
+        """Lets them go on."""
+        (self.folder / "open").touch()
+
+
+def newest_checkpoint(out: Path) -> Path:
+    """The checkpoint directory of the latest step."""
+    return max((out / "checkpoints").glob("step-????????"))
+
+
+def spoil(path: Path, place: int) -> None:
+    """Flips one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[place % len(content)] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,105 @@
+"""Exact mode: the same bits on any number of processes, however they were started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all, start_command
+
+pytestmark = pytest.mark.ranks
+
+DEVICES = (1, 2, 3, 4)
+MODELS = ("job", "convnet", "gpt")
+SMALL_EXAMPLES = {
+    "fashion_mnist.py:lenet": {"train_samples": 500, "eval_samples": 200, "batch": 24},
+    "fashion_mnist.py:resnet18": {"train_samples": 100, "eval_samples": 50, "batch": 8},
+    "gpt.py": {"batch": 16, "layers": 2, "width": 32, "heads": 2, "block": 32},
+}
+EXAMPLE_STEPS = {"fashion_mnist.py:lenet": 12, "fashion_mnist.py:resnet18": 3, "gpt.py": 12}
+
+
+def assert_one_run(ends: list[Ended]) -> None:
+    """Every run is the first one, to the bit."""
+    for ended in ends:
+        ended.expect(0)
+    first = ends[0].result
+    for ended in ends[1:]:
+        result = ended.result
+        for key in ("weights_sha256", "sample_digest", "metrics", "eval_samples", "train_loss", "steps", "samples"):
+            assert result[key] == first[key], (key, result["world_size"])
+        for mine, theirs in zip(ended.records, ends[0].records, strict=True):
+            assert (mine["loss"], mine["grad_norm"], mine["digest"]) == (
+                theirs["loss"],
+                theirs["grad_norm"],
+                theirs["digest"],
+            )
+
+
+@pytest.fixture(scope="module")
+def mlp_alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return run(Run(JOBS / "tiny.py", tmp_path_factory.mktemp("alone") / "run", 1, exact=True)).expect(0)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_hash_on_any_number_of_devices(model: str, tmp_path: Path) -> None:
+    ends = run_all([Run(f"{JOBS / 'tiny.py'}:{model}", tmp_path / str(n), n, exact=True) for n in DEVICES])
+    assert_one_run(ends)
+    assert [ended.result["world_size"] for ended in ends] == list(DEVICES)
+    losses = [record["loss"] for record in ends[0].records]
+    assert losses[-1] < losses[0], "a run that learns nothing proves nothing"
+
+
+def test_another_seed_is_another_hash(mlp_alone: Ended, tmp_path: Path) -> None:
+    """The hashes above could all be those of the initial values, or of nothing."""
+    other = run(Run(JOBS / "tiny.py", tmp_path / "run", 1, exact=True, settings={"lr": 0.11})).expect(0)
+    assert other.result["weights_sha256"] != mlp_alone.result["weights_sha256"]
+    assert other.result["sample_digest"] == mlp_alone.result["sample_digest"]
+    shorter = run(Run(JOBS / "tiny.py", tmp_path / "short", 1, exact=True, arguments=("--steps", "15"))).expect(0)
+    assert shorter.result["sample_digest"] != mlp_alone.result["sample_digest"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", SMALL_EXAMPLES)
+def test_the_examples_on_one_device_and_three(job: str, tmp_path: Path) -> None:
+    steps = ("--steps", str(EXAMPLE_STEPS[job]))
+    wanted = [Run(EXAMPLES / job, tmp_path / str(n), n, True, steps, SMALL_EXAMPLES[job]) for n in (1, 3)]
+    assert_one_run(run_all(wanted))
+
+
+def test_data_workers_change_no_bit(tmp_path: Path) -> None:
+    """Augmentation draws from the grain's generators in whichever process reads the sample."""
+    job = f"{JOBS / 'tiny.py'}:augmented"
+    ends = run_all(
+        [
+            Run(job, tmp_path / "none", 1, exact=True),
+            Run(job, tmp_path / "one", 1, exact=True, arguments=("--workers", "1")),
+            Run(job, tmp_path / "two", 2, exact=True, arguments=("--workers", "2")),
+        ]
+    )
+    assert_one_run(ends)
+
+
+def test_joins_what_torchrun_started(mlp_alone: Ended, tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shoal")
+    ended = run(Run(JOBS / "tiny.py", tmp_path / "run", None, exact=True, launcher=torchrun)).expect(0)
+    assert_one_run([mlp_alone, ended])
+    assert ended.result["world_size"] == 2
+
+
+def test_a_session_under_torchrun_is_the_session_alone(tmp_path: Path) -> None:
+    script = str(JOBS / "own_loop.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    told = []
+    for name, arguments in (("alone", []), ("two", torchrun)):
+        with start_command([sys.executable, *arguments, script], tmp_path / name) as started:
+            ended = started.wait().expect(0)
+        lines = [line for line in ended.stdout.splitlines() if line.startswith("told: ")]
+        assert len(lines) == 1, ended.output
+        told.append(json.loads(lines[0].removeprefix("told: ")))
+    assert told[0] == told[1]
+    assert told[0]["count"] == 33
+    assert told[0]["losses"][-1] < told[0]["losses"][0]

@@ -1,0 +1,32 @@
+"""What every unit test gets: the process as it was before, whatever the test did to it."""
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# The time of a single example says nothing on a shared machine.
+settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unit")
+
+
+@pytest.fixture(autouse=True)
+def same_process_afterwards() -> Iterator[None]:
+    """Random generators, sys.path and job modules are put back; a leaked environment variable fails the test."""
+    path, modules, variables = list(sys.path), set(sys.modules), dict(os.environ)
+    python, legacy, own = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name.endswith("_job") or name.startswith("beside_"):
+            del sys.modules[name]
+    random.setstate(python)
+    np.random.set_state(legacy)
+    torch.set_rng_state(own)
+    now = {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"}
+    assert now == {k: v for k, v in variables.items() if k != "PYTEST_CURRENT_TEST"}

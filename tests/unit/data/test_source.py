@@ -1,0 +1,215 @@
+"""Sources: whatever kind the data are, the samples of a grain are the same in any microbatch."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from shoal.data.source import MapSource, SampleSource, TensorSource, open_source
+from shoal.errors import DataError, DatasetNotFoundError
+from shoal.grains import random_key
+
+X, Y = torch.arange(24.0).view(12, 2), torch.arange(12)
+IDS = [np.array([3, 0]), np.array([11])]
+
+
+def opened(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> MapSource:
+    source = open_source("train_data", data, collate)
+    assert isinstance(source, MapSource)
+    return source
+
+
+def fetch(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> Any:
+    return opened(data, collate).fetch(IDS, [1, 2])
+
+
+class Plain(Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i], Y[i]
+
+
+class Many(Plain):
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        return [(X[i], Y[i]) for i in ids]
+
+    def __getitem__(self, i: int) -> Any:
+        raise AssertionError("one by one")
+
+
+PAIRS = {
+    "tuple": (X, Y),
+    "numpy": (X.numpy(), Y.numpy()),
+    "TensorDataset": TensorDataset(X, Y),
+    "plain": Plain(),
+    "many": Many(),
+    "subset": Subset(Plain(), range(12)),
+    "list": [(X[i], Y[i]) for i in range(12)],
+    "function": lambda: (X, Y),
+    "class": Plain,
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_every_kind_gives_the_same_batch(kind: str) -> None:
+    source = opened(PAIRS[kind])
+    assert len(source) == 12
+    batch = fetch(PAIRS[kind])
+    assert isinstance(batch, list)
+    assert torch.equal(batch[0], X[[3, 0, 11]])
+    assert torch.equal(batch[1], Y[[3, 0, 11]])
+
+
+@pytest.mark.parametrize("kind", ["tuple", "numpy", "TensorDataset"])
+def test_tensors_are_indexed_whole(kind: str) -> None:
+    assert isinstance(opened(PAIRS[kind]), TensorSource)
+    assert isinstance(opened(Plain()), SampleSource)
+
+
+def test_a_tensor_alone_and_tensors_by_name() -> None:
+    assert torch.equal(fetch(X), X[[3, 0, 11]])
+    named = fetch({"x": X, "y": Y.numpy()})
+    assert list(named) == ["x", "y"]
+    assert torch.equal(named["y"], Y[[3, 0, 11]])
+
+
+def test_a_batch_is_no_view_of_the_data() -> None:
+    data = np.arange(12.0)
+    batch = open_source("d", data, None).fetch([np.array([0, 1])], [0])  # type: ignore[union-attr]
+    batch.fill_(-1)
+    assert data.min() == 0.0
+
+
+def test_a_collate_function_is_given_the_samples_in_order() -> None:
+    assert fetch(list(range(12)), lambda samples: samples) == [3, 0, 11]
+    assert fetch(TensorDataset(Y), lambda samples: [int(s[0]) for s in samples]) == [3, 0, 11]
+
+
+@pytest.mark.xfail(reason="BUG source.py _map_source: a tuple of tensors with a collate is read as a dataset of 2 samples")
+def test_a_collate_function_of_tensors_is_given_their_rows() -> None:
+    assert len(opened((X, Y), lambda samples: samples)) == 12
+
+
+@pytest.mark.parametrize("data", [(X, list(range(12))), (X, "labels")])
+@pytest.mark.xfail(reason="BUG source.py _map_source: a tuple with anything but tensors is a dataset of len(tuple) samples")
+def test_a_tuple_that_is_not_all_tensors_is_refused(data: Any) -> None:
+    with pytest.raises(DataError):
+        opened(data)
+
+
+class Augmented(Plain):
+    def __getitem__(self, i: int) -> Any:
+        return torch.tensor([i + torch.rand(()), random.random(), np.random.rand()])
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_augmentation_belongs_to_the_grain(many: bool) -> None:
+    data = Augmented()
+    if many:
+        data.__getitems__ = lambda ids: [data[i] for i in ids]  # type: ignore[attr-defined]
+    source = opened(data)
+    grains = [np.array([4, 7]), np.array([1, 2]), np.array([9])]
+    keys = [random_key(0, "data", 5, g) for g in range(3)]
+    whole = source.fetch(grains, keys)
+    for torn in ([[0], [1], [2]], [[0, 1], [2]], [[0], [1, 2]]):
+        random.random(), torch.rand(3), np.random.rand(2)
+        parts = [source.fetch([grains[g] for g in run], [keys[g] for g in run]) for run in torn]
+        assert torch.equal(torch.cat(parts), whole)
+    assert len(set(whole.flatten().tolist())) == 15
+    assert not torch.equal(source.fetch(grains[:1], keys[1:2]), whole[:2])
+
+
+@pytest.mark.parametrize("data", [[], X[:0], (X[:0], Y[:0]), list, {}])
+def test_empty_data_are_refused(data: Any) -> None:
+    with pytest.raises(DataError):
+        opened(data)
+
+
+def test_unequal_lengths_are_refused() -> None:
+    with pytest.raises(DataError, match=r"first dims \[11, 12\]"):
+        opened((X, Y[:11]))
+    with pytest.raises(DataError, match=r"first dims \[11, 12\]"):
+        opened({"x": X, "y": Y[:11].numpy()})
+
+
+@pytest.mark.parametrize("data", [3, object(), Dataset()])
+def test_what_is_no_dataset_is_refused(data: Any) -> None:
+    with pytest.raises(DataError, match=f"train_data of type {type(data).__name__}"):
+        opened(data)
+
+
+@pytest.mark.xfail(reason="BUG source.py _map_source: a tensor without dims raises a bare TypeError")
+def test_a_scalar_is_refused() -> None:
+    with pytest.raises(DataError):
+        opened(torch.tensor(1.0))
+
+
+def test_a_stream_comes_back_as_it_is() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    def generate() -> Iterator[int]:
+        yield from range(3)
+
+    stream, generator = Stream(), generate()
+    assert open_source("d", stream, None) is stream
+    assert open_source("d", generator, None) is generator
+    found = open_source("d", generate, None)
+    assert not isinstance(found, MapSource)
+    assert list(found) == [0, 1, 2]
+
+
+class Broken(Plain):
+    def __getitem__(self, i: int) -> Any:
+        if i == 11:
+            raise KeyError("no such image")
+        return X[i]
+
+
+def test_the_sample_that_raised_is_named() -> None:
+    with pytest.raises(DataError) as caught:
+        fetch(Broken())
+    assert caught.value.given == "sample 11 of train_data"
+    assert "KeyError: 'no such image'" in caught.value.conflict
+    assert "test_source.py:" in caught.value.conflict
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_samples_read_together_are_named_together() -> None:
+    class All(Broken):
+        def __getitems__(self, ids: list[int]) -> list[Any]:
+            return [self[i] for i in ids]
+
+    with pytest.raises(DataError) as caught:
+        fetch(All())
+    assert caught.value.given == "samples [11] of train_data"
+    with pytest.raises(DataError, match=r"samples \[0, 1, ... 11\] \(12\)"):
+        opened(All()).fetch([np.arange(12)], [0])
+
+
+def test_samples_that_do_not_fit_together_ask_for_a_collate() -> None:
+    with pytest.raises(DataError, match="collating them raised RuntimeError") as caught:
+        fetch([torch.zeros(i + 1) for i in range(12)])
+    assert caught.value.given == "a batch of 3 samples of train_data"
+    assert "Job(collate=...)" in caught.value.remedy
+
+
+def test_a_function_that_raises_is_named() -> None:
+    def build() -> Any:
+        raise ValueError("disk is gone\nand more")
+
+    with pytest.raises(DataError, match="it raised ValueError: disk is gone;"):
+        opened(build)
+
+    def missing() -> Any:
+        raise DatasetNotFoundError(given="a", conflict="b", remedy="c")
+
+    with pytest.raises(DatasetNotFoundError):
+        opened(missing)

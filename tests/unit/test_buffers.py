@@ -1,0 +1,100 @@
+"""Buffers change once a step, to the mean of what the microbatches made of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.buffers import StepBuffers
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("fixed", torch.ones(3))
+        self.register_buffer("replaced", torch.zeros(2), persistent=False)
+        self.register_buffer("absent", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(len(x))  # type: ignore[operator]
+        self.replaced = self.replaced + 1
+        return self.norm(x)
+
+
+CHANGING = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen", "replaced"}
+
+
+def test_what_a_forward_writes_or_replaces_is_found() -> None:
+    model = Counter()
+    buffers = StepBuffers(model)
+    buffers.watch()
+    assert set(buffers.names) == CHANGING | {"fixed"}
+    buffers.begin()
+    assert buffers.changed() == set()
+    model(torch.randn(4, 2))
+    assert buffers.changed() == CHANGING
+    buffers.restore()
+    assert buffers.changed() == CHANGING  # of the whole step
+    buffers.begin()
+    assert buffers.changed() == set()
+
+
+def test_every_microbatch_starts_from_the_steps_values() -> None:
+    model = Counter()
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    buffers = StepBuffers(model)
+    buffers.watch(CHANGING)
+    buffers.begin()
+    for _ in range(3):
+        model(torch.randn(4, 2))
+        buffers.restore()
+        assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+
+
+def test_the_new_value_is_the_mean_weighted_by_samples() -> None:
+    model = Counter()
+    buffers = StepBuffers(model)
+    buffers.watch(CHANGING)
+    parts = [torch.randn(6, 2), torch.randn(2, 2)]
+    means, weighted = [], torch.zeros(buffers.num_values, dtype=torch.float64)
+    buffers.begin()
+    for part in parts:
+        model(part)
+        means.append(model.norm.running_mean.clone() * len(part) / 8)  # type: ignore[operator]
+        weighted += buffers.weighted(len(part))
+        buffers.restore()
+    assert buffers.num_values == 2 + 2 + 1 + 1 + 2
+    buffers.assign(weighted.numpy(), 8)
+    torch.testing.assert_close(model.norm.running_mean, sum(means))
+    assert int(model.norm.num_batches_tracked) == 1  # type: ignore[arg-type]
+    assert int(model.seen) == 5  # type: ignore[arg-type]  # (6 * 6 + 2 * 2) / 8
+    assert model.replaced.tolist() == [1.0, 1.0]
+
+
+def test_a_step_without_samples_assigns_nothing() -> None:
+    model = Counter()
+    buffers = StepBuffers(model)
+    buffers.watch(CHANGING)
+    buffers.assign(torch.full((8,), torch.nan, dtype=torch.float64).numpy(), 0)
+    assert model.seen == 0
+
+
+def test_a_model_without_buffers() -> None:
+    buffers = StepBuffers(nn.Linear(1, 1))
+    buffers.watch()
+    buffers.begin()
+    buffers.restore()
+    assert buffers.changed() == set()
+    assert buffers.num_values == 0
+    assert buffers.weighted(3).shape == (0,)
+    buffers.assign(torch.zeros(0, dtype=torch.float64).numpy(), 3)
+
+
+def test_a_removed_buffer_is_a_fault() -> None:
+    model = Counter()
+    buffers = StepBuffers(model)
+    model.fixed = None  # type: ignore[assignment]
+    with pytest.raises(AssertionError, match="fixed was removed"):
+        buffers.begin()
+        buffers.watch()

@@ -1,0 +1,76 @@
+"""Each error is the built-in that it refines, survives pickling, and renders as three beats."""
+
+import inspect
+import pickle
+
+import pytest
+
+import shoal.errors as errors
+from shoal.errors import ExitCode, ShoalError, nearest
+
+BUILT_INS = {
+    "CommandError": ValueError,
+    "JobFileError": ImportError,
+    "SettingError": ValueError,
+    "JobError": ValueError,
+    "JobMismatchError": ValueError,
+    "PlanError": ValueError,
+    "RunDirectoryError": FileExistsError,
+    "DataError": RuntimeError,
+    "DatasetNotFoundError": FileNotFoundError,
+    "LossError": TypeError,
+    "UserCodeError": RuntimeError,
+    "OutOfMemoryError": MemoryError,
+    "NonFiniteError": ArithmeticError,
+    "LaunchError": OSError,
+    "RankLostError": ChildProcessError,
+    "PeerError": ConnectionError,
+    "IntegrityError": OSError,
+    "InternalError": RuntimeError,
+}
+LEAVES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if ShoalError in kind.__mro__[1:]]
+BEATS = {"given": "a plan", "conflict": "it is\ntwo lines", "remedy": "write one"}
+
+
+def test_every_leaf_is_listed_here() -> None:
+    assert {kind.__name__ for kind in LEAVES} == set(BUILT_INS)
+
+
+@pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)
+def test_a_leaf_is_the_built_in_it_refines(kind: type[ShoalError]) -> None:
+    with pytest.raises(BUILT_INS[kind.__name__]) as caught:
+        raise kind(**BEATS)
+    error = caught.value
+    assert isinstance(error, ShoalError)
+    assert str(error) == "a plan; it is\ntwo lines; write one"
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind
+    assert (copy.given, copy.conflict, copy.remedy) == tuple(BEATS.values())
+    assert isinstance(kind.exit_code, ExitCode)
+    assert kind.exit_code is not ExitCode.DONE
+
+
+def test_three_beats_one_a_line() -> None:
+    error = errors.PlanError(**BEATS)
+    assert error.render().splitlines() == [
+        "error: PlanError",
+        "  you gave:       a plan",
+        "  conflicts with: it is",
+        "                  two lines",
+        "  write instead:  write one",
+    ]
+    error.rank, error.host = 3, "somewhere"
+    assert error.render().startswith("error on rank 3 (somewhere): PlanError\n")
+
+
+def test_the_nearest_name() -> None:
+    assert nearest("lrr", ["lr", "epochs"]) == "; did you mean 'lr'?"
+    assert nearest("zzz", ["lr", "epochs"]) == ""
+    assert nearest("lr", []) == ""
+
+
+def test_exit_codes_are_distinct() -> None:
+    assert {c.name: int(c) for c in ExitCode} == {
+        **{"DONE": 0, "FAILED": 1, "USER": 2, "NONFINITE": 65, "RANK_LOST": 69},
+        **{"INTEGRITY": 74, "PREEMPTED": 75, "INTERRUPTED": 130},
+    }

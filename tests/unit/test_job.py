@@ -1,0 +1,115 @@
+"""A Job is checked as a whole when it is made."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import JobError
+from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
+
+
+def job(**changes: Any) -> Job:
+    fields = {"model": object, "loss": print, "optimizer": print, "train_data": [1], "global_batch": 32}
+    return Job(**{**fields, **changes})
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    wrong = {
+        "model": None,
+        "loss": 3,
+        "optimizer": "sgd",
+        "schedule": 0.1,
+        "collate": [],
+        "metrics": {"accuracy": 3},
+        "global_batch": 0,
+        "grains": 2.5,
+        "seed": -1,
+        "clip_norm": math.nan,
+        "length": 10,
+        "train_data": None,
+        "on_nonfinite": "ignore",
+        "shuffle": "yes",
+    }
+    with pytest.raises(JobError) as caught:
+        job(**wrong)
+    error = caught.value
+    for name in wrong:
+        assert name in error.given, name
+    assert len(error.conflict.split("; ")) == len(error.remedy.split("; ")) == len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("global_batch", v) for v in (0, -4, 2.0, True, "8", None)],
+        *[("grains", v) for v in (0, -1, True, None)],
+        *[("seed", v) for v in (-1, 1.5, None, True)],
+        *[("clip_norm", v) for v in (0, -1.0, math.inf, math.nan, True, "1")],
+        *[("length", v) for v in (None, 3, Steps(0), Steps(2.5), Samples(-1), Epochs(0.0), Epochs(math.nan))],
+        *[("length", v) for v in (Epochs(math.inf), Steps(True), Epochs("3"))],
+        *[("metrics", v) for v in ([print], {"loss": print}, None)],
+        *[("shuffle", v) for v in (0, None)],
+    ],
+)
+def test_a_wrong_field_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(JobError) as caught:
+        job(**{name: value})
+    assert name in caught.value.given
+
+
+def test_right_fields_are_kept() -> None:
+    made = job(length=Epochs(0.5), clip_norm=1, seed=2**70, metrics={"accuracy": print}, grains=5)
+    assert made.grain_size == 7
+    assert made.describe() == {
+        "global_batch": 32,
+        "grains": 5,
+        "length": {"kind": "epochs", "count": 0.5},
+        "clip_norm": 1,
+        "seed": 2**70,
+        "shuffle": True,
+        "on_nonfinite": "stop",
+    }
+
+
+def test_a_module_instead_of_a_function_that_builds_it_is_refused() -> None:
+    with pytest.raises(JobError) as caught:
+        job(model=torch.nn.Sequential(torch.nn.Linear(1, 1)))
+    assert caught.value.given == "Job(model=Sequential(...))"
+    assert "give a function that builds it" in caught.value.remedy
+    assert job(model=torch.nn.Linear).model is torch.nn.Linear
+
+
+def test_progress_is_a_fraction_that_knows_its_step() -> None:
+    progress = Progress(3, 12, 96)
+    assert (progress, progress.step, progress.num_steps, progress.samples) == (0.25, 3, 12, 96)
+    assert Progress(20, 12, 640) == 1.0
+    assert Progress(0, 0, 0) == 0.0
+
+
+def test_warmup_rises_from_one_step_and_the_cosine_falls_to_the_floor() -> None:
+    schedule = warmup_cosine(warmup=0.2, floor=0.1)
+    values = [schedule(Progress(step, 20, 0)) for step in range(21)]
+    assert values[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert values[4] == pytest.approx(1.0)
+    assert values[12] == pytest.approx(0.1 + 0.9 * 0.5)  # half way down
+    assert values[8] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
+    assert values[20] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(values[4:], values[5:], strict=False))
+    assert warmup_cosine()(Progress(0, 10, 0)) == 1.0
+    assert warmup_cosine(0.5)(0.25) == 0.5  # a plain float knows no steps
+
+
+@given(st.floats(0, 0.99), st.floats(0, 1), st.integers(1, 500), st.data())
+def test_a_multiplier_stays_between_zero_and_one(warmup: float, floor: float, steps: int, data: st.DataObject) -> None:
+    step = data.draw(st.integers(0, steps))
+    assert 0.0 <= warmup_cosine(warmup, floor)(Progress(step, steps, 0)) <= 1.0
+
+
+@pytest.mark.parametrize(("warmup", "floor"), [(1.0, 0.0), (-0.1, 0.0), (0.0, 1.1), (0.0, -1.0), (math.nan, 0.0)])
+def test_a_schedule_that_makes_no_sense_is_refused(warmup: float, floor: float) -> None:
+    with pytest.raises(JobError, match="warmup_cosine"):
+        warmup_cosine(warmup, floor)
