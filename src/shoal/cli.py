@@ -105,7 +105,9 @@ def _launch(request: object, given: list[str]) -> int:
     arguments = [*given, "--out", str(request.out)]
     if request.wishes.devices is not None:
         arguments += ["--devices", str(request.wishes.devices)]
-    code, error = launch(LocalRun(arguments, request.world_size, request.threads_per_process, request.started_at))
+    code, error = launch(
+        LocalRun(arguments, request.world_size, request.threads_per_process, request.started_at, request.out / "logs")
+    )
     if error is not None:
         print(_rebuild(error).render(), file=sys.stderr)
         if error.get("traceback"):

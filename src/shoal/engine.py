@@ -33,6 +33,7 @@ from shoal.step import StepParts
 from shoal.strategies.assemble import assemble
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
+from shoal.transfer import Transfer
 from shoal.update import Parameters, Updater, build_optimizer
 
 # A stream's length is unknown: one pass that no run comes to the end of by counting.
@@ -86,6 +87,7 @@ class Engine:
             precision=self.precision,
             strategy=assemble(self.plan, self.mesh, self.parameters, self.job.grains, self.clock.mark),
             loader=self.loader,
+            transfer=Transfer(self.mesh.device, self.precision.inputs),
             computer=Computer(self.job, self.model, self.precision, computation),
             buffers=StepBuffers(self.model),
             clock=self.clock,

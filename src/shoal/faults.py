@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from shoal.errors import InternalError, ShoalError, UserCodeError
+from shoal.errors import InternalError, PeerError, ShoalError, UserCodeError
 
 _OWN = str(Path(__file__).resolve().parent)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
@@ -46,6 +47,12 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     """The error itself where it is one of shoal's, else an InternalError that carries it."""
     if isinstance(error, ShoalError):
         return error
+    if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+        return PeerError(
+            given="a collective of this run",
+            conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}",
+            remedy="look at what the other rank said; --resume goes on from the newest checkpoint",
+        )
     text = next(iter(str(error).strip().splitlines()), "")[:300]
     found = InternalError(
         given="this run",

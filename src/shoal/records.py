@@ -43,7 +43,7 @@ class StepRecord:
     samples: int
     num_samples: int
     loss: float | None
-    weight: float
+    weight: float | None
     grad_norm: float | None
     learning_rate: float
     loss_scale: float | None

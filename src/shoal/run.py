@@ -26,7 +26,7 @@ from shoal.checkpoint import weights_sha256
 from shoal.engine import Engine, build
 from shoal.environment import REPORT_FILE, Environment
 from shoal.errors import ExitCode, JobMismatchError, LaunchError, PeerError, ShoalError
-from shoal.faults import as_shoal_error, to_json
+from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
 from shoal.mesh import Mesh, open_mesh
 from shoal.plan.plan import Plan
@@ -78,8 +78,8 @@ def run(request: RunRequest, environment: Environment) -> ExitCode:
         try:
             request.check()
             code = _train(request, environment, stop, course)
-        except Exception as caught:
-            error = as_shoal_error(caught)
+        except (Exception, SystemExit) as caught:
+            error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
             code = error.exit_code
             _note_failure(request, environment, error, course)
     _tell(environment, code, error)

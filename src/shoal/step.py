@@ -20,6 +20,7 @@ from shoal.microbatch import Microbatch, StepData
 from shoal.precision import Precision
 from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_sums
 from shoal.telemetry import StepClock
+from shoal.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,20 @@ class StepParts:
     precision: Precision
     strategy: Strategy
     loader: Loader
+    transfer: Transfer
     computer: Computer
     buffers: StepBuffers
     clock: StepClock
     note: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A step that was read: its first microbatch is on its way to the device."""
+
+    data: StepData | None = None
+    first: Callable[[], Any] | None = None
+    error: ShoalError | None = None
 
 
 class StepRunner:
@@ -47,6 +58,8 @@ class StepRunner:
         self._probed = False
         self._step = 0
         self._factor = 1.0
+        self._ahead: tuple[int, _Fetched] | None = None
+        self._first: Callable[[], Any] | None = None
 
     def recall(self, computation: dict[str, Any]) -> None:
         """Takes up what a run that is resumed had found needful; how many grains fit in memory is found anew."""
@@ -59,15 +72,25 @@ class StepRunner:
         """This rank's part of the step with its first microbatch read, so that a bad sample is known before any sum."""
         self._step = step
         self._parts.clock.mark("data_wait")
+        ahead, self._ahead = self._ahead, None
+        fetched = ahead[1] if ahead is not None and ahead[0] == step else self._read(step)
+        self.error, self._first = fetched.error, fetched.first
+        return fetched.data
+
+    def forget(self) -> None:
+        """Drops what was read ahead: another step comes next than the one expected."""
+        self._ahead = None
+
+    def _read(self, step: int) -> _Fetched:
         try:
             data = self._parts.loader.step(step)
             if data is None or not data.num_microbatches:
-                return data
+                return _Fetched(data)
             first = next(data.microbatches)
-            return replace(data, microbatches=itertools.chain([first], data.microbatches))
+            ready = self._parts.transfer.start(first.batch)
+            return _Fetched(replace(data, microbatches=itertools.chain([first], data.microbatches)), ready)
         except Exception as error:
-            self.error = as_shoal_error(error)
-            return None
+            return _Fetched(error=as_shoal_error(error))
 
     def run(self, data: StepData | None, factor: float) -> StepSums:
         """The step's sums; its loss totals are multiplied by `factor` before the backward.
@@ -125,6 +148,7 @@ class StepRunner:
         """Agrees on a more careful computation and fetches the step again for it."""
         agreed = self._agreed(proposal)
         self._parts.buffers.restore()
+        self.forget()
         self._parts.loader.seek(self._step, agreed.effective_grains)
         self._proposal = None
         data = self.fetch(self._step)
@@ -149,6 +173,10 @@ class StepRunner:
             self._proposal, flags = redo.proposal, Flags(redo=1)
         except Exception as error:
             flags = self._failed(error)
+        else:
+            if parts.loader.looks_ahead:  # while the device computes and the sums are on their way
+                parts.clock.mark("data_wait")
+                self._ahead = self._step + 1, self._read(self._step + 1)
         return parts.strategy.finish(flags, NUM_SUMS + self._parts.buffers.num_values)
 
     def _failed(self, error: Exception) -> Flags:
@@ -170,7 +198,8 @@ class StepRunner:
     def _microbatch(self, microbatch: Microbatch, last: bool) -> None:
         parts = self._parts
         parts.clock.mark("host_to_device")
-        batch = parts.precision.inputs(microbatch.batch)
+        first, self._first = self._first, None
+        batch = first() if first is not None else parts.precision.inputs(microbatch.batch)
         parts.clock.mark("forward")
         with self._parts.computer.scope(microbatch):
             total, weight = self._parts.computer.loss(batch)

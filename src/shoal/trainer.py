@@ -189,6 +189,7 @@ class Trainer:
         assert restored is not None, "a run that rolls back keeps a checkpoint from its first step on"
         self.state = restored
         self.state.bad_steps, self.state.bad_streak = bad_steps, streak
+        self._runner.forget()
         parts.step.loader.seek(self.state.step, parts.step.computer.computation.effective_grains)
         parts.records.forget_after(self.state.step)
         self._around.note(f"rolled back to step {self.state.step}; step {max(bad_steps)} will be left out")
@@ -218,7 +219,7 @@ class Trainer:
             samples=state.samples,
             num_samples=sums.num_samples,
             loss=state.loss,
-            weight=sums.weight,
+            weight=sums.weight if math.isfinite(sums.weight) else None,
             grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
             learning_rate=update.learning_rate if math.isfinite(update.learning_rate) else 0.0,
             loss_scale=state.loss_scale.scale if state.loss_scale.scale != 1.0 else None,

@@ -34,6 +34,8 @@ class Place:
 class Loader(Protocol):
     """Where the trainer gets its steps from."""
 
+    looks_ahead: bool  # whether a step may be read before the one in hand is committed
+
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         """Makes `step` the next one, in microbatches of so many grains."""
 
@@ -73,6 +75,8 @@ class _Fetcher(Dataset[Any]):
 
 class MapLoader:
     """Steps of a map-style source: everything but the samples themselves is arithmetic."""
+
+    looks_ahead = True
 
     def __init__(self, source: MapSource, order: Order, place: Place, workers: int, pin_memory: bool) -> None:
         self._order, self._place = order, place

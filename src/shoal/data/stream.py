@@ -68,6 +68,8 @@ class _Reader:
 class StreamLoader:
     """Steps of a stream. Its ids are places in the stream: ordinal * G + g of shard g, or the ordinal itself."""
 
+    looks_ahead = False
+
     def __init__(self, stream: Iterable[Any], order: Order, place: Place, collate: Collate | None) -> None:
         self._order, self._place = order, place
         self._collate = collate or default_collate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ class LocalRun:
     num_processes: int
     num_threads: int
     started_at: float
+    logs: Path  # what ranks other than 0 print, where that is anything and the folder's parent exists
 
 
 @dataclass
@@ -76,6 +78,7 @@ def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
             _end(workers, signal.SIGKILL)
             for worker in workers:
                 worker.process.wait()
+                _keep_log(worker, run.logs)
 
 
 @contextlib.contextmanager
@@ -188,6 +191,15 @@ def _lost(worker: _Worker) -> dict[str, Any]:
         "host": socket.gethostname(),
         "traceback": None,
     }
+
+
+def _keep_log(worker: _Worker, folder: Path) -> None:
+    if worker.log is None or not folder.parent.is_dir():
+        return
+    with contextlib.suppress(OSError):
+        if worker.log.stat().st_size:
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(worker.log, folder / f"rank-{worker.rank}.txt")
 
 
 def _last_words(worker: _Worker) -> str:
