@@ -166,7 +166,7 @@ class Started:
                 content = (folder / "environ").read_bytes()
                 if self._mark.encode() in content:
                     pairs = [v.split("=", 1) for v in content.decode(errors="replace").split("\0") if "=" in v]
-                    found[int(folder.name)] = {name: value for name, value in pairs}
+                    found[int(folder.name)] = dict(pairs)
         return found
 
     def workers(self) -> dict[int, int]:
@@ -220,7 +220,7 @@ class Started:
         assert not left, f"processes left over: {sorted(left)}\n{self._text(0)}\n{self._text(1)}"
 
     def until(self, condition: Callable[[], T], what: str, timeout: float = TIME_LIMIT_SECONDS) -> T:
-        """The condition's first true value. Raises: AssertionError past the deadline, or where the command ends first."""
+        """The condition's first true value. Raises: AssertionError past the deadline or where the command ends."""
         deadline = time.monotonic() + timeout
         while True:
             ended = self.process.poll() is not None

@@ -108,7 +108,7 @@ class Computer:
         try:
             with self._precision.autocast():
                 pair = self._job.loss(self._model, batch)
-        except (ShoalError, NotFusibleError, MemoryError):
+        except (ShoalError, NotFusibleError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise user_error("the model or loss", error) from error

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from tests.launching import JOBS, Ended, Run, newest_checkpoint, run, spoil
 
 pytestmark = pytest.mark.faults

@@ -5,34 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tests.launching import JOBS, Ended, Run, run
 from tests.ranks.test_fast import FAST_TOLERANCE, furthest
 
 pytestmark = pytest.mark.faults
 
-JOB = JOBS / "faulty.py"
-MODELS = ("false", "true")
+JOB = str(JOBS / "faulty.py")
+MODELS = ("job", "dropout", "contrastive")
 
 
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     folder = tmp_path_factory.mktemp("roomy")
-    return {m: run(Run(JOB, folder / m, 1, settings={"dropout": m})).expect(0) for m in MODELS}
+    return {m: run(Run(f"{JOB}:{m}", folder / m, 1)).expect(0) for m in MODELS}
 
 
-@pytest.mark.parametrize("memory", ["host", "device"])
-@pytest.mark.parametrize("dropout", MODELS, ids=["batch norm", "dropout"])
-@pytest.mark.parametrize(("devices", "rows"), [(2, 4), (1, 2)])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("devices", "rows", "memory"), [(2, 4, "host"), (1, 2, "device")])
 def test_goes_on_with_smaller_microbatches(
-    devices: int, rows: int, dropout: str, memory: str, roomy: dict[str, Ended], tmp_path: Path
+    devices: int, rows: int, model: str, memory: str, roomy: dict[str, Ended], tmp_path: Path
 ) -> None:
-    """A rank's 8 or 16 rows do not fit, 4 or one grain's 2 do. The first batch already fails: no probe has succeeded."""
+    """A rank's 8 or 16 rows do not fit, 4 or one grain's 2 do. The first batch fails already: no probe succeeds."""
     variables = {"TEST_MAX_ROWS": str(rows), "TEST_MEMORY_OF": memory}
-    wanted = Run(JOB, tmp_path / "run", devices, settings={"dropout": dropout}, environment=variables)
+    wanted = Run(f"{JOB}:{model}", tmp_path / "run", devices, environment=variables)
     ended = run(wanted).expect(0)
-    assert furthest(roomy[dropout], ended) <= FAST_TOLERANCE
-    assert ended.result["sample_digest"] == roomy[dropout].result["sample_digest"]
+    assert furthest(roomy[model], ended) <= FAST_TOLERANCE
+    assert ended.result["sample_digest"] == roomy[model].result["sample_digest"]
 
 
 @pytest.mark.parametrize("memory", ["host", "device"])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-
 from tests.launching import JOBS, Ended, Run, run, run_all
 
 pytestmark = pytest.mark.faults

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tests.launching import JOBS, Run, run
 
 pytestmark = pytest.mark.faults
@@ -20,7 +19,12 @@ SAMPLES = {"first": 10, "later": 3 * 16 + 10}
 def test_one_rank_raises(place: str, when: str, tmp_path: Path) -> None:
     variables = {"TEST_RAISE": f"{place}:{SAMPLES[when]}"}
     ended = run(Run(JOB, tmp_path / "run", 2, environment=variables)).expect(2)
-    assert ended.stderr.count("you gave") == ended.stderr.count("conflicts with") == ended.stderr.count("write instead") == 1
+    assert (
+        ended.stderr.count("you gave")
+        == ended.stderr.count("conflicts with")
+        == ended.stderr.count("write instead")
+        == 1
+    )
     assert "rank 1" in ended.stderr
     assert "rank 0" not in ended.stderr, "rank 0 is well"
     assert "PeerError" not in ended.stderr

@@ -1,6 +1,7 @@
 """A small model with BatchNorm and the faults that the environment asks for; without it nothing goes wrong.
 
-Samples come in order: 16 a step, 2 a grain. So sample i is in step i // 16 (from 0), and on 2 ranks on rank i % 16 // 8.
+Samples come in order: 16 a step, 2 a grain. So sample i is in step i // 16 (from 0), and of 2 ranks on rank
+i % 16 // 8.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import tiny
 import torch
+import witness
 from torch import Tensor, nn
 
 import shoal
-import tiny
-import witness
 
 NAN_SAMPLES = [int(i) for i in os.environ.get("TEST_NAN", "").split(",") if i]
 RAISE = os.environ.get("TEST_RAISE", "")  # PLACE:SAMPLE, the place one of data, forward, backward
@@ -55,13 +56,18 @@ class RaisesInBackward(torch.autograd.Function):
         raise ValueError("no derivative here")
 
 
+def limit_rows(count: int) -> None:
+    """Raises: what torch or Python raises for want of memory, where a batch has more rows than $TEST_MAX_ROWS."""
+    if MAX_ROWS and count > MAX_ROWS:
+        kind = MemoryError if os.environ.get("TEST_MEMORY_OF") == "host" else torch.OutOfMemoryError
+        raise kind(f"simulated: {count} rows, at most {MAX_ROWS} fit")
+
+
 def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     inputs, labels, ids = batch
     if should_raise("forward", ids):
         raise ValueError("a sample that the model cannot take")
-    if MAX_ROWS and len(ids) > MAX_ROWS:
-        kind = MemoryError if os.environ.get("TEST_MEMORY_OF") == "host" else torch.OutOfMemoryError
-        raise kind(f"simulated: {len(ids)} rows, at most {MAX_ROWS} fit")
+    limit_rows(len(ids))
     logits = model(inputs)
     if should_raise("backward", ids):
         logits = RaisesInBackward.apply(logits)
@@ -69,23 +75,40 @@ def loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return shoal.cross_entropy(logits, labels)
 
 
+def contrast(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    limit_rows(len(batch[2]))
+    return tiny.contrast(model, batch)
+
+
 def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    """Statistics over 16 values a sample, for the same reason as in tiny.py."""
+    norm = (nn.Unflatten(1, (2, 16)), nn.BatchNorm1d(2), nn.Flatten())
+    return nn.Sequential(nn.Linear(6, 32), *norm, nn.Tanh(), nn.Linear(32, 3))
 
 
 def dropped() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3))
 
 
-def job(steps: int = 8, dropout: bool = False) -> shoal.Job:
-    """BatchNorm, or dropout in its place."""
-    return tiny.mlp(
-        steps=steps,
-        model=dropped if dropout else normed,
-        loss=loss,
-        train_data=Data,
-        metrics={},
-        eval_data=None,
-        shuffle=False,
-        on_nonfinite=POLICY,
-    )
+def job(steps: int = 8, **changes: Any) -> shoal.Job:
+    """BatchNorm."""
+    fields: dict[str, Any] = {
+        "model": normed,
+        "loss": loss,
+        "train_data": Data,
+        "metrics": {},
+        "eval_data": None,
+        "shuffle": False,
+        "on_nonfinite": POLICY,
+    }
+    return tiny.mlp(steps=steps, lr=0.02, **{**fields, **changes})
+
+
+def dropout() -> shoal.Job:
+    """Dropout in place of BatchNorm."""
+    return job(model=dropped)
+
+
+def contrastive() -> shoal.Job:
+    """A loss over pairs, within a grain."""
+    return job(model=tiny.mlp_model, loss=contrast)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 
-import shoal
 import tiny
 import torch
 from torch.utils.data import TensorDataset
+
+import shoal
 
 
 def main() -> None:
     torch.manual_seed(0)
     with shoal.Session(exact=True, global_batch=16) as session:
         model = tiny.conv_model()
-        model, optimizer = session.prepare(model, tiny.sgd(model.parameters()))
+        model, _ = session.prepare(model, tiny.sgd(model.parameters(), lr=0.02))
         losses = []
         for step in session.steps(TensorDataset(*tiny.images(100)), epochs=2):
             for inputs, labels, _ in step:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import shoal
 import tiny
 from torch import Tensor
+
+import shoal
 
 NUM_SAMPLES = 100
 

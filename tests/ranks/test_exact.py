@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all, start_command
 
 pytestmark = pytest.mark.ranks

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from tests.launching import JOBS, Ended, Run, newest_checkpoint, run, run_all
 
 pytestmark = pytest.mark.ranks
@@ -14,15 +13,14 @@ pytestmark = pytest.mark.ranks
 # Unit in the last place of float32, of bfloat16 and of float16: the spacing of numbers around 1.
 FLOAT32_UNIT, BFLOAT16_UNIT, FLOAT16_UNIT = 2.0**-23, 2.0**-7, 2.0**-10
 STEPS = 16
-# One step's loss and gradient are sums over some thousand rounded operations in sequence, which differ between two orders
-# of summation by the square root of their number: 64 units at most. The parameters carry each step's difference on, and a
-# training that converges does not amplify it: so STEPS times that, of the loss at the start. Measured: below 2e-7.
+# One step's loss and gradient are sums over some thousand rounded operations in sequence, which differ between two
+# orders of summation by the square root of their number: 64 units at most. The parameters carry each step's difference
+# on, and a training that converges does not amplify it: so STEPS times that, of the loss at the start.
 FAST_TOLERANCE = STEPS * 64 * FLOAT32_UNIT
-# A global norm is a square root of sums that cancel less well: it gets the same allowance, of its own size.
 
-# Autocast rounds each activation and each gradient of a weight to the narrow type, and a difference between layouts enters
-# where gradients of differently fused batches are rounded: half a unit each step, relative to a gradient that makes up
-# at most the learning rate (0.1) of the loss. STEPS of them: 16 * 0.1 * unit.
+# Autocast rounds each activation and each gradient of a weight to the narrow type, and a difference between layouts
+# enters where gradients of differently fused batches are rounded: half a unit each step and layout, of a gradient that
+# moves the loss by at most the learning rate (0.1). STEPS of them: 16 * 0.1 * unit.
 NARROW_TOLERANCE = {"bf16": STEPS * 0.1 * BFLOAT16_UNIT, "fp16": STEPS * 0.1 * FLOAT16_UNIT}
 # Pure bfloat16 also keeps the parameters so: each update is rounded to half a unit of the parameter, at random, so that
 # STEPS of them walk sqrt(STEPS) * unit / 2 away; one such path per layout makes twice that.
@@ -96,9 +94,10 @@ def test_float16_skips_steps_until_its_scale_fits(devices: int, tmp_path: Path) 
     skipped = [record["skipped"] == "overflow" for record in records]
     num_skipped = sum(skipped)
     assert 0 < num_skipped < len(records)
-    assert skipped == sorted(skipped, reverse=True), "all of them at the start"
+    assert skipped[0]
+    assert not skipped[-1]
     scales = [record["loss_scale"] for record in records]
-    assert scales[num_skipped - 1 :] == [2.0 ** (16 - num_skipped)] * (len(records) - num_skipped + 1)
+    assert scales == [2.0 ** (16 - sum(skipped[: i + 1])) for i in range(len(records))]
     assert ended.result["skipped_steps"] == num_skipped
     assert records[-1]["loss"] < records[0]["loss"]
     assert saved_scale(ended.out) == scales[-1]

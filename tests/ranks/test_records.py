@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import pytest
-
 from tests.launching import JOBS, Ended, Gate, Run, Started, run, start
 
 pytestmark = pytest.mark.ranks
@@ -21,9 +20,19 @@ SPANS = (
     "checkpoint",
     "other",
 )
-RESULT_KEYS = (
-    "status steps samples world_size train_loss metrics eval_samples weights_sha256 sample_digest step_seconds wall_seconds"
-).split()
+RESULT_KEYS = [
+    "status",
+    "steps",
+    "samples",
+    "world_size",
+    "train_loss",
+    "metrics",
+    "eval_samples",
+    "weights_sha256",
+    "sample_digest",
+    "step_seconds",
+    "wall_seconds",
+]
 # The clock is read a few times a step and the spans are its differences: they sum to the step but for the time between
 # two readings and float64's rounding. A microsecond is a thousand times either.
 SPAN_TOLERANCE_SECONDS = 1e-3

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tests.launching import JOBS, Ended, Run, run, run_all
 from tests.ranks.test_fast import FAST_TOLERANCE, furthest
 

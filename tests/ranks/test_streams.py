@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from tests.launching import JOBS, Run, run, run_all
 
 pytestmark = pytest.mark.ranks

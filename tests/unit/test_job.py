@@ -1,5 +1,6 @@
 """A Job is checked as a whole when it is made."""
 
+import itertools
 import math
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_warmup_rises_from_one_step_and_the_cosine_falls_to_the_floor() -> None:
     assert values[12] == pytest.approx(0.1 + 0.9 * 0.5)  # half way down
     assert values[8] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)))
     assert values[20] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(values[4:], values[5:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(values[4:]))
     assert warmup_cosine()(Progress(0, 10, 0)) == 1.0
     assert warmup_cosine(0.5)(0.25) == 0.5  # a plain float knows no steps
 

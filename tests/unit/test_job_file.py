@@ -99,7 +99,7 @@ def test_every_wrong_setting_is_told_at_once() -> None:
 
 
 def test_an_untyped_parameter_takes_the_type_of_its_default() -> None:
-    def untyped(lr=0.1, layers=2, fast=True, name="a", other=None): ...  # noqa: ANN
+    def untyped(lr=0.1, layers=2, fast=True, name="a", other=None): ...
 
     found = parsed(untyped, lr="2", layers="3", fast="off", name="7", other="7")
     assert found == {"lr": 2.0, "layers": 3, "fast": False, "name": "7", "other": "7"}
@@ -146,7 +146,7 @@ def test_a_target_is_a_file_and_a_function(write: Write) -> None:
 
 def test_a_missing_file_is_refused_with_the_nearest(write: Write) -> None:
     path = write("")
-    with pytest.raises(JobFileError, match="did you mean 'file0_job.py'"):
+    with pytest.raises(JobFileError, match=r"did you mean 'file0_job\.py'"):
         parse_target(str(path.with_name("file0_jub.py")), [])
     with pytest.raises(JobFileError, match="no such directory"):
         parse_target(str(path.parent), [])

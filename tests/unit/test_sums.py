@@ -22,7 +22,7 @@ def test_cross_entropy_sums_over_valid_targets() -> None:
 
 def test_cross_entropy_of_tokens_and_of_narrow_logits() -> None:
     logits, targets = torch.randn(2, 5, 3), torch.randint(5, (2, 3))
-    total, weight = cross_entropy(logits, targets)
+    _total, weight = cross_entropy(logits, targets)
     assert int(weight) == 6
     narrow, _ = cross_entropy(logits.bfloat16(), targets)
     assert narrow.dtype == torch.float32

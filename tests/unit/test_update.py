@@ -27,7 +27,9 @@ def with_gradients(factor: float = 1.0) -> tuple[nn.Module, Parameters]:
 
 
 def updater(parameters: Parameters, clip: float | None = None, **options: Any) -> Updater:
-    return Updater(torch.optim.SGD(parameters, lr=options.pop("lr", 0.1)), parameters, options.pop("schedule", None), clip)
+    return Updater(
+        torch.optim.SGD(parameters, lr=options.pop("lr", 0.1)), parameters, options.pop("schedule", None), clip
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ updating
@@ -69,7 +71,7 @@ def test_a_step_without_weight_changes_nothing(weight: float, skipped: str | Non
 
 
 def test_parameters_without_a_gradient_stay() -> None:
-    made, parameters = with_gradients()
+    _made, parameters = with_gradients()
     parameters[0].grad = None
     before = parameters[0].detach().clone()
     assert updater(parameters, clip=0.1).step(1.0, 1.0, START).skipped is None
@@ -79,7 +81,7 @@ def test_parameters_without_a_gradient_stay() -> None:
     assert updater(parameters).step(1.0, 1.0, START).grad_norm == 0.0
 
 
-@pytest.mark.xfail(reason="BUG update.py global_norm: linalg_vector_norm does not know sparse gradients; a run of one process fails")
+@pytest.mark.xfail(reason="BUG update.py global_norm: a sparse gradient fails on one process")
 def test_sparse_gradients_are_stepped() -> None:
     made = nn.Embedding(4, 2, sparse=True)
     made(torch.tensor([1])).sum().backward()
@@ -98,7 +100,7 @@ def test_narrow_gradients_have_a_wide_norm() -> None:
 
 @pytest.mark.parametrize("tensor", [False, True])
 def test_the_schedule_multiplies_every_groups_own_rate(tensor: bool) -> None:
-    made, parameters = with_gradients()
+    _made, parameters = with_gradients()
     rates = [0.5, 0.1]
     groups = [{"params": parameters[:2], "lr": rates[0]}, {"params": parameters[2:], "lr": rates[1]}]
     if tensor:
@@ -121,7 +123,9 @@ def test_a_schedule_gives_a_multiplier(value: float) -> None:
         updater(parameters, schedule=lambda progress: value).step(1.0, 1.0, START)
 
 
-@pytest.mark.parametrize("schedule", [lambda progress: 1 / 0, lambda: 1.0, lambda progress: "fast", lambda progress: None])
+@pytest.mark.parametrize(
+    "schedule", [lambda progress: 1 / 0, lambda: 1.0, lambda progress: "fast", lambda progress: None]
+)
 def test_a_schedule_that_raises_is_told(schedule: Callable[..., Any]) -> None:
     _, parameters = with_gradients()
     with pytest.raises(UserCodeError, match="the schedule of this job; it raised"):
@@ -167,7 +171,7 @@ def test_what_cannot_be_stepped_once_a_step_is_refused(make: Callable[[Any], Any
 
 
 def test_an_optimizer_function_that_raises_is_told() -> None:
-    with pytest.raises(UserCodeError, match="the optimizer function of this job; it raised ValueError: Invalid learning"):
+    with pytest.raises(UserCodeError, match=r"the optimizer function .* raised ValueError: Invalid learning"):
         build_optimizer(lambda p: torch.optim.SGD(p, lr=-1.0), Parameters(model()))
 
 
@@ -199,7 +203,7 @@ def test_an_optimizer_that_raises_in_a_step_is_told() -> None:
         Updater(Raises(parameters, lr=0.1), parameters, None, None).step(1.0, 1.0, START)
 
 
-@pytest.mark.xfail(reason="BUG update.py Updater: an optimizer whose groups have no lr is a bare KeyError, an InternalError")
+@pytest.mark.xfail(reason="BUG update.py Updater: groups without lr raise a bare KeyError")
 def test_an_optimizer_without_a_learning_rate() -> None:
     class Own(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
@@ -65,8 +64,7 @@ class Manifest:
 
 def check_name(name: str) -> None:
     """Raises: ManifestError for a name that could lead out of the checkpoint's directory."""
-    path = PurePosixPath(name)
-    if len(path.parts) != 1 or name in ("", ".", "..", MANIFEST_NAME) or "\\" in name or "\0" in name:
+    if "/" in name or name in ("", ".", "..", MANIFEST_NAME) or "\\" in name or "\0" in name:
         raise ManifestError(f"the manifest names {name!r}, which is no plain file name")
 
 

@@ -85,7 +85,8 @@ def test_one_rank_alone_has_the_total() -> None:
         tree.add(grain, all_values[grain].clone())
     assert tree.held == order
     total = tree.total([sorted(order)], rank=0)
-    assert torch.equal(total, ((all_values[0] + all_values[1]) + (all_values[2] + all_values[3])) + (all_values[4] + all_values[5]))  # fmt: skip
+    a, b, c, d, e, f = all_values
+    assert torch.equal(total, ((a + b) + (c + d)) + (e + f))
     other = sum(all_values, torch.zeros(7))
     assert not torch.equal(total, other), "values for which the order of additions does not show test nothing"
 

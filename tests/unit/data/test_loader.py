@@ -81,6 +81,7 @@ def test_samples_and_augmentation_do_not_depend_on_ranks_and_microbatches() -> N
             found += [m.batch for m in microbatches(one, 2)]
         return torch.cat(found)
 
+    assert len(rows(1, 5)[:, 1:].unique()) == 3 * 16, "each grain has noise of its own"
     assert all(torch.equal(rows(ranks, per), rows(1, 5)) for ranks in (1, 2, 3) for per in (1, 2, 4))
 
 
@@ -112,7 +113,7 @@ def test_worker_processes_change_nothing(workers: int) -> None:
         there.close()
 
 
-@pytest.mark.xfail(reason="BUG loader.py _fetch: a DataError of a worker is told as 'a worker process died or was stuck'")
+@pytest.mark.xfail(reason="BUG loader.py _fetch: a worker's DataError is told as 'a worker process died'")
 def test_a_sample_that_raised_in_a_worker_is_named() -> None:
     one = loader(Noisy(16, broken=5), order(16, 16, 4), workers=1)
     try:

@@ -30,7 +30,7 @@ def literal(section: str, key: str) -> st.SearchStrategy[Any]:
 PLANS = st.fixed_dictionaries(
     {
         "schema": st.just(1),
-        "layout": st.fixed_dictionaries({k: DEGREES for k in ("data", "shard", "tensor", "pipeline", "context")}),
+        "layout": st.fixed_dictionaries(dict.fromkeys(("data", "shard", "tensor", "pipeline", "context"), DEGREES)),
         "batch": st.fixed_dictionaries({"grains_per_microbatch": st.integers(0, 10**6)}),
         "shard": st.fixed_dictionaries({"level": literal("shard", "level"), "offload": st.booleans()}),
         "pipeline": st.fixed_dictionaries(

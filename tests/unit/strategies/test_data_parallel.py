@@ -1,0 +1,116 @@
+"""One process: both ways of summing give the gradient of the whole batch and the same account of its samples."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shoal.data.loader import MapLoader, Place
+from shoal.data.order import Order
+from shoal.data.source import MapSource, open_source
+from shoal.errors import PlanError
+from shoal.job import Steps
+from shoal.ledger import DIGEST_WORDS, grain_digest
+from shoal.mesh import Mesh
+from shoal.plan import Layout, Plan
+from shoal.strategies.assemble import assemble
+from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_sums
+from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
+from shoal.sums import mse
+
+X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+Y = X.sum(1, keepdim=True)
+MESH = Mesh(Layout(), 0, torch.device("cpu"), "here")
+ORDER = Order(20, 16, 4, seed=0, shuffle=True, length=Steps(9))
+
+
+def strategy(model: nn.Module, exact: bool) -> Strategy:
+    plan = Plan().with_sections(execution={"exact": exact})
+    found = assemble(plan, MESH, list(model.parameters()), 4, lambda span: None)
+    assert type(found) is (ExactDataParallel if exact else DataParallel)
+    return found
+
+
+def computed(model: nn.Module, how: Strategy, step: int, per: int, flags: Flags = Flags()) -> StepSums:  # noqa: B008
+    source = open_source("d", (X, Y), None)
+    assert isinstance(source, MapSource)
+    loader = MapLoader(source, ORDER, Place(0, 1), 0, pin_memory=False)
+    loader.seek(step, per)
+    microbatches: list[Any] = list(loader.step(step).microbatches)
+    how.begin()
+    for number, microbatch in enumerate(microbatches):
+        total, weight = mse(model(microbatch.batch[0]), microbatch.batch[1])
+        sums = microbatch_sums(microbatch, total, weight, torch.ones(2, dtype=torch.float64) * microbatch.num_samples)
+        how.backward(microbatch, total, sums, number == len(microbatches) - 1)
+    return how.finish(flags, NUM_SUMS + 2)
+
+
+@pytest.mark.parametrize(("exact", "per"), [(True, 1), (False, 1), (False, 3), (False, 4)])
+@pytest.mark.parametrize("step", [0, 1])
+def test_sums_and_gradients_are_those_of_the_whole_batch(exact: bool, per: int, step: int) -> None:
+    model = nn.Linear(3, 1)
+    how = strategy(model, exact)
+    sums = computed(model, how, step, per)
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    grains = ORDER.grains(step)
+    ids = ORDER.ids(step, grains)
+    rows = torch.from_numpy(np.concatenate(ids))
+    model.zero_grad()
+    total, weight = mse(model(X[rows]), Y[rows])
+    total.backward()
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+    assert sums.num_samples == sums.weight == int(weight) == (16, 4)[step]
+    assert sums.loss == pytest.approx(float(total.detach() / weight), rel=1e-6)
+    digests = [grain_digest(step, g.index, i) for g, i in zip(grains, ids, strict=True)]
+    assert np.array_equal(sums.digest, sum(digests, np.zeros(DIGEST_WORDS)))
+    assert sums.buffers.tolist() == [sums.num_samples] * 2
+    how.close()
+
+
+def test_exact_sums_do_not_depend_on_the_order_of_the_grains() -> None:
+    model = nn.Linear(3, 1)
+    how = strategy(model, exact=True)
+    computed(model, how, 0, 1)
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    source = open_source("d", (X, Y), None)
+    assert isinstance(source, MapSource)
+    loader = MapLoader(source, ORDER, Place(0, 1), 0, pin_memory=False)
+    (whole,) = loader.step(0).microbatches
+    how.begin()
+    for part in reversed(whole.split()):
+        total, weight = mse(model(part.batch[0]), part.batch[1])
+        how.backward(part, total, microbatch_sums(part, total, weight, torch.zeros(0, dtype=torch.float64)), False)
+    how.finish(Flags(), NUM_SUMS)
+    second = [p.grad for p in model.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if b is not None)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_step_without_microbatches_has_no_weight_and_no_gradient(exact: bool) -> None:
+    model = nn.Linear(3, 1)
+    how = strategy(model, exact)
+    computed(model, how, 0, 1)
+    how.begin()
+    sums = how.finish(Flags(), NUM_SUMS + 2)
+    assert (sums.weight, sums.num_samples, len(sums.buffers)) == (0.0, 0, 2)
+    assert np.isnan(sums.loss)
+    grads = [p.grad for p in model.parameters()]
+    assert all(g is None or not exact for g in grads)
+    assert all(g is None or not g.any() for g in grads)
+    how.close()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_flags_travel_with_the_sums(exact: bool) -> None:
+    model = nn.Linear(3, 1)
+    assert computed(model, strategy(model, exact), 0, 1, Flags(errors=1)).flags == Flags(errors=1)
+    assert computed(model, strategy(model, exact), 0, 1, Flags(redo=1)).flags == Flags(redo=1)
+
+
+def test_what_is_not_executed_is_refused() -> None:
+    plan = Plan().with_sections(collectives={"all_reduce": "ring"})
+    with pytest.raises(PlanError, match=r"collectives\.all_reduce"):
+        assemble(plan, MESH, list(nn.Linear(1, 1).parameters()), 4, lambda span: None)

@@ -1,0 +1,144 @@
+"""A call of `shoal run` becomes one request; what contradicts itself is refused before torch is loaded."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shoal.run_request
+from shoal.cli import _parser
+from shoal.errors import CommandError, PlanError, RunDirectoryError, SettingError
+from shoal.plan import Plan
+from shoal.plan.toml import write
+from shoal.run_directory import RunDirectory
+from shoal.run_request import RunRequest, cores_here, devices_here
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("net_job.py").write_text("")
+    return "net_job.py"
+
+
+def request(*arguments: str) -> RunRequest:
+    return RunRequest.from_options(_parser().parse_args(["run", *arguments]), started_at=5.0)
+
+
+def began(out: Path, job: dict[str, Any] | None = None, plan: Plan | None = None) -> None:
+    out.mkdir(parents=True)
+    RunDirectory(out).job.write_text(json.dumps(job or {}))
+    if plan is not None:
+        RunDirectory(out).plan.write_text(write(plan))
+
+
+def test_defaults(job: str) -> None:
+    found = request(job)
+    assert (found.plan, found.out, found.resume) == (Plan(), Path("runs/net_job"), False)
+    assert (found.steps, found.checkpoint_every, found.telemetry, found.started_at) == (None, None, True, 5.0)
+    assert found.job.settings == ()
+
+
+def test_every_option(job: str) -> None:
+    options = "--devices 2 --exact --precision bf16 --set lr=0.1 --set name=x --steps 7 --out o --checkpoint-every 3"
+    found = request(f"{job}:other", *options.split(), *["--max-microbatch", "64", "--workers", "2", "--no-telemetry"])
+    assert found.job.function == "other"
+    assert found.job.settings == (("lr", "0.1"), ("name", "x"))
+    assert found.plan.layout.data == found.world_size == 2
+    assert found.plan.execution.exact
+    assert found.plan.precision.compute == "bfloat16"
+    assert found.plan.data.workers == 2
+    assert (found.steps, found.out, found.checkpoint_every) == (7, Path("o"), 3)
+    assert found.wishes.max_microbatch == 64
+    assert not found.telemetry
+    assert found.threads_per_process == 1
+
+
+@pytest.mark.parametrize("option", ["--devices", "--steps", "--checkpoint-every", "--max-microbatch"])
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", ""])
+def test_counts_start_at_one(job: str, option: str, value: str) -> None:
+    with pytest.raises(CommandError, match=f"{option} takes a whole number of at least 1"):
+        request(job, f"{option}={value}")
+
+
+def test_a_plan_file_says_the_devices(job: str) -> None:
+    Path("plan.toml").write_text(write(Plan().with_sections(layout={"data": 4})))
+    assert request(job, "--plan", "plan.toml").with_devices(lambda: 9).world_size == 4
+    with pytest.raises(PlanError, match="--devices 3 with a plan"):
+        request(job, "--plan", "plan.toml", "--devices", "3")
+    with pytest.raises(PlanError, match="cannot be read"):
+        request(job, "--plan", "nowhere.toml")
+
+
+def test_what_is_not_executed_is_refused_at_once(job: str) -> None:
+    Path("plan.toml").write_text(write(Plan().with_sections(layout={"tensor": 2})))
+    with pytest.raises(PlanError, match=r"layout\.tensor = 2"):
+        request(job, "--plan", "plan.toml")
+
+
+def test_devices_are_counted_where_nobody_says(job: str) -> None:
+    assert request(job).with_devices(lambda: 3).world_size == 3
+    assert request(job, "--devices", "2").with_devices(lambda: 3).world_size == 2
+
+
+def test_a_run_directory_is_checked(job: str) -> None:
+    began(Path("runs/net_job"))
+    request(job).check()  # takes runs/net_job-2
+    with pytest.raises(RunDirectoryError, match="nothing is overwritten"):
+        request(job, "--out", "runs/net_job").check()
+    request(job, "--resume").check()
+    with pytest.raises(RunDirectoryError, match=r"no job\.json"):
+        request(job, "--resume", "--out", "elsewhere").check()
+
+
+def test_a_resume_takes_plan_settings_and_steps_of_the_run(job: str) -> None:
+    plan = Plan().with_sections(layout={"data": 2}, execution={"exact": True})
+    began(Path("runs/net_job"), {"given": {"lr": "0.5", "name": "a"}, "stop_after": 40}, plan)
+    found = request(job, "--resume")
+    assert found.plan == plan
+    assert dict(found.job.settings) == {"lr": "0.5", "name": "a"}
+    assert found.steps == 40
+    assert found.with_devices(lambda: 8).world_size == 2
+
+
+def test_a_resume_may_change_devices_steps_and_settings(job: str) -> None:
+    plan = Plan().with_sections(layout={"data": 2}, execution={"exact": True})
+    began(Path("runs/net_job"), {"given": {"lr": "0.5", "name": "a"}, "stop_after": 40}, plan)
+    found = request(job, "--resume", "--devices", "4", "--steps", "80", "--set", "lr=1")
+    assert found.world_size == 4
+    assert found.plan.execution.exact
+    assert dict(found.job.settings) == {"lr": "1", "name": "a"}
+    assert found.steps == 80
+    Path("plan.toml").write_text(write(Plan()))
+    assert request(job, "--resume", "--plan", "plan.toml").plan == Plan()
+
+
+def test_a_setting_without_a_value_is_refused(job: str) -> None:
+    with pytest.raises(SettingError):
+        request(job, "--set", "lr")
+
+
+def test_threads_share_the_cores(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.run_request, "cores_here", lambda: 8)
+    assert request(job, "--devices", "3").threads_per_process == 2
+    assert request(job, "--devices", "16").threads_per_process == 1
+    assert request(job, "--devices", "2", "--exact").threads_per_process == 1
+    assert cores_here() >= 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "found"),
+    [(0, None, 1), (4, None, 4), (4, "0,2", 2), (4, "", 1), (4, "-1", 1), (2, "0,1,2,3", 2), (0, "0,1", 1)],
+)
+def test_devices_are_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, visible: str | None, found: int
+) -> None:
+    folder = SimpleNamespace(iterdir=lambda: iter(range(gpus)), is_dir=lambda: gpus > 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(shoal.run_request, "Path", lambda text: folder)
+        patched.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            patched.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert devices_here() == found

@@ -1,0 +1,61 @@
+"""torch's compiler is not loaded by an optimizer, and still there for those who compile."""
+
+import subprocess
+import sys
+import textwrap
+
+import torch
+
+from shoal.startup import compiler_deferred, is_torch_optimizer
+
+# A fresh process, since this one may have loaded the compiler already.
+PRELUDE = """
+    import sys, torch
+    from shoal.startup import compiler_deferred
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+"""
+
+
+def python(code: str) -> str:
+    text = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
+    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+def test_an_optimizer_steps_without_the_compiler_which_still_imports_afterwards() -> None:
+    code = """
+        with compiler_deferred():
+            optimizer = torch.optim.SGD([weight], lr=0.5)
+        with compiler_deferred():
+            optimizer.step()
+            optimizer.zero_grad()
+        print(weight.tolist(), "torch._dynamo" in sys.modules, "_dynamo" in vars(torch))
+        with compiler_deferred():  # a real use inside loads the real one
+            import torch._dynamo
+            known = torch._dynamo.config is not None
+            real = sys.modules["torch._dynamo"]
+        print(known, hasattr(real, "optimize"), sys.modules["torch._dynamo"] is real)
+        print(callable(torch.compile(lambda x: x, backend="eager")))
+    """
+    assert python(code).splitlines() == ["[0.5, 0.5, 0.5] False False", "True True True", "True"]
+
+
+def test_a_loaded_compiler_stays() -> None:
+    before = sys.modules.get("torch._dynamo")
+    sys.modules["torch._dynamo"] = stand_in = before or sys
+    try:
+        with compiler_deferred():
+            assert sys.modules["torch._dynamo"] is stand_in
+        assert sys.modules["torch._dynamo"] is stand_in
+    finally:
+        if before is None:
+            del sys.modules["torch._dynamo"]
+
+
+def test_only_torchs_own_optimizers_are_known_to_compile_nothing() -> None:
+    class Own(torch.optim.SGD): ...
+
+    assert is_torch_optimizer(torch.optim.AdamW)
+    assert not is_torch_optimizer(Own)
