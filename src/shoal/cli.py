@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     started_at = time.time()
     try:
-        options = _parser().parse_args(given)
+        options = _parse(given)
         return int(_run(options, given, started_at))
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
@@ -31,15 +31,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        raise _RefusalError(self.prog, message)
+
+
+class _RefusalError(Exception):
+    """What argparse objects to, before it is told with what was given."""
+
+
+def _parse(given: list[str]) -> argparse.Namespace:
+    parser = _parser()
+    try:
+        options, unknown = parser.parse_known_args(given)
+        if unknown:
+            raise _RefusalError(f"{parser.prog} {options.command}", f"unknown: {' '.join(unknown)}")
+        return options
+    except _RefusalError as refusal:
         from shoal.errors import nearest
 
-        known = [option for action in self._actions for option in action.option_strings]
-        hint = "".join(nearest(word, known) for word in message.split() if word.startswith("--"))
+        prog, message = refusal.args
+        words = [word.split("=")[0] for word in given if word.startswith("--")]
+        hints = {nearest(word, _RUN_OPTIONS) for word in words if word not in _RUN_OPTIONS}
         raise CommandError(
-            given=f"{self.prog} {' '.join(sys.argv[1:])}".strip(),
-            conflict=message,
-            remedy=f"see {self.prog} --help{hint}",
-        )
+            given=f"shoal {' '.join(given)}", conflict=message, remedy=f"see {prog} --help{''.join(sorted(hints))}"
+        ) from None
+
+
+_RUN_OPTIONS = [
+    *("--plan", "--devices", "--exact", "--precision", "--set", "--steps", "--resume", "--out"),
+    *("--checkpoint-every", "--max-microbatch", "--workers", "--no-telemetry", "--help", "--version"),
+]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ from shoal.grains import random_key
 from shoal.job import Job
 from shoal.microbatch import Microbatch
 from shoal.precision import Precision
-from shoal.randomness import GrainScope, NotFusibleError, seed_everything
+from shoal.randomness import GrainScope, NotFusibleError, device_generators, seed_everything
 
 # none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
 # cannot be divided by grain, so that each grain is computed by itself with the generators seeded for it.
@@ -89,9 +89,9 @@ class Computer:
             seed_everything(key)
             yield
         elif kind == "none":
-            before = torch.default_generator.get_state()
+            before = torch.default_generator.get_state(), device_generators()
             yield
-            if not torch.equal(before, torch.default_generator.get_state()):
+            if not torch.equal(before[0], torch.default_generator.get_state()) or before[1] != device_generators():
                 raise RedoError(replace(self.computation, randomness="scoped"), "the model has begun to draw")
         else:
             try:
@@ -131,7 +131,8 @@ class Computer:
             if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
                 randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
                 fuse = _same(fused, [pair for pair, _, _ in parts], self._precision.compute)
-        changed = tuple(sorted(buffers.changed()))
+        # Opaque models run without a scope, and torch's own batch_norm leaves no trace on the buffers that it writes.
+        changed = buffers.names if randomness == "opaque" else tuple(sorted(buffers.changed()))
         buffers.restore()
         buffers.watch(changed)
         return replace(self.computation, randomness=randomness, fuse=fuse, buffers=changed)
@@ -166,8 +167,14 @@ def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
             remedy=fix,
         )
     total, weight = pair
-    if not isinstance(total, Tensor):
+    if isinstance(total, int | float):
         total = torch.tensor(float(total))
+    if not isinstance(total, Tensor):
+        raise LossError(
+            given=f"a {what} whose total is {type(total).__name__}",
+            conflict="the total is one floating-point number",
+            remedy=fix,
+        )
     if total.numel() != 1 or (not total.is_floating_point() and what == "loss"):
         raise LossError(
             given=f"a {what} whose total is {total.dtype} of shape {list(total.shape)}",

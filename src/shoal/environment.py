@@ -51,14 +51,16 @@ def joined(variables: Mapping[str, str]) -> Environment | None:
             conflict=f"{', '.join(missing)} is not set",
             remedy="set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun does), or none of them",
         )
-    numbers: dict[str, int] = {}
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        text = variables.get(name)
-        if text is None:
-            continue
-        if not text.isdecimal():
-            raise LaunchError(given=f"{name}={text}", conflict="it is a number", remedy=f"set {name} to an integer")
-        numbers[name] = int(text)
+    names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    texts = {name: variables[name] for name in names if name in variables}
+    wrong = {name: text for name, text in texts.items() if not text.isdecimal()}
+    if wrong:
+        raise LaunchError(
+            given=", ".join(f"{name}={text}" for name, text in wrong.items()),
+            conflict="these are whole numbers of at least 0",
+            remedy=f"set {', '.join(wrong)} to integers",
+        )
+    numbers = {name: int(text) for name, text in texts.items()}
     rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
     if not 0 <= rank < world_size:
         raise LaunchError(

@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from shoal.errors import JobFileError, SettingError, ShoalError, nearest
 from shoal.job import Job
@@ -154,6 +154,9 @@ def parse_settings(function: Callable[..., Any], texts: dict[str, str], where: s
         wanted = hints.get(name, type(default) if default not in (None, inspect.Parameter.empty) else str)
         try:
             values[name] = TypeAdapter(wanted).validate_python(_structured(text, wanted))
+        except PydanticUserError:
+            kind = getattr(wanted, "__name__", str(wanted))
+            mistakes.append((f"--set {name}={text}", f"{name} is of type {kind}", "set it in the job file"))
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
             kind = getattr(wanted, "__name__", str(wanted))
@@ -168,6 +171,8 @@ def _structured(text: str, wanted: Any) -> Any:
     """Lists, tuples and dicts are given as JSON; None as `none`; everything else is left to the type."""
     if wanted in (int, float, str, bool):
         return text
+    if get_origin(wanted) is Literal:
+        return next((option for option in get_args(wanted) if str(option) == text), text)
     if text.lower() in ("none", "null"):
         return None
     if text[:1] in "[{":

@@ -9,6 +9,7 @@ is computed grain by grain in the same way.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,11 +39,13 @@ class GrainScope(TorchFunctionMode):
         self._sizes = [grain.size for grain in grains]
         self._rows = sum(self._sizes)
         self.calls = 0
-        self._draws = 0
+        self._leaked = False
 
     def __enter__(self) -> GrainScope:
         seed_torch(self._key)
-        self._outside = python_generators()
+        self._outside = python_generators(), device_generators()
+        self._expected = _state()
+        self._passed = {self._expected}
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -56,18 +59,20 @@ class GrainScope(TorchFunctionMode):
     def leaked(self) -> bool:
         """Whether something drew from a global generator past this scope since it was entered."""
         with torch._C.DisableTorchFunction():
-            twin = torch.Generator().manual_seed(self._key)
-            for _ in range(self._draws):
-                torch.randint(_INT63, (), generator=twin)
-            moved = not torch.equal(twin.get_state(), torch.default_generator.get_state())
-        return moved or python_generators() != self._outside
+            moved = self._leaked or _state() != self._expected
+            return moved or (python_generators(), device_generators()) != self._outside
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
         """A generator a grain for one random operation."""
         self.calls += 1
-        self._draws += 1
         with torch._C.DisableTorchFunction():
+            before = _state()
             base = int(torch.randint(_INT63, ()))
+            if before == self._expected:
+                self._expected = _state()
+                self._passed.add(self._expected)
+            elif before not in self._passed:  # one passed before is recomputation, which restores the generator
+                self._leaked = True
         return [torch.Generator(device).manual_seed(random_key(base, index)) for index in self._indices]
 
     def split(self, tensor: Tensor) -> list[Tensor]:
@@ -90,6 +95,18 @@ def seed_everything(key: int) -> None:
     seed_torch(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
+
+
+def _state() -> bytes:
+    """The state of torch's CPU generator."""
+    return torch.default_generator.get_state().numpy().tobytes()
+
+
+def device_generators() -> tuple[bytes, ...]:
+    """The states of the generators of the CUDA devices in use, comparable; none where CUDA was not used."""
+    if not torch.cuda.is_initialized():
+        return ()
+    return tuple(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all())
 
 
 def python_generators() -> tuple[Any, ...]:
@@ -146,17 +163,22 @@ def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     """Any random function of tensors: called once a grain on that grain's rows, each under the grain's generator."""
-    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    split = {id(t): scope.split(t) for t in tensors if t.ndim > 0}
-    if not split:
-        raise NotFusibleError(f"{getattr(func, '__name__', func)} without a tensor of samples")
-    outputs = []
-    for i, generator in enumerate(scope.generators(tensors[0].device)):
-        rows = [split.get(id(a), [a] * (i + 1))[i] if isinstance(a, Tensor) else a for a in args]
-        named = {k: split.get(id(a), [a] * (i + 1))[i] if isinstance(a, Tensor) else a for k, a in kwargs.items()}
-        outputs.append(_under(generator, lambda rows=rows, named=named: func(*rows, **named)))  # type: ignore[misc]
     in_place = getattr(func, "__name__", "").endswith("_")
-    return args[0] if in_place else torch.cat(outputs)
+    values = [*args, *kwargs.values()]
+    tensors = {id(a): a for a in values if isinstance(a, Tensor) and a.ndim > 0}
+    if not tensors:
+        raise NotFusibleError(f"{getattr(func, '__name__', func)} without a tensor of samples")
+    # In place on copies of the rows: autograd forbids it on several views of one tensor.
+    split = {key: [r.clone() for r in scope.split(t)] if in_place else scope.split(t) for key, t in tensors.items()}
+    overwrite = kwargs.get("inplace", False)
+    options = {**kwargs, "inplace": False} if overwrite else kwargs
+    outputs = []
+    for i, generator in enumerate(scope.generators(next(iter(tensors.values())).device)):
+        rows = [split[id(a)][i] if id(a) in split else a for a in args]
+        named = {k: split[id(a)][i] if id(a) in split else a for k, a in options.items()}
+        outputs.append(_under(generator, functools.partial(func, *rows, **named)))
+    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return args[0].copy_(whole) if in_place or overwrite else whole
 
 
 def _sized(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
@@ -177,7 +199,19 @@ def _sized(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _attention(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    return func(*args, **kwargs) if dropout_p == 0.0 else _split_call(scope, func, args, kwargs)
+    if dropout_p == 0.0:
+        return func(*args, **kwargs)
+    names = ("query", "key", "value", "attn_mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask = given.pop("attn_mask", None)
+    rest = {k: v for k, v in given.items() if k not in names} | {"dropout_p": dropout_p}
+    if len(args) > 5:
+        rest["is_causal"] = args[5]
+    if mask is not None and mask.ndim == given["query"].ndim and mask.shape[0] > 1:
+        return _split_call(scope, func, (given["query"], given["key"], given["value"], mask), rest)
+    # A mask for all samples alike is not divided, whatever its first dim happens to be.
+    masked = functools.partial(func, attn_mask=mask)
+    return _split_call(scope, masked, (given["query"], given["key"], given["value"]), rest)
 
 
 def _random_if(name: str, place: int, default: Any) -> Callable[..., Any]:

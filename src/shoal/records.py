@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -60,7 +61,8 @@ class StepRecord:
         """One line of JSON; a value that JSON has no number for is null."""
         # By hand: dataclasses.asdict copies every value, which takes longer than everything else about a record.
         ranks = {name: vars(spread) for name, spread in self.ranks.items()}
-        return json.dumps({**vars(self), "ranks": ranks}, allow_nan=False)
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in vars(self).items()}
+        return json.dumps({**finite, "ranks": ranks}, allow_nan=False)
 
     @classmethod
     def from_line(cls, line: str) -> StepRecord:

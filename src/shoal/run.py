@@ -107,6 +107,8 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, stop: _
     together(mesh, lambda: _refuse_other_job(saved, description) if saved else None)
     state, complaints = engine.load() if request.resume else (None, [])
     course.resumed_from = state.step if state else (0 if request.resume else None)
+    if state is not None:
+        course.steps, course.samples, course.loss, course.digest = state.step, state.samples, state.loss, state.digest
     num_steps = request.steps or engine.order.num_steps
     pace = Pace(state.step if state else 0, num_steps, mesh.world_size)
     reporter = choose_reporter(mesh.rank, pace)

@@ -73,6 +73,10 @@ class RunDirectory:
                 remedy="add --resume to go on with that run, or give another --out",
             )
         parent = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
+        if not parent.is_dir():
+            raise RunDirectoryError(
+                given=f"--out {self.path}", conflict=f"{parent} is a file", remedy="give another --out"
+            )
         if not os.access(parent, os.W_OK):
             raise RunDirectoryError(
                 given=f"--out {self.path}", conflict=f"{parent} is not writable", remedy="give another --out"

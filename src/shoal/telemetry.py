@@ -88,7 +88,7 @@ class RecordWriter:
         try:
             self._file.write(record.to_line() + "\n")
             self._file.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._give_up(error)
 
     def forget_after(self, step: int) -> None:

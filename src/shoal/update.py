@@ -94,7 +94,13 @@ class Updater:
     ) -> None:
         self.optimizer = optimizer
         self._parameters, self._schedule, self._clip_norm = parameters, schedule, clip_norm
-        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+        if schedule is not None and any("lr" not in group for group in optimizer.param_groups):
+            raise JobError(
+                given=f"a schedule for {type(optimizer).__name__}, which has no lr",
+                conflict="a schedule multiplies the learning rates of the optimizer's groups",
+                remedy="leave the schedule out, or use an optimizer with a learning rate",
+            )
         self._deferred = compiler_deferred if is_torch_optimizer(type(optimizer)) else contextlib.nullcontext
 
     def step(self, weight: float, factor: float, progress: Progress) -> Update:
@@ -135,9 +141,9 @@ class Updater:
                     remedy="mend the schedule, a function of progress in [0, 1]",
                 )
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            if isinstance(group["lr"], Tensor):
+            if isinstance(group.get("lr"), Tensor):
                 group["lr"].fill_(rate * multiplier)
-            else:
+            elif "lr" in group:
                 group["lr"] = rate * multiplier
         return self._rates[0] * multiplier
 

@@ -27,9 +27,7 @@ def run(out: Path, *words: str, visible: str | None = None) -> list[dict[str, ob
     """The records of a run."""
     variables = dict(os.environ) if visible is None else {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
     command = [sys.executable, "-m", "shoal", "run", *words, "--out", str(out)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
 

@@ -101,4 +101,5 @@ def test_a_session_under_torchrun_is_the_session_alone(tmp_path: Path) -> None:
         told.append(json.loads(lines[0].removeprefix("told: ")))
     assert told[0] == told[1]
     assert told[0]["count"] == 33
-    assert told[0]["losses"][-1] < told[0]["losses"][0]
+    # The last step holds 4 samples, too few to compare; the one before is whole.
+    assert told[0]["losses"][-2] < told[0]["losses"][0]

@@ -85,12 +85,10 @@ def test_mistakes_are_three_beats(capsys: pytest.CaptureFixture[str], arguments:
     assert text in failed(capsys, arguments)
 
 
-@pytest.mark.xfail(reason="BUG cli.py _Parser.error: the hint looks at the main parser's options, not at the command's")
 def test_an_unknown_option_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean '--devices'?" in failed(capsys, ["run", "a.py", "--devises", "2"])
 
 
-@pytest.mark.xfail(reason="BUG cli.py _Parser.error: `given` is the program's own argv and names the command twice")
 def test_what_was_given_is_repeated(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["shoal", "run", "a.py", "--set"])
     assert "you gave:       shoal run a.py --set\n" in failed(capsys, ["run", "a.py", "--set"])

@@ -115,7 +115,6 @@ def test_a_parameter_without_a_default_must_be_set() -> None:
         parsed(needy, layers="2")
 
 
-@pytest.mark.xfail(reason="BUG job_file.py parse_settings: pydantic's own error about a type it does not know escapes")
 def test_a_parameter_of_a_strange_type_is_told() -> None:
     class Strange: ...
 
@@ -125,7 +124,6 @@ def test_a_parameter_of_a_strange_type_is_told() -> None:
         parse_settings(job, {"strange": "1"}, where="f.py:job")
 
 
-@pytest.mark.xfail(reason="BUG job_file.py parse_settings: a Literal of numbers never matches a text")
 def test_a_literal_of_numbers() -> None:
     def job(depth: Literal[18, 50] = 18) -> None: ...
 

@@ -101,7 +101,6 @@ def test_fused_grains_equal_single_ones_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize(
     "make", [lambda x: nn.Dropout2d(0.5, inplace=True)(x * 1), lambda x: F.alpha_dropout(x * 1, 0.5, True, True)]
 )
-@pytest.mark.xfail(reason="BUG randomness.py _split_call: in place on a view of split() raises")
 def test_dropout_of_channels_in_place(make: Forward) -> None:
     x = rows(6, 2, 2).requires_grad_()
     fused = run(make, x, GRAINS)[0]
@@ -203,7 +202,6 @@ def test_what_cannot_be_told_apart_is_refused(draw: Callable[[], object]) -> Non
             draw()
 
 
-@pytest.mark.xfail(reason="BUG randomness.py _attention: an attn_mask [L, L], L == rows, is split")
 def test_a_mask_of_attention_is_no_batch() -> None:
     q, mask = rows(2, ROWS, 3), torch.ones(ROWS, ROWS).tril().log()
     with GrainScope(0, 0, GRAINS):
@@ -232,8 +230,7 @@ def test_recomputation_in_the_backward_draws_the_same() -> None:
     assert len(plain) == 4
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
     assert leaks[0] is False
-    if leaks[1]:
-        pytest.xfail("BUG randomness.py leaked: draws of a recomputation are counted twice and taken for a leak")
+    assert leaks[1] is False
 
 
 def test_seeding_reaches_every_generator() -> None:

@@ -74,9 +74,6 @@ def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["weight", "grad_norm", "loss"])
-@pytest.mark.xfail(
-    reason="BUG records.py to_line: raises ValueError, although its docstring promises null (a NaN weight)"
-)
 def test_a_value_without_a_number_is_null(field: str) -> None:
     for value in (math.nan, math.inf):
         line = replace(STEP, **{field: value}).to_line()

@@ -59,9 +59,6 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "f").check(resume=False)
 
 
-@pytest.mark.xfail(
-    reason="BUG run_directory.py check: a file above the directory is found by mkdir, as an InternalError"
-)
 def test_nothing_lies_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_text("")
     with pytest.raises(RunDirectoryError):

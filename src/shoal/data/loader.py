@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shoal.data.order import Order
 from shoal.data.source import MapSource
-from shoal.errors import DataError
+from shoal.errors import DataError, ShoalError
 from shoal.grains import Grain, microbatches, random_key, share
 from shoal.ledger import Ids
 from shoal.microbatch import Microbatch, StepData
@@ -71,6 +71,19 @@ class _Fetcher(Dataset[Any]):
     def __getitem__(self, request: _Request) -> Any:
         keys = [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
         return self.source.fetch(request.ids, keys)
+
+
+class _Careful(Dataset[Any]):
+    """The fetcher in a worker process, where an exception would lose its fields on the way: it comes as a value."""
+
+    def __init__(self, fetcher: _Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, request: _Request) -> Any:
+        try:
+            return self._fetcher[request]
+        except ShoalError as error:
+            return error
 
 
 class MapLoader:
@@ -133,7 +146,7 @@ class MapLoader:
         if self._batches is None:
             self._batches = iter(self._data_loader(request))
         try:
-            return next(self._batches)
+            batch = next(self._batches)
         except RuntimeError as error:
             if "DataLoader" not in str(error):
                 raise
@@ -143,12 +156,15 @@ class MapLoader:
                 conflict=f"a worker process died or was stuck: {str(error).splitlines()[0]}",
                 remedy="look for its own message above; data.workers = 0 reads in the rank itself",
             ) from error
+        if isinstance(batch, ShoalError):
+            raise batch
+        return batch
 
     def _data_loader(self, first: _Request) -> DataLoader[Any]:
         ahead = itertools.chain.from_iterable(map(self.requests, itertools.count(first.step)))
         wanted = itertools.dropwhile(lambda r: (r.step, r.grains) != (first.step, first.grains), ahead)
         return DataLoader(
-            self._fetcher,
+            _Careful(self._fetcher),
             sampler=wanted,
             batch_size=None,
             num_workers=self._workers,

@@ -137,12 +137,18 @@ def open_source(name: str, data: Any, collate: Collate | None) -> MapSource | It
 
 
 def _map_source(name: str, data: Any, collate: Collate | None) -> MapSource:
-    if collate is None:
-        if isinstance(data, TensorDataset) and type(data) is TensorDataset:
-            return TensorSource(name, tuple(data.tensors))
-        leaves = _leaves(data)
-        if leaves and all(isinstance(t, torch.Tensor | np.ndarray) and t.ndim > 0 for t in leaves):
-            return TensorSource(name, data)
+    if type(data) is TensorDataset:
+        data = tuple(data.tensors)
+    arrays = [isinstance(t, torch.Tensor | np.ndarray) for t in _leaves(data)]
+    if any(arrays):
+        if not all(arrays) or any(t.ndim == 0 for t in _leaves(data)):
+            raise DataError(
+                given=f"{name} of {', '.join(type(t).__name__ for t in _leaves(data))}",
+                conflict="tensors that belong together hold one row per sample each",
+                remedy="give tensors only, each with at least one dim; or a dataset with __getitem__",
+            )
+        rows = TensorSource(name, data)
+        return rows if collate is None else SampleSource(name, _Rows(data, len(rows)), collate)
     if hasattr(data, "__len__") and (hasattr(data, "__getitem__") or hasattr(data, "__getitems__")):
         return SampleSource(name, data, collate)
     raise DataError(
@@ -150,6 +156,21 @@ def _map_source(name: str, data: Any, collate: Collate | None) -> MapSource:
         conflict="it has neither a length with __getitem__ nor __iter__",
         remedy="give a dataset, tensors with one row per sample, an iterable, or a function that returns one",
     )
+
+
+class _Rows:
+    """Tensors as a dataset of samples, for a collate function that wants them one by one."""
+
+    def __init__(self, data: Any, length: int) -> None:
+        self._data, self._length = data, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, i: int) -> Any:
+        if isinstance(self._data, Mapping):
+            return {name: tensor[i] for name, tensor in self._data.items()}
+        return tuple(tensor[i] for tensor in self._data) if isinstance(self._data, tuple) else self._data[i]
 
 
 def _is_stream(data: Any) -> bool:

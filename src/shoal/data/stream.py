@@ -61,6 +61,12 @@ class _Reader:
             self._samples, self.count = None, state["count"]
             return
         if state["count"] < self.count:
+            if iter(self._stream) is self._stream:
+                raise DataError(
+                    given=f"{self._name}: an iterator that was read to sample {self.count}",
+                    conflict=f"it cannot go back to sample {state['count']}",
+                    remedy="give an iterable that starts anew at each iter(), or one with load_state_dict",
+                )
             self._samples, self.count = None, 0
         self.read(state["count"] - self.count)  # no state of its own: the same samples are read again
 

@@ -56,7 +56,7 @@ class PrecisionSection(_Section):
     parameters: Dtype = "float32"
     compute: Dtype = "float32"
     reduce: Dtype = "float32"
-    loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0, strict=False)] = "none"
+    loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
 
 
 class MemorySection(_Section):

@@ -144,6 +144,9 @@ class GradientBuckets:
     def finish(self, flags: Flags) -> Flags:
         """Sends what is left, waits for all, and gives every used parameter its summed gradient."""
         if self._plain:
+            for parameter in self._parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
             return flags
         self._zero_missing(self._launched)
         if self._fired_before is not None and not self._overlap:

@@ -195,9 +195,6 @@ def test_good_sums_over_nonsense_are_refused(store: Store, contents: dict[str, b
         store.read(20)
 
 
-@pytest.mark.xfail(
-    reason="BUG store.py read: safetensors' own error is no ValueError and escapes newest_good's fallback"
-)
 def test_good_sums_over_what_is_no_safetensors_are_refused(store: Store) -> None:
     sealed(store, state__json=b"{}", model__safetensors=b"nothing")
     with pytest.raises(ManifestError):
@@ -298,9 +295,6 @@ def test_a_full_disk_leaves_nothing_behind(store: Store, monkeypatch: pytest.Mon
     assert complaints == []
 
 
-@pytest.mark.xfail(
-    reason="BUG store.py write: where the second rename fails the checkpoint moved aside is not put back"
-)
 def test_a_failed_replacement_keeps_the_older(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     rename = Path.rename
     with monkeypatch.context() as patched:
@@ -310,9 +304,6 @@ def test_a_failed_replacement_keeps_the_older(store: Store, monkeypatch: pytest.
     assert store.steps() == [10, 20]
 
 
-@pytest.mark.xfail(
-    reason="BUG store.py write: beside newer steps of another run the checkpoint just written is deleted"
-)
 def test_what_was_just_written_is_kept(store: Store) -> None:
     store.write(snapshot(30))
     store.write(snapshot(5))

@@ -113,7 +113,6 @@ def test_worker_processes_change_nothing(workers: int) -> None:
         there.close()
 
 
-@pytest.mark.xfail(reason="BUG loader.py _fetch: a worker's DataError is told as 'a worker process died'")
 def test_a_sample_that_raised_in_a_worker_is_named() -> None:
     one = loader(Noisy(16, broken=5), order(16, 16, 4), workers=1)
     try:

@@ -91,13 +91,11 @@ def test_a_collate_function_is_given_the_samples_in_order() -> None:
     assert fetch(TensorDataset(Y), lambda samples: [int(s[0]) for s in samples]) == [3, 0, 11]
 
 
-@pytest.mark.xfail(reason="BUG source.py _map_source: with a collate (x, y) is a dataset of 2 samples")
 def test_a_collate_function_of_tensors_is_given_their_rows() -> None:
     assert len(opened((X, Y), lambda samples: samples)) == 12
 
 
 @pytest.mark.parametrize("data", [(X, list(range(12))), (X, "labels")])
-@pytest.mark.xfail(reason="BUG source.py _map_source: (x, list) is a dataset of 2 samples")
 def test_a_tuple_that_is_not_all_tensors_is_refused(data: Any) -> None:
     with pytest.raises(DataError):
         opened(data)
@@ -144,7 +142,6 @@ def test_what_is_no_dataset_is_refused(data: Any) -> None:
         opened(data)
 
 
-@pytest.mark.xfail(reason="BUG source.py _map_source: a tensor without dims raises a bare TypeError")
 def test_a_scalar_is_refused() -> None:
     with pytest.raises(DataError):
         opened(torch.tensor(1.0))

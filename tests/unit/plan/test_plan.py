@@ -80,7 +80,6 @@ def test_wrong_types_and_values_are_refused(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("scale", [True, "12"])
-@pytest.mark.xfail(reason="BUG plan.py: loss_scale is lax, so that true is 1.0 and text is a number")
 def test_a_loss_scale_is_a_number_or_a_name(scale: object) -> None:
     assert "precision.loss_scale" in mistakes({"precision": {"loss_scale": scale}}).conflict
 

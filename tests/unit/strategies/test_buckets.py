@@ -89,7 +89,6 @@ def test_sparse_gradients_are_summed(dtype: torch.dtype) -> None:
     assert dense.tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]
 
 
-@pytest.mark.xfail(reason="BUG buckets.py: on one process a sparse gradient stays sparse, elsewhere not")
 def test_sparse_gradients_become_dense_on_any_number_of_ranks() -> None:
     model = nn.Embedding(4, 2, sparse=True)
     (found,) = accumulated(model, [torch.tensor([1, 1])], torch.float32)
