@@ -122,7 +122,7 @@ class Computer:
         buffers.watch()
         buffers.begin()
         fuse, randomness = False, "opaque"
-        with torch.no_grad(), contextlib.suppress(NotFusibleError):
+        with _restoring(buffers), torch.no_grad(), contextlib.suppress(NotFusibleError):
             fused, calls, leaked = self._scoped(microbatch)
             parts = []
             for part in microbatch.split():
@@ -133,7 +133,6 @@ class Computer:
                 fuse = _same(fused, [pair for pair, _, _ in parts], self._precision.compute)
         # Opaque models run without a scope, and torch's own batch_norm leaves no trace on the buffers that it writes.
         changed = buffers.names if randomness == "opaque" else tuple(sorted(buffers.changed()))
-        buffers.restore()
         buffers.watch(changed)
         return replace(self.computation, randomness=randomness, fuse=fuse, buffers=changed)
 
@@ -142,6 +141,14 @@ class Computer:
             total, weight = self.loss(self._precision.inputs(microbatch.batch))
             leaked = scope.leaked()
         return (float(total), float(weight)), scope.calls, leaked
+
+
+@contextlib.contextmanager
+def _restoring(buffers: StepBuffers) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        buffers.restore()
 
 
 def _same(fused: tuple[float, float], parts: list[tuple[float, float]], compute: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from shoal.computation import check_pair
 from shoal.data.loader import Place
 from shoal.data.source import MapSource, collate_samples
 from shoal.errors import DataError, ShoalError
-from shoal.faults import user_error
+from shoal.faults import is_out_of_memory, user_error
 from shoal.grains import random_key
 from shoal.job import Job
 from shoal.mesh import Mesh
@@ -77,9 +77,11 @@ class Evaluator:
                     try:
                         with self._precision.autocast():
                             pair = function(model, batch)
-                    except (ShoalError, MemoryError):
+                    except ShoalError:
                         raise
                     except Exception as error:
+                        if is_out_of_memory(error):
+                            raise
                         raise user_error(f"metric {name!r}", error) from error
                     total, weight = check_pair(f"metric {name!r}", pair)
                     sums[name][0].append(float(total))

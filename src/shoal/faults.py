@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.errors import InternalError, PeerError, ShoalError, UserCodeError
+from shoal.errors import InternalError, OutOfMemoryError, PeerError, ShoalError, UserCodeError
 
 _OWN = str(Path(__file__).resolve().parent)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
@@ -22,6 +22,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return not isinstance(error, ShoalError)
     text = str(error)
     return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception is a collective's that another rank did not finish."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def place_of(error: BaseException) -> str:
@@ -47,7 +52,13 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     """The error itself where it is one of shoal's, else an InternalError that carries it."""
     if isinstance(error, ShoalError):
         return error
-    if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+    if is_out_of_memory(error):
+        return OutOfMemoryError(
+            given="this run",
+            conflict=f"memory ran out: {str(error).strip()[:200] or type(error).__name__}{place_of(error)}",
+            remedy="use smaller grains or a smaller global_batch; in an evaluation, a smaller model or chunk",
+        )
+    if is_lost_peer(error):
         return PeerError(
             given="a collective of this run",
             conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}",

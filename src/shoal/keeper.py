@@ -23,8 +23,9 @@ from shoal.precision import LossScale
 class RunState:
     """Everything that a run carries from step to step besides tensors. The same on all ranks.
 
-    `step` counts finished steps; `digest` is over the ids of all samples read so far; `bad_steps` are left out when a
-    rollback comes to them again. Nothing random is here: every draw is a function of seed, step and grain.
+    `step` counts finished steps; `digest` is over the ids of all samples read so far; `bad_steps`, with what was found
+    there, are left out when a rollback comes to them again. Nothing random is here: every draw is a function of seed,
+    step and grain.
     """
 
     step: int = 0
@@ -34,20 +35,30 @@ class RunState:
     loss_scale: LossScale = field(default_factory=LossScale)
     skipped_steps: int = 0
     bad_streak: int = 0
-    bad_steps: set[int] = field(default_factory=set)
+    bad_steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     computation: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
         scale = {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
-        return {**vars(self), "loss_scale": scale, "bad_steps": sorted(self.bad_steps)}
+        return {
+            **vars(self),
+            "loss_scale": scale,
+            "bad_steps": {str(step): found for step, found in self.bad_steps.items()},
+        }
 
     @classmethod
     def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
         """From `to_json`; whether the loss scale is dynamic comes from the plan in force."""
         saved = document["loss_scale"]
         scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved["scale"] != 1.0 else loss_scale
-        return cls(**{**document, "loss_scale": scale, "bad_steps": set(document["bad_steps"])})
+        return cls(
+            **{
+                **document,
+                "loss_scale": scale,
+                "bad_steps": {int(step): found for step, found in document["bad_steps"].items()},
+            }
+        )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,10 +15,11 @@ from shoal.buffers import StepBuffers
 from shoal.computation import Computation, Computer, RedoError
 from shoal.data.loader import Loader
 from shoal.errors import LossError, OutOfMemoryError, ShoalError
-from shoal.faults import as_shoal_error, is_out_of_memory
+from shoal.faults import as_shoal_error, is_lost_peer, is_out_of_memory, user_error
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch, StepData
 from shoal.precision import Precision
+from shoal.randomness import NotFusibleError
 from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_sums
 from shoal.telemetry import StepClock
 from shoal.transfer import Transfer
@@ -56,6 +58,7 @@ class StepRunner:
         self.seen: list[Microbatch] = []
         self._proposal: Computation | None = None
         self._probed = False
+        self._too_large = False
         self._step = 0
         self._factor = 1.0
         self._ahead: tuple[int, _Fetched] | None = None
@@ -111,24 +114,43 @@ class StepRunner:
     def _probe(self, data: StepData | None) -> StepData | None:
         """Finds out, once, how the model has to be computed; the ranks take the most careful finding."""
         self._probed = True
-        first: Microbatch | None = None
-        if data is not None and data.num_microbatches:
-            first = next(data.microbatches)
-            data = replace(data, microbatches=itertools.chain([first], data.microbatches))
+        while True:
+            before = self._parts.computer.computation.effective_grains
+            first: Microbatch | None = None
+            if data is not None and data.num_microbatches:
+                first = next(data.microbatches)
+                data = replace(data, microbatches=itertools.chain([first], data.microbatches))
+            self._too_large = False
+            found = together(self._parts.mesh, functools.partial(self._propose, first))
+            again = bool(self._parts.mesh.all_gather([float(self._too_large)]).any())
+            changed = self._agreed(found).effective_grains != before
+            data = self._adopt(found) if changed else data
+            if not again:
+                return data
 
-        def propose() -> Computation | None:
-            if first is None:
-                return None
-            try:
-                return self._parts.computer.propose(first, self._parts.buffers)
-            except Exception as error:
-                if is_out_of_memory(error):  # the step itself will say so again, and is then divided
-                    return None
+    def _propose(self, first: Microbatch | None) -> Computation | None:
+        if first is None:
+            return None
+        try:
+            return self._parts.computer.propose(first, self._parts.buffers)
+        except Exception as error:
+            if not is_out_of_memory(error):
                 raise
+            # Nothing is known of the model yet: fewer grains, and the same question again.
+            self._too_large = True
+            return self._fewer_grains(error)
 
-        found = together(self._parts.mesh, propose)
-        before = self._parts.computer.computation.effective_grains
-        return self._adopt(found) if self._agreed(found).effective_grains != before else data
+    def _fewer_grains(self, error: Exception) -> Computation:
+        """Half the grains in a microbatch. Raises: OutOfMemoryError where it is one grain already."""
+        computation = self._parts.computer.computation
+        if computation.effective_grains == 1:
+            raise OutOfMemoryError(
+                given="a microbatch of a single grain",
+                conflict=f"it does not fit in memory: {str(error).strip()[:200] or type(error).__name__}",
+                remedy="use smaller grains: Job(grains=...) larger, or a smaller global_batch",
+            ) from error
+        torch.cuda.empty_cache()
+        return replace(computation, grains_per_microbatch=computation.effective_grains // 2)
 
     def _agreed(self, proposal: Computation | None) -> Computation:
         """Collective: all ranks, one JSON gather."""
@@ -180,19 +202,13 @@ class StepRunner:
         return parts.strategy.finish(flags, NUM_SUMS + self._parts.buffers.num_values)
 
     def _failed(self, error: Exception) -> Flags:
-        grains = self._parts.computer.computation.effective_grains
-        if not is_out_of_memory(error):
+        try:
+            if is_out_of_memory(error):
+                self._proposal = self._fewer_grains(error)
+                return Flags(redo=1)
             self.error = as_shoal_error(error)
-        elif grains > 1:
-            torch.cuda.empty_cache()
-            self._proposal = replace(self._parts.computer.computation, grains_per_microbatch=grains // 2)
-            return Flags(redo=1)
-        else:
-            self.error = OutOfMemoryError(
-                given="a microbatch of a single grain",
-                conflict=f"one of them alone does not fit in memory: {str(error).splitlines()[0][:200]}",
-                remedy="use smaller grains: Job(grains=...) larger, or a smaller global_batch",
-            )
+        except OutOfMemoryError as too_large:
+            self.error = too_large
         return Flags(errors=1)
 
     def _microbatch(self, microbatch: Microbatch, last: bool) -> None:
@@ -216,5 +232,12 @@ class StepRunner:
             sums = microbatch_sums(microbatch, total, weight, self._parts.buffers.weighted(microbatch.num_samples))
             parts.clock.mark("backward")
             scaled = total * self._factor if self._factor != 1.0 else total
-            parts.strategy.backward(microbatch, scaled, sums, last)
+            try:
+                parts.strategy.backward(microbatch, scaled, sums, last)
+            except NotFusibleError:
+                raise
+            except Exception as error:
+                if is_out_of_memory(error) or is_lost_peer(error):
+                    raise
+                raise user_error("the backward", error) from error
         self._parts.buffers.restore()

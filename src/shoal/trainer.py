@@ -148,7 +148,7 @@ class Trainer:
         update = Update(math.nan, math.nan, "nonfinite")
         if finite and not bad_before:
             update = parts.updater.step(sums.weight, self._factor, progress)
-        found: dict[str, Any] | None = None
+        found = state.bad_steps.get(state.step)
         if update.skipped == "nonfinite" and finite and not bad_before and self._scale_can_fall():
             update = replace(update, skipped="overflow")
         if update.skipped == "nonfinite" and not bad_before:
@@ -182,7 +182,7 @@ class Trainer:
             )
         if parts.job.on_nonfinite == "skip":
             return found
-        bad_steps, streak = {*state.bad_steps, state.step}, state.bad_streak
+        bad_steps, streak = {**state.bad_steps, state.step: found}, state.bad_streak
         restored, complaints = parts.keeper.load(self._first_scale)
         for complaint in complaints:
             self._around.note(complaint)
