@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from shoal.errors import PeerError, ShoalError
 from shoal.faults import as_shoal_error, to_json
@@ -51,10 +52,18 @@ def measures(spans: dict[str, float], step_seconds: float, memory_bytes: int) ->
     return (*(spans[name] for name in SPANS), step_seconds, float(memory_bytes))
 
 
+def to_row(report: Report) -> list[float]:
+    """The report as 14 numbers, small enough for float32 (memory in bytes is rounded)."""
+    return [*(float(getattr(report, name)) for name in _FLAGS), *report.measures]
+
+
 def agree(mesh: Mesh, report: Report) -> Agreement:
     """Collective: all ranks, one all-gather of 14 numbers a rank."""
-    flags = [float(getattr(report, name)) for name in _FLAGS]
-    table = mesh.all_gather([*flags, *report.measures])
+    return from_rows(mesh.all_gather(to_row(report)))
+
+
+def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
+    """What all ranks know from the rows of all, [world_size, 14]."""
     has_data, error, stop, _ = np.any(table[:, : len(_FLAGS)] > 0, axis=0).tolist()
     measured = table[:, len(_FLAGS) :]
     # Who computes longest waits least: a slow rank shows in its own work, everywhere else as communication.

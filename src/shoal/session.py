@@ -247,7 +247,7 @@ class _Loop:
             raise
         except Exception as error:
             self._error, flags = as_shoal_error(error), Flags(errors=1)
-        sums = self._strategy.finish(flags, NUM_SUMS + self._buffers.num_values)
+        sums = self._strategy.finish(flags, NUM_SUMS + self._buffers.num_values, [])
         if sums.flags.errors:
             raise_together(self._mesh, self._error)
         step.loss = sums.loss

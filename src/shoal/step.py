@@ -40,6 +40,10 @@ class StepParts:
     note: Callable[[str], None]
 
 
+# What this rank says about the next step, from whether it has data for it and whether reading them failed.
+Say = Callable[[bool, bool], list[float]]
+
+
 @dataclass(frozen=True)
 class _Fetched:
     """A step that was read: its first microbatch is on its way to the device."""
@@ -80,6 +84,15 @@ class StepRunner:
         self.error, self._first = fetched.error, fetched.first
         return fetched.data
 
+    @property
+    def has_next(self) -> bool:
+        """Whether the step after the last one was read already; the same on all ranks once a step has gone well."""
+        return self._ahead is not None
+
+    def _next_row(self) -> list[float]:
+        fetched = self._ahead[1] if self._ahead is not None else _Fetched()
+        return self._say(fetched.data is not None, fetched.error is not None)
+
     def forget(self) -> None:
         """Drops what was read ahead: another step comes next than the one expected."""
         self._ahead = None
@@ -95,12 +108,14 @@ class StepRunner:
         except Exception as error:
             return _Fetched(error=as_shoal_error(error))
 
-    def run(self, data: StepData | None, factor: float) -> StepSums:
+    def run(self, data: StepData | None, factor: float, say: Say) -> StepSums:
         """The step's sums; its loss totals are multiplied by `factor` before the backward.
+
+        Their `rows` are what each rank says of the next step, where all have read it already: see `has_next`.
 
         Raises: on every rank, where any failed. Collective: all ranks.
         """
-        self._factor = factor
+        self._factor, self._say = factor, say
         if not self._probed:
             data = self._probe(data)
         while True:
@@ -199,7 +214,7 @@ class StepRunner:
             if parts.loader.looks_ahead:  # while the device computes and the sums are on their way
                 parts.clock.mark("data_wait")
                 self._ahead = self._step + 1, self._read(self._step + 1)
-        return parts.strategy.finish(flags, NUM_SUMS + self._parts.buffers.num_values)
+        return parts.strategy.finish(flags, NUM_SUMS + self._parts.buffers.num_values, self._next_row())
 
     def _failed(self, error: Exception) -> Flags:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.agreement import Agreement, Report, agree, measures, raise_together
+from shoal.agreement import Agreement, Report, agree, from_rows, measures, raise_together, to_row
 from shoal.data.order import Order
 from shoal.errors import NonFiniteError
 from shoal.evaluation import Evaluator
@@ -75,6 +75,7 @@ class Trainer:
         if state.computation is not None:
             self._runner.recall(state.computation)
         self._first_scale = state.loss_scale
+        self._agreed: Agreement | None = None
         self._record: StepRecord | None = None
         self._measures: tuple[float, ...] = Report().measures
         self._step_seconds: list[float] = []
@@ -98,6 +99,7 @@ class Trainer:
             self._clock.begin()
             data = self._runner.fetch(self.state.step)
             agreement = self._agree(data is not None)
+            self._agreed = None
             if agreement.stop:
                 status = "preempted"
                 break
@@ -106,7 +108,11 @@ class Trainer:
             if agreement.checkpoint:
                 self._clock.mark("checkpoint")
                 parts.keeper.save(self.state)
-            self._apply(self._runner.run(data, self._factor))
+            sums = self._runner.run(data, self._factor, self._say)
+            if self._runner.has_next:
+                self._agreed = from_rows(sums.rows)
+                self._write_record(self._agreed)
+            self._apply(sums)
         self._flush()
         return self._finish(status)
 
@@ -122,17 +128,21 @@ class Trainer:
                 metrics, eval_samples = parts.evaluator.evaluate(parts.model)
         return Outcome(status, self.state, metrics, eval_samples, self._step_seconds)
 
+    def _say(self, has_data: bool, error: bool) -> list[float]:
+        """This rank's row about the next step, sent with the sums of the one in hand."""
+        return to_row(self._report(has_data, error, self.state.step + 1))
+
+    def _report(self, has_data: bool, error: bool, step: int) -> Report:
+        return Report(has_data, error, self._around.stop_requested(), self._parts.keeper.due(step), self._measures)
+
     def _agree(self, has_data: bool) -> Agreement:
+        """What all agree on before a step: it came with the last step's sums, or is asked for now."""
         self._clock.mark("exposed_communication")
-        report = Report(
-            has_data,
-            self._runner.error is not None,
-            self._around.stop_requested(),
-            self._parts.keeper.due(self.state.step),
-            self._measures,
-        )
-        agreement = agree(self._mesh, report)
-        self._write_record(agreement)
+        agreement = self._agreed
+        if agreement is None:
+            report = self._report(has_data, self._runner.error is not None, self.state.step)
+            agreement = agree(self._mesh, report)
+            self._write_record(agreement)
         if agreement.any_error:
             raise_together(self._mesh, self._runner.error)
         self._clock.mark("other")
@@ -190,6 +200,7 @@ class Trainer:
         self.state = restored
         self.state.bad_steps, self.state.bad_streak = bad_steps, streak
         self._runner.forget()
+        self._agreed = None
         parts.step.loader.seek(self.state.step, parts.step.computer.computation.effective_grains)
         parts.records.forget_after(self.state.step)
         self._around.note(f"rolled back to step {self.state.step}; step {max(bad_steps)} will be left out")

@@ -32,6 +32,7 @@ class StepSums:
 
     sums: npt.NDArray[np.float64]
     flags: Flags
+    rows: npt.NDArray[np.float64]  # [world_size, n]: the row that each rank gave to `finish`
 
     @property
     def loss(self) -> float:
@@ -91,8 +92,11 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def finish(self, flags: Flags, num_sums: int) -> StepSums:
-        """The sums over all ranks. Collective: all ranks; `num_sums` is the length of the sums."""
+    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """The sums over all ranks, and every rank's `row`: numbers that float32 holds, as many on every rank.
+
+        Collective: all ranks; `num_sums` is the length of the sums.
+        """
 
     @abstractmethod
     def close(self) -> None:

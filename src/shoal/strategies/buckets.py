@@ -33,7 +33,8 @@ class _Bucket:
 class GradientBuckets:
     """The gradients of one rank as views of flat buffers in the reduce dtype, in the order of the backward.
 
-    The last buffer also carries, after the gradients, this step's flags and which parameters had a gradient.
+    The last buffer also carries, after the gradients, this step's flags, which parameters had a gradient, and the
+    caller's extra numbers: one collective more costs as much as all of them where processes outnumber idle cores.
     """
 
     def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype, world_size: int) -> None:
@@ -41,6 +42,7 @@ class GradientBuckets:
         self._dtype, self._world_size = dtype, world_size
         self._buckets: list[_Bucket] = []
         self._place: dict[int, tuple[_Bucket, Tensor]] = {}
+        self._num_extras = 0
         self._fill_buckets()
         self._fired = [0] * len(self._parameters)
         self._fired_before: list[int] | None = None
@@ -68,7 +70,7 @@ class GradientBuckets:
             size += self._parameters[i].numel() * self._dtype.itemsize
         device = self._parameters[0].device
         for number, group in enumerate(groups):
-            extra = _NUM_FLAGS + len(self._parameters) if number == len(groups) - 1 else 0
+            extra = self._num_status if number == len(groups) - 1 else 0
             length = sum(self._parameters[i].numel() for i in group) + extra
             bucket = _Bucket(torch.zeros(length, dtype=self._dtype, device=device), size=len(group))
             start = 0
@@ -79,8 +81,25 @@ class GradientBuckets:
             self._buckets.append(bucket)
 
     @property
-    def _status(self) -> Tensor:
-        return self._buckets[-1].flat[-_NUM_FLAGS - len(self._parameters) :]
+    def _num_status(self) -> int:
+        return _NUM_FLAGS + len(self._parameters)
+
+    def _reserve(self, num_extras: int) -> None:
+        """Makes room for so many extra numbers at the end of the last buffer."""
+        if num_extras == self._num_extras:
+            return
+        self._num_extras = num_extras
+        bucket = self._buckets[-1]
+        members = [i for i, (home, _) in self._place.items() if home is bucket]
+        length = sum(self._parameters[i].numel() for i in members)
+        before = bucket.flat
+        bucket.flat = torch.zeros(length + self._num_status + num_extras, dtype=self._dtype, device=before.device)
+        bucket.flat[:length] = before[:length]
+        start = 0
+        for i in members:
+            end = start + self._parameters[i].numel()
+            self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
+            start = end
 
     def begin(self) -> None:
         """No gradients."""
@@ -97,9 +116,8 @@ class GradientBuckets:
         self._fired_before = list(self._fired)
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        bucket, view = self._place[index]
-
         def hook(parameter: Tensor) -> None:
+            bucket, view = self._place[index]
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 gradient = parameter.grad = gradient.to_dense()
@@ -141,34 +159,45 @@ class GradientBuckets:
             if not self._fired[i] and id(bucket) in waiting:
                 view.zero_()
 
-    def finish(self, flags: Flags) -> Flags:
-        """Sends what is left, waits for all, and gives every used parameter its summed gradient."""
+    @property
+    def carries_extras(self) -> bool:
+        """Whether the buffers have float32's precision."""
+        return self._dtype == torch.float32
+
+    def finish(self, flags: Flags, extras: Tensor) -> tuple[Flags, Tensor]:
+        """Sends what is left, waits for all, and gives every used parameter its summed gradient.
+
+        `extras`, float32 on the device, comes back summed over the ranks, on the CPU.
+        """
         if self._plain:
             for parameter in self._parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
-            return flags
+            return flags, extras.cpu()
         self._zero_missing(self._launched)
         if self._fired_before is not None and not self._overlap:
             self._overlap = all(a <= b + 1 for a, b in zip(self._fired, self._fired_before, strict=True))
         used = [float(count > 0) for count in self._fired]
         if self._world_size > 1:
-            flags, used = self._reduce(flags, used)
+            flags, used, extras = self._reduce(flags, used, extras)
         for i, parameter in enumerate(self._parameters):
             view = self._place[i][1]
             parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used[i] else None
-        return flags
+        return flags, extras.cpu()
 
-    def _reduce(self, flags: Flags, used: list[float]) -> tuple[Flags, list[float]]:
-        status = torch.tensor([flags.errors, flags.redo, *used], dtype=torch.float32)
-        self._status.copy_(status.to(self._dtype))
+    def _reduce(self, flags: Flags, used: list[float], extras: Tensor) -> tuple[Flags, list[float], Tensor]:
+        self._reserve(extras.numel())
+        tail = self._buckets[-1].flat[-self._num_status - extras.numel() :]
+        tail[: self._num_status] = torch.tensor([flags.errors, flags.redo, *used], dtype=self._dtype)
+        tail[self._num_status :] = extras
         while self._launched < len(self._buckets):
             self._launch()
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-        status = self._status.float().cpu()
-        return Flags(int(status[0]), int(status[1])), status[_NUM_FLAGS:].tolist()
+        status = tail.float().cpu()
+        used = status[_NUM_FLAGS : self._num_status].tolist()
+        return Flags(int(status[0]), int(status[1])), used, status[self._num_status :]
 
     def close(self) -> None:
         """Takes the hooks off."""

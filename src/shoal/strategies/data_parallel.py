@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from shoal.collectives.fixed_tree import TreeSum, evaluate
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
-from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy
+from shoal.strategies.base import NUM_SUMS, WEIGHT, Flags, StepSums, Strategy
 from shoal.strategies.buckets import GradientBuckets
 
 Mark = Callable[[str], None]
@@ -27,39 +28,42 @@ class DataParallel(Strategy):
     def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, mark: Mark) -> None:
         self._mesh, self._mark = mesh, mark
         self._buckets = GradientBuckets(parameters, reduce, mesh.world_size)
-        self._sums: Tensor | None = None
-        self._work: dist.Work | None = None
 
     def begin(self) -> None:
         """No gradients, no sums."""
         self._buckets.begin()
-        self._sums, self._work = None, None
+        self._sums: Tensor | None = None
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Adds a microbatch; the last one's backward overlaps with the sums on their way."""
+        """Adds a microbatch; sums of full buckets are on their way while the last one's backward still runs."""
         self._sums = sums if self._sums is None else self._sums.add_(sums)
         if last:
-            self._send(self._sums)
             self._buckets.arm()
         run_backward(total)
 
-    def _send(self, sums: Tensor) -> None:
-        # Before the buckets on every rank, so that collectives match.
-        self._sums = sums
-        if self._mesh.world_size > 1:
-            self._work = dist.all_reduce(sums, async_op=True)
+    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """Waits for the gradients; the sums and rows travel in their last bucket, or apart if that is too narrow.
 
-    def finish(self, flags: Flags, num_sums: int) -> StepSums:
-        """Waits for the sums and the gradients. Collective: all ranks; 8 * num_sums bytes and the gradients' own."""
+        Collective: all ranks; an all-reduce a bucket, which the last one makes longer by some ten numbers a rank.
+        """
         self._mark("exposed_communication")
-        if self._work is None:
-            sums = self._sums if self._sums is not None else torch.zeros(num_sums, dtype=torch.float64)
-            self._send(sums.to(self._mesh.device))
-        flags = self._buckets.finish(flags)
-        if self._work is not None:
-            self._work.wait()
-        assert self._sums is not None
-        return StepSums(self._sums.cpu().numpy(), flags)
+        sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
+        world_size = self._mesh.world_size
+        if world_size == 1:
+            flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
+            return StepSums(sums.cpu().numpy(), flags, np.array([row]))
+        if not self._buckets.carries_extras:
+            flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
+            sums = sums.cpu()
+            dist.all_reduce(sums)
+            return StepSums(sums.numpy(), flags, self._mesh.all_gather(row))
+        rows = torch.zeros(world_size, len(row))
+        rows[self._mesh.rank] = torch.tensor(row)
+        extras = torch.cat([to_limbs(sums.to(self._mesh.device)), rows.flatten().to(self._mesh.device)])
+        flags, extras = self._buckets.finish(flags, extras)
+        cut = len(extras) - rows.numel()
+        gathered = extras[cut:].view(world_size, len(row)).double().numpy()
+        return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered)
 
     def close(self) -> None:
         """Takes the hooks off."""
@@ -107,13 +111,13 @@ class ExactDataParallel(Strategy):
         self._tree.add(grain, flat)
         self._rows[grain] = sums
 
-    def finish(self, flags: Flags, num_sums: int) -> StepSums:
+    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The sums by the tree. Collective: all ranks; two all-reduces of the grains' sums, then the tree's own."""
         self._mark("exposed_communication")
         table = torch.zeros(self._num_grains, num_sums + 1, dtype=torch.float64)
-        for grain, row in self._rows.items():
+        for grain, own in self._rows.items():
             table[grain, 0] = self._mesh.rank + 1
-            table[grain, 1 : 1 + len(row)] = row.cpu()
+            table[grain, 1 : 1 + len(own)] = own.cpu()
         status = torch.cat([torch.tensor([flags.errors, flags.redo], dtype=torch.float64), self._used])
         if self._mesh.world_size > 1:
             # Each row has one writer and is zero elsewhere: this sum only moves values and changes no bit of them.
@@ -126,7 +130,7 @@ class ExactDataParallel(Strategy):
         sums = torch.zeros(max(num_sums, NUM_SUMS), dtype=torch.float64) if total is None else total
         if not flags.errors and not flags.redo:
             self._assign(self._tree.total(holders, self._mesh.rank), status[2:])
-        return StepSums(sums.numpy(), flags)
+        return StepSums(sums.numpy(), flags, self._mesh.all_gather(row))
 
     def _assign(self, flat: Tensor, used: Tensor) -> None:
         parts = flat.split([p.numel() for p in self._parameters])
@@ -135,6 +139,35 @@ class ExactDataParallel(Strategy):
 
     def close(self) -> None:
         """Holds no hooks."""
+
+
+# Whole numbers as digits of this base: sums over up to 4096 ranks of such digits are exact in float32.
+_BASE = 4096.0
+_NUM_LIMBS = 4
+
+
+def to_limbs(sums: Tensor) -> Tensor:
+    """A step's sums, float64, as float32 numbers whose sums over ranks mean the sums of the sums.
+
+    The loss total and the buffers are rounded to float32, in which they were computed. Weight, samples and digest
+    become four digits each, the highest not limited and the lowest with the fraction: exact for whole numbers.
+    """
+    whole = sums[WEIGHT:NUM_SUMS]
+    limbs = []
+    for _ in range(_NUM_LIMBS - 1):
+        high = torch.floor(whole / _BASE)
+        limbs.append(whole - high * _BASE)
+        whole = high
+    return torch.cat([sums[:WEIGHT], *limbs, whole, sums[NUM_SUMS:]]).float()
+
+
+def from_limbs(limbs: Tensor) -> Tensor:
+    """The sums, float64, from what `to_limbs` made of them."""
+    limbs = limbs.double()
+    count = NUM_SUMS - WEIGHT
+    digits = limbs[WEIGHT : WEIGHT + _NUM_LIMBS * count].view(_NUM_LIMBS, count)
+    whole = sum((digits[i] * _BASE**i for i in range(_NUM_LIMBS)), start=torch.zeros(count, dtype=torch.float64))
+    return torch.cat([limbs[:WEIGHT], whole, limbs[WEIGHT + _NUM_LIMBS * count :]])
 
 
 def run_backward(total: Tensor) -> None:

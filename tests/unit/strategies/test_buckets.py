@@ -17,7 +17,9 @@ def accumulated(model: nn.Module, batches: list[Tensor], reduce: torch.dtype) ->
             if number == len(batches) - 1:
                 buckets.arm()
             model(batch).float().sum().backward()
-        assert buckets.finish(Flags(errors=2, redo=1)) == Flags(errors=2, redo=1)
+        flags, extras = buckets.finish(Flags(errors=2, redo=1), torch.tensor([3.0, 4.0]))
+        assert flags == Flags(errors=2, redo=1)
+        assert extras.tolist() == [3.0, 4.0]
         return [None if p.grad is None else p.grad.clone() for p in parameters]
     finally:
         buckets.close()
@@ -70,10 +72,10 @@ def test_a_step_begins_without_the_gradients_of_the_last() -> None:
         buckets.begin()
         assert model.weight.grad is None
         model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
-        buckets.finish(Flags())
+        buckets.finish(Flags(), torch.empty(0))
         assert float(model.weight.grad) == 1.0  # type: ignore[arg-type]
     buckets.begin()
-    buckets.finish(Flags())
+    buckets.finish(Flags(), torch.empty(0))
     assert model.weight.grad is None
     buckets.close()
     model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()

@@ -17,7 +17,7 @@ from shoal.mesh import Mesh
 from shoal.plan import Layout, Plan
 from shoal.strategies.assemble import assemble
 from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_sums
-from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
+from shoal.strategies.data_parallel import DataParallel, ExactDataParallel, from_limbs, to_limbs
 from shoal.sums import mse
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
@@ -44,7 +44,7 @@ def computed(model: nn.Module, how: Strategy, step: int, per: int, flags: Flags 
         total, weight = mse(model(microbatch.batch[0]), microbatch.batch[1])
         sums = microbatch_sums(microbatch, total, weight, torch.ones(2, dtype=torch.float64) * microbatch.num_samples)
         how.backward(microbatch, total, sums, number == len(microbatches) - 1)
-    return how.finish(flags, NUM_SUMS + 2)
+    return how.finish(flags, NUM_SUMS + 2, [1.0])
 
 
 @pytest.mark.parametrize(("exact", "per"), [(True, 1), (False, 1), (False, 3), (False, 4)])
@@ -83,7 +83,7 @@ def test_exact_sums_do_not_depend_on_the_order_of_the_grains() -> None:
     for part in reversed(whole.split()):
         total, weight = mse(model(part.batch[0]), part.batch[1])
         how.backward(part, total, microbatch_sums(part, total, weight, torch.zeros(0, dtype=torch.float64)), False)
-    how.finish(Flags(), NUM_SUMS)
+    how.finish(Flags(), NUM_SUMS, [])
     second = [p.grad for p in model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True) if b is not None)
 
@@ -94,7 +94,7 @@ def test_a_step_without_microbatches_has_no_weight_and_no_gradient(exact: bool) 
     how = strategy(model, exact)
     computed(model, how, 0, 1)
     how.begin()
-    sums = how.finish(Flags(), NUM_SUMS + 2)
+    sums = how.finish(Flags(), NUM_SUMS + 2, [])
     assert (sums.weight, sums.num_samples, len(sums.buffers)) == (0.0, 0, 2)
     assert np.isnan(sums.loss)
     grads = [p.grad for p in model.parameters()]
@@ -114,3 +114,25 @@ def test_what_is_not_executed_is_refused() -> None:
     plan = Plan().with_sections(collectives={"all_reduce": "ring"})
     with pytest.raises(PlanError, match=r"collectives\.all_reduce"):
         assemble(plan, MESH, list(nn.Linear(1, 1).parameters()), 4, lambda span: None)
+
+
+def test_sums_survive_their_way_in_float32() -> None:
+    """Whole numbers over many ranks come out exact, fractions and losses as float32 has them, NaN as NaN."""
+    ranks = 300
+    generator = torch.Generator().manual_seed(1)
+    sums = torch.cat(
+        [
+            torch.tensor([12345.678901, 2.0**33 + 12345, 4097.0]),
+            torch.randint(0, 2**32, (DIGEST_WORDS,), generator=generator),
+            torch.tensor([0.1, 3e5]),
+        ]
+    ).double()
+    added = to_limbs(sums)
+    for _ in range(ranks - 1):
+        added = added + to_limbs(sums)
+    found = from_limbs(added)
+    assert torch.equal(found[1:NUM_SUMS], sums[1:NUM_SUMS] * ranks)
+    # 300 additions in float32: at most 300 units in the last place, 2^-24 each.
+    assert torch.allclose(found, sums * ranks, rtol=ranks * 2.0**-24, atol=0.0)
+    assert from_limbs(to_limbs(torch.full((NUM_SUMS,), 0.3, dtype=torch.float64)))[1] == pytest.approx(0.3, rel=2**-24)
+    assert torch.isnan(from_limbs(to_limbs(torch.full((NUM_SUMS,), torch.nan, dtype=torch.float64)))).all()
