@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.strategies.base import Flags
-from shoal.strategies.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, GradientBuckets
+from shoal.strategies.buckets import FIRST_BUCKET_BYTES, GLOO_BUCKET_BYTES, GradientBuckets
 
 
 def accumulated(model: nn.Module, batches: list[Tensor], reduce: torch.dtype) -> list[Tensor | None]:
@@ -99,7 +99,7 @@ def test_sparse_gradients_become_dense_on_any_number_of_ranks() -> None:
 
 
 def test_buckets_are_filled_from_the_last_parameter() -> None:
-    sizes = [BUCKET_BYTES // 8, BUCKET_BYTES // 8, 10, FIRST_BUCKET_BYTES // 4, 10]
+    sizes = [GLOO_BUCKET_BYTES // 8, GLOO_BUCKET_BYTES // 8, 10, FIRST_BUCKET_BYTES // 4, 10]
     parameters = [nn.Parameter(torch.zeros(n)) for n in sizes]
     buckets = GradientBuckets(parameters, torch.float32, 1)
     groups: dict[int, list[int]] = {}
