@@ -8,6 +8,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from shoal.records import SPANS, StepRecord, read_steps
@@ -48,12 +49,12 @@ class StepClock:
         self._current, self._since = span, now
 
     def end(self) -> tuple[float, dict[str, float]]:
-        """Seconds of the whole step and of each span."""
+        """Seconds of the whole step and of each span, rounded to float32, in which they travel to the other ranks."""
         self.mark("other")
         total = time.perf_counter() - self._began
         if self._cuda and self.enabled:
             self._read_events(total)
-        return total, dict(self._seconds)
+        return float(np.float32(total)), {name: float(np.float32(value)) for name, value in self._seconds.items()}
 
     def _record(self, span: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -68,10 +69,10 @@ class StepClock:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held: of the GPU's allocator, or resident on the host."""
+    """The most memory that this process has held, to float32's 24 bits: of the GPU's allocator, or resident."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return int(np.float32(torch.cuda.max_memory_allocated(device)))
+    return int(np.float32(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
 
 
 class RecordWriter:

@@ -27,6 +27,9 @@ from shoal.update import Parameters, Update, Updater
 MAX_BAD_STREAK = 10
 # Below this loss scale an overflow is not the scale's doing.
 _SMALLEST_SCALE = 2.0**-10
+# A stop that arrives after the sums of a step were sent is seen one step later where the agreement travels with them;
+# steps longer than this are worth an agreement of their own.
+_LONG_STEP_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -109,9 +112,11 @@ class Trainer:
                 self._clock.mark("checkpoint")
                 parts.keeper.save(self.state)
             sums = self._runner.run(data, self._factor, self._say)
-            if self._runner.has_next:
-                self._agreed = from_rows(sums.rows)
-                self._write_record(self._agreed)
+            if self._runner.has_next and sums.rows is not None:
+                agreement = from_rows(sums.rows)
+                self._write_record(agreement)
+                long = agreement.spreads["step_seconds"].max > _LONG_STEP_SECONDS
+                self._agreed = None if long else agreement
             self._apply(sums)
         self._flush()
         return self._finish(status)

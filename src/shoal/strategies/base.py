@@ -32,7 +32,7 @@ class StepSums:
 
     sums: npt.NDArray[np.float64]
     flags: Flags
-    rows: npt.NDArray[np.float64]  # [world_size, n]: the row that each rank gave to `finish`
+    rows: npt.NDArray[np.float64] | None = None  # [world_size, n]: every rank's row, where they travelled with the sums
 
     @property
     def loss(self) -> float:
@@ -93,9 +93,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """The sums over all ranks, and every rank's `row`: numbers that float32 holds, as many on every rank.
+        """The sums over all ranks, with every rank's `row` where that costs nothing.
 
-        Collective: all ranks; `num_sums` is the length of the sums.
+        A row holds as many numbers on every rank, rounded to float32. Collective: all ranks; `num_sums` is the length
+        of the sums.
         """
 
     @abstractmethod

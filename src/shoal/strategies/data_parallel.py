@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -51,12 +50,12 @@ class DataParallel(Strategy):
         world_size = self._mesh.world_size
         if world_size == 1:
             flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
-            return StepSums(sums.cpu().numpy(), flags, np.array([row]))
+            return StepSums(sums.cpu().numpy(), flags)
         if not self._buckets.carries_extras:
             flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
             sums = sums.cpu()
             dist.all_reduce(sums)
-            return StepSums(sums.numpy(), flags, self._mesh.all_gather(row))
+            return StepSums(sums.numpy(), flags)
         rows = torch.zeros(world_size, len(row))
         rows[self._mesh.rank] = torch.tensor(row)
         extras = torch.cat([to_limbs(sums.to(self._mesh.device)), rows.flatten().to(self._mesh.device)])
@@ -130,7 +129,7 @@ class ExactDataParallel(Strategy):
         sums = torch.zeros(max(num_sums, NUM_SUMS), dtype=torch.float64) if total is None else total
         if not flags.errors and not flags.redo:
             self._assign(self._tree.total(holders, self._mesh.rank), status[2:])
-        return StepSums(sums.numpy(), flags, self._mesh.all_gather(row))
+        return StepSums(sums.numpy(), flags)
 
     def _assign(self, flat: Tensor, used: Tensor) -> None:
         parts = flat.split([p.numel() for p in self._parameters])
