@@ -16,6 +16,7 @@ from shoal.evaluation import Evaluator
 from shoal.job import Job, Progress
 from shoal.keeper import Keeper, RunState
 from shoal.ledger import chain_digest
+from shoal.microbatch import StepData
 from shoal.nonfinite import Search
 from shoal.records import StepRecord
 from shoal.step import StepParts, StepRunner
@@ -111,7 +112,7 @@ class Trainer:
             if agreement.checkpoint:
                 self._clock.mark("checkpoint")
                 parts.keeper.save(self.state)
-            sums = self._runner.run(data, self._factor, self._say)
+            sums = self._run(data)
             if self._runner.has_next and sums.rows is not None:
                 agreement = from_rows(sums.rows)
                 self._write_record(agreement)
@@ -120,6 +121,15 @@ class Trainer:
             self._apply(sums)
         self._flush()
         return self._finish(status)
+
+    def _run(self, data: StepData | None) -> StepSums:
+        try:
+            return self._runner.run(data, self._factor, self._say)
+        except Exception:
+            if self._record is not None:  # the last good step's, of which the other ranks' measures are still to come
+                self._parts.records.write(self._record)
+                self._around.on_step(self._record, self._mesh.rank)
+            raise
 
     def _finish(self, status: str) -> Outcome:
         parts = self._parts
@@ -220,7 +230,8 @@ class Trainer:
         if update.skipped in (None, "overflow"):
             state.loss_scale = state.loss_scale.after(update.skipped == "overflow")
         if update.skipped is None:
-            state.bad_streak = 0
+            if state.step > max(state.bad_steps, default=-1):  # not while replaying what came before a bad step
+                state.bad_streak = 0
         else:
             state.skipped_steps += 1
         state.computation = parts.step.computer.computation.to_json()

@@ -163,6 +163,7 @@ class StreamLoader:
 
     def restore(self, states: Sequence[dict[str, Any]]) -> None:
         """Takes up this rank's readers from whichever rank saved them."""
+        self._pending = None
         merged = {int(i): state for saved in states for i, state in saved.items()}
         for i, reader in self._readers.items():
             if i in merged:

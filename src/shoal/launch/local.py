@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,6 +25,8 @@ from shoal.errors import ExitCode, LaunchError, RankLostError
 _POLL_SECONDS = 0.02
 # After one rank has died the others find out by themselves, as an error of their next collective, or are ended.
 _GRACE_SECONDS = 3.0
+# After an agreed end with an error, the last rank may still be writing a checkpoint and the result.
+_PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -142,15 +145,17 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
 
 def _watch(workers: list[_Worker], signals: _Signals) -> None:
     """Waits until all have ended; hands signals on, and ends the rest once one has died without a word."""
-    handed_on, deadline = 0, None
+    handed_on, failed_at = 0, math.inf
     while any(w.process.poll() is None for w in workers):
         if len(signals.received) > handed_on:
             handed_on = len(signals.received)
             _end(workers, signal.SIGTERM if handed_on == 1 else signal.SIGKILL)
-        if deadline is None and any(w.process.poll() not in (None, 0, ExitCode.PREEMPTED) for w in workers):
-            deadline = time.monotonic() + _GRACE_SECONDS
-        if deadline is not None and time.monotonic() > deadline:
-            _end(workers, signal.SIGKILL)
+        failed = [w for w in workers if w.process.poll() not in (None, 0, ExitCode.PREEMPTED)]
+        if failed:
+            failed_at = min(failed_at, time.monotonic())
+            grace = _GRACE_SECONDS if any(w.how_it_ended() is None for w in failed) else _PATIENCE_SECONDS
+            if time.monotonic() - failed_at > grace:
+                _end(workers, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
 
 
