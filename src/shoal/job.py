@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.errors import JobError
@@ -214,6 +214,3 @@ def _others(job: Job) -> list[Mistake]:
     if not isinstance(job.shuffle, bool):
         found.append((f"shuffle={job.shuffle!r}", "shuffle is True or False", "write shuffle=True"))
     return found
-
-
-FIELD_NAMES = tuple(f.name for f in fields(Job))

@@ -86,10 +86,6 @@ class Mesh:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
-    def barrier(self) -> None:
-        """Waits until every rank is here. Collective: all ranks."""
-        self.all_gather([0.0])
-
 
 @contextlib.contextmanager
 def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:

@@ -52,8 +52,6 @@ class RunRequest:
             if options.plan or resumed_plan
             else Plan()
         )
-        if options.plan is None and not resumed_plan and wishes.devices is None:
-            pass  # left to `with_devices`
         plan = apply_wishes(plan, wishes, from_file=bool(options.plan))
         refuse_unsupported(plan)
         return cls(

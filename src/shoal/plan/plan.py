@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -173,8 +172,3 @@ def _hint(item: Any) -> str:
         options = [o.strip(" '") for o in str(item["ctx"]["expected"]).replace(" or ", ", ").split(",")]
         return nearest(item["input"], options)
     return ""
-
-
-def layout_mapping(layout: Layout) -> dict[str, int]:
-    """A Layout as the plan's `[layout]` section."""
-    return asdict(layout)
