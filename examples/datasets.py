@@ -238,20 +238,14 @@ def digits(split: str) -> TensorDataset:
     return TensorDataset(torch.from_numpy(scaled), torch.from_numpy(labels[chosen].astype(np.int64)))
 
 
-class Topics(Dataset[Tensor]):
-    """The help topics of Python as windows of bytes: each sample a uint8 tensor [2 .. block + 1], ragged.
+class Windows(Dataset[Tensor]):
+    """Documents as windows of bytes: each sample a uint8 tensor [2 .. block + 1], ragged.
 
-    Documents come sorted by key; every tenth, from the first on, is test. A window opens with the byte that closes
-    the one before it, so that each byte of a document but its first is a target exactly once.
-    The text is that of the running Python: another minor version has other bytes.
+    A window opens with the byte that closes the one before it, so that each byte of a document but its first is a
+    target exactly once.
     """
 
-    def __init__(self, split: str, block: int = 128) -> None:
-        _check_split(split)
-        from pydoc_data.topics import topics as texts
-
-        chosen = [key for i, key in enumerate(sorted(texts)) if (i % 10 == 0) == (split == "test")]
-        documents = [texts[key].encode() for key in chosen]
+    def __init__(self, documents: Sequence[bytes], block: int = 128) -> None:
         self.bytes = torch.from_numpy(np.frombuffer(b"".join(documents), np.uint8).copy())
         self.windows: list[tuple[int, int]] = []
         offset = 0
@@ -271,9 +265,17 @@ class Topics(Dataset[Tensor]):
         return [self.bytes[start:end] for start, end in (self.windows[i] for i in indices)]
 
 
-def topics(split: str, block: int = 128) -> Topics:
-    """The 'train' or 'test' windows of the help topics, at most block + 1 bytes each."""
-    return Topics(split, block)
+def topics(split: str, block: int = 128) -> Windows:
+    """The help topics of Python as windows of at most block + 1 bytes.
+
+    Documents come sorted by key; every tenth, from the first on, is test. The text is that of the running Python:
+    another version, even another patch version, has other bytes.
+    """
+    _check_split(split)
+    from pydoc_data.topics import topics as texts
+
+    chosen = [key for i, key in enumerate(sorted(texts)) if (i % 10 == 0) == (split == "test")]
+    return Windows([texts[key].encode() for key in chosen], block)
 
 
 def pad(samples: Sequence[Tensor], block: int = 128) -> tuple[Tensor, Tensor]:

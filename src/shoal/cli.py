@@ -78,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
         help="train a job on one process or many",
         description="Train the job that FUNCTION in JOBFILE returns; the number of devices changes only the time.",
         epilog="exit codes: 0 done, 2 user or configuration error, 65 stopped at a non-finite step, 69 a worker died, "
-        "74 no good checkpoint, 75 preempted (resume with --resume), 130 interrupted twice, 1 a fault of shoal",
+        "73 checkpoint not written, 74 no good checkpoint, 75 preempted (resume with --resume), 130 interrupted twice, "
+        "1 a fault of shoal",
     )
     run.add_argument("job", metavar="JOBFILE[:FUNCTION]", help="a Python file and its job function (default: job)")
     run.add_argument("--plan", metavar="FILE", help="a plan (TOML); what it leaves out is filled in")
@@ -112,9 +113,13 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
         environment = Environment()
     world_size = environment.world_size
     request = request.with_devices(lambda: world_size)
-    from shoal.run import run
+    from shoal.signals import Signals
 
-    return run(request, environment)
+    signals = Signals(impatient=True)
+    with signals.handled():  # before torch is imported, which takes seconds
+        from shoal.run import run
+
+        return run(request, environment, signals)
 
 
 def _launch(request: object, given: list[str]) -> int:

@@ -21,7 +21,7 @@ from shoal.grains import random_key
 from shoal.job import Job
 from shoal.microbatch import Microbatch
 from shoal.precision import Precision
-from shoal.randomness import GrainScope, NotFusibleError, device_generators, seed_everything
+from shoal.randomness import GrainScope, NotFusibleError, all_generators, seed_everything
 
 # none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
 # cannot be divided by grain, so that each grain is computed by itself with the generators seeded for it.
@@ -65,6 +65,14 @@ class Computation:
         )
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What one batch showed of how to compute; not `conclusive` where its loss was not finite."""
+
+    computation: Computation
+    conclusive: bool
+
+
 class RedoError(Exception):
     """This step has to be computed again, more carefully; nothing has been changed by it."""
 
@@ -89,9 +97,9 @@ class Computer:
             seed_everything(key)
             yield
         elif kind == "none":
-            before = torch.default_generator.get_state(), device_generators()
+            before = all_generators()
             yield
-            if not torch.equal(before[0], torch.default_generator.get_state()) or before[1] != device_generators():
+            if before != all_generators():
                 raise RedoError(replace(self.computation, randomness="scoped"), "the model has begun to draw")
         else:
             try:
@@ -114,14 +122,28 @@ class Computer:
             raise user_error("the model or loss", error) from error
         return check_pair("loss", pair)
 
-    def propose(self, microbatch: Microbatch, buffers: StepBuffers) -> Computation:
+    def propose(self, microbatch: Microbatch, buffers: StepBuffers) -> Finding:
         """How this microbatch, the first of a run, has to be computed; runs it fused and grain by grain, twice in all.
 
-        Leaves the buffers as they were. Raises: what the model raises.
+        In float32, whatever the run's precision: bfloat16 is too coarse to tell a sum over grains from another loss.
+        Leaves model and buffers as they were. Raises: what the model raises.
         """
+        if self._precision.is_wide:
+            return self._probe(microbatch, buffers)
+        try:
+            with _widened(self._model):
+                return Computer(self._job, self._model, self._precision.wide(), self.computation)._probe(
+                    microbatch, buffers
+                )
+        except ShoalError:  # a model that computes in its own dtype only, or one that raises in any
+            found = self._probe(microbatch, buffers)
+            return Finding(replace(found.computation, fuse=False), conclusive=True)
+
+    def _probe(self, microbatch: Microbatch, buffers: StepBuffers) -> Finding:
         buffers.watch()
         buffers.begin()
-        fuse, randomness = False, "opaque"
+        fuse: bool | None = False
+        randomness = "opaque"
         with _restoring(buffers), torch.no_grad(), contextlib.suppress(NotFusibleError):
             fused, calls, leaked = self._scoped(microbatch)
             parts = []
@@ -130,11 +152,12 @@ class Computer:
                 parts.append(self._scoped(part))
             if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
                 randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
-                fuse = _same(fused, [pair for pair, _, _ in parts], self._precision.compute)
+                fuse = _same(fused, [pair for pair, _, _ in parts])
         # Opaque models run without a scope, and torch's own batch_norm leaves no trace on the buffers that it writes.
         changed = buffers.names if randomness == "opaque" else tuple(sorted(buffers.changed()))
         buffers.watch(changed)
-        return replace(self.computation, randomness=randomness, fuse=fuse, buffers=changed)
+        computation = replace(self.computation, randomness=randomness, fuse=fuse is not False, buffers=changed)
+        return Finding(computation, conclusive=fuse is not None)
 
     def _scoped(self, microbatch: Microbatch) -> tuple[tuple[float, float], int, bool]:
         with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
@@ -151,14 +174,28 @@ def _restoring(buffers: StepBuffers) -> Iterator[None]:
         buffers.restore()
 
 
-def _same(fused: tuple[float, float], parts: list[tuple[float, float]], compute: torch.dtype) -> bool:
-    """Whether the fused total is the sum of the parts' within rounding, and the weights exactly so."""
+@contextlib.contextmanager
+def _widened(model: nn.Module) -> Iterator[None]:
+    """A context in which parameters and buffers of fewer bits than float32 are float32 copies of themselves."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.itemsize < 4]
+    narrow = [t.data for t in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, data in zip(tensors, narrow, strict=True):
+            tensor.data = data
+
+
+def _same(fused: tuple[float, float], parts: list[tuple[float, float]]) -> bool | None:
+    """Whether the fused total is the sum of the parts' within rounding, and the weights exactly so; None: unknown."""
     totals, scale = sum(t for t, _ in parts), sum(abs(t) for t, _ in parts)
     if fused[1] != sum(w for _, w in parts):
         return False
     if not math.isfinite(scale) or not math.isfinite(fused[0]):
-        return True  # a batch that is not finite tells nothing
-    return abs(fused[0] - totals) <= FUSION_TOLERANCE_UNITS * torch.finfo(compute).eps * scale
+        return None
+    return abs(fused[0] - totals) <= FUSION_TOLERANCE_UNITS * torch.finfo(torch.float32).eps * scale
 
 
 def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:

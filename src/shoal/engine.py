@@ -122,7 +122,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunD
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
-    updater = Updater(optimizer, parameters, job.schedule, job.clip_norm)
+    updater = Updater(optimizer, parameters, job)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
     is_map = isinstance(source, MapSource)

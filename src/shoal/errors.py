@@ -16,6 +16,7 @@ class ExitCode(IntEnum):
     USER = 2  # the job, its data, its settings, the plan or the command line
     NONFINITE = 65  # stopped by `on_nonfinite="stop"`, or too many bad steps in a row
     RANK_LOST = 69  # a worker process died
+    STORAGE = 73  # the last checkpoint could not be written
     INTEGRITY = 74  # no checkpoint in the run directory passes its checks
     PREEMPTED = 75  # stopped on request after a checkpoint: `--resume` goes on
     INTERRUPTED = 130  # a second Ctrl-C: stopped at once, without a checkpoint
@@ -126,6 +127,12 @@ class PeerError(ShoalError, ConnectionError):
     """This rank is well, another one failed: never the root cause."""
 
     exit_code = ExitCode.RANK_LOST
+
+
+class StorageError(ShoalError, OSError):
+    """A checkpoint that has to be there could not be written or read."""
+
+    exit_code = ExitCode.STORAGE
 
 
 class IntegrityError(ShoalError, OSError):

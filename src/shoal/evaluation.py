@@ -68,10 +68,10 @@ class Evaluator:
     def _local_sums(self, model: nn.Module) -> dict[str, Any]:
         sums: dict[str, Any] = {name: ([], []) for name in self._metrics} | {"samples": []}
         place = Place(self._mesh.data_rank, self._mesh.num_data_ranks)
-        seed_everything(random_key(self._job.seed, "evaluation"))
         with torch.no_grad():
-            for size, batch in self._chunks(place):
+            for number, size, batch in self._chunks(place):
                 batch = self._precision.inputs(batch)
+                seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
                 sums["samples"].append(size)
                 for name, function in self._metrics.items():
                     try:
@@ -88,18 +88,22 @@ class Evaluator:
                     sums[name][1].append(float(weight))
         return sums
 
-    def _chunks(self, place: Place) -> Iterator[tuple[int, Any]]:
-        """This rank's chunks: number c belongs to rank c modulo their number."""
+    def _chunks(self, place: Place) -> Iterator[tuple[int, int, Any]]:
+        """This rank's chunks as (number c, samples, batch): c belongs to rank c modulo their number."""
         if isinstance(self._source, MapSource):
             count = len(self._source)
             for start in range(place.rank * self._chunk, count, place.num_ranks * self._chunk):
                 ids = np.arange(start, min(start + self._chunk, count), dtype=np.int64)
                 key = random_key(self._job.seed, "evaluation", start)
-                yield len(ids), self._source.fetch([ids], [key])
+                yield start // self._chunk, len(ids), self._source.fetch([ids], [key])
         else:
             for number, samples in enumerate(_batched(self._source or (), self._chunk)):
                 if number % place.num_ranks == place.rank:
-                    yield len(samples), collate_samples(self._job.collate or default_collate, samples, "eval_data")
+                    yield (
+                        number,
+                        len(samples),
+                        collate_samples(self._job.collate or default_collate, samples, "eval_data"),
+                    )
 
 
 def _batched(stream: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.agreement import together
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
 from shoal.checkpoint.store import Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter
 from shoal.data.loader import Loader
-from shoal.errors import IntegrityError
-from shoal.ledger import EMPTY_DIGEST
+from shoal.errors import IntegrityError, ShoalError, StorageError
+from shoal.ledger import EMPTY_DIGEST, chain_digest
 from shoal.mesh import Mesh
 from shoal.precision import LossScale
+from shoal.strategies.base import StepSums
 
 
 @dataclass
@@ -38,9 +41,23 @@ class RunState:
     bad_steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     computation: dict[str, Any] | None = None
 
+    def advance(self, sums: StepSums, skipped: str | None) -> None:
+        """Counts a step of these sums; `skipped` says why its update was left out, as in Update."""
+        self.samples += sums.num_samples
+        self.digest = chain_digest(self.digest, sums.digest)
+        self.loss = sums.loss if math.isfinite(sums.loss) else None
+        if skipped in (None, "overflow"):
+            self.loss_scale = self.loss_scale.after(skipped == "overflow")
+        if skipped is not None:
+            self.skipped_steps += 1
+        elif self.step > max(self.bad_steps, default=-1):  # not while replaying what came before a bad step
+            self.bad_streak = 0
+        self.step += 1
+
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
-        scale = {"scale": self.loss_scale.scale, "good_steps": self.loss_scale.good_steps}
+        now = self.loss_scale
+        scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
         return {
             **vars(self),
             "loss_scale": scale,
@@ -51,7 +68,7 @@ class RunState:
     def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
         """From `to_json`; whether the loss scale is dynamic comes from the plan in force."""
         saved = document["loss_scale"]
-        scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved["scale"] != 1.0 else loss_scale
+        scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
         return cls(
             **{
                 **document,
@@ -85,11 +102,34 @@ class Keeper:
         return step % self._every == 0 if self._every is not None else self._writer.due()
 
     def save(self, state: RunState, wait: bool = False) -> None:
-        """Takes a snapshot after `state.step` steps and starts writing it. Collective: all ranks, one JSON gather."""
-        if self._store is None or state.step == self._newest:
+        """Takes a snapshot after `state.step` steps and starts writing it.
+
+        Collective: all ranks, one JSON gather, two where it waits. Raises: StorageError, on every rank, where it waits
+        and the newest snapshot could not be written.
+        """
+        if self._store is None:
             return
+        if state.step != self._newest:
+            self._start(state)
+            self._newest = state.step
+        if wait:
+            self._confirm(self._store)
+
+    def _confirm(self, store: Store) -> None:
+        """Raises: StorageError where the last save failed. Collective: all ranks, one JSON gather."""
+        if self._writer is not None:
+            self._writer.wait()
+        failure = self._writer.failure if self._writer is not None else None
+        told = self._mesh.gather_json(str(failure) if failure is not None else None)[0]
+        if told is not None:
+            raise StorageError(
+                given=f"the checkpoint of step {self._newest} in {store.folder}",
+                conflict=f"it could not be written: {told}",
+                remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
+            )
+
+    def _start(self, state: RunState) -> None:
         streams = self._mesh.gather_json(self._trained.loader.state())
-        self._newest = state.step
         if self._writer is None:
             return
         tensors, document = optimizer_state(self._trained.optimizer, self._trained.model)
@@ -101,35 +141,38 @@ class Keeper:
             "world_size": self._mesh.world_size,
         }
         self._writer.write(Snapshot(state.step, {"model": model, "optimizer": tensors}, document))
-        if wait:
-            self._writer.wait()
 
     def load(self, loss_scale: LossScale) -> tuple[RunState | None, list[str]]:
         """Sets model, optimizer and loader from the newest good checkpoint; and lines about damaged ones.
 
         None where there is none. Rank 0 judges; the others read the same one. Collective: all ranks, JSON gathers.
+        Raises: IntegrityError, StorageError, JobMismatchError; on every rank.
         """
         if self._store is None:
             return None, []
-        if self._writer is not None:
-            self._writer.wait()
-        snapshot: Snapshot | None = None
-        complaints: list[str] = []
-        step: int | None = None
-        error: IntegrityError | None = None
-        if self._mesh.rank == 0:
-            try:
-                snapshot, complaints = self._store.newest_good()
-                step = snapshot.step if snapshot else None
-            except IntegrityError as caught:
-                error = caught
-        failed, step, complaints = self._mesh.gather_json([error is not None, step, complaints])[0]
-        if error is not None:
-            raise error
-        if failed or step is None:
+        store = self._store
+        newest, complaints = together(self._mesh, lambda: self._newest_good(store))
+        step, complaints = self._mesh.gather_json([newest.step if newest else None, complaints])[0]
+        if step is None:
             return None, complaints
-        snapshot = snapshot or self._read(self._store, step)
-        return self._restore(snapshot, loss_scale), complaints
+        restored = together(self._mesh, lambda: self._restore(newest or self._read(store, step), loss_scale))
+        return restored, complaints
+
+    def _newest_good(self, store: Store) -> tuple[Snapshot | None, list[str]]:
+        """On rank 0, which judges; nothing on the others."""
+        if self._writer is None:
+            return None, []
+        self._writer.wait()
+        try:
+            return store.newest_good()
+        except ShoalError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                given=f"the checkpoints in {store.folder}",
+                conflict=f"they cannot be read now: {error}; nothing was moved or changed",
+                remedy="mend the permission or the disk, then --resume",
+            ) from error
 
     def _read(self, store: Store, step: int) -> Snapshot:
         try:
@@ -148,11 +191,6 @@ class Keeper:
         trained.loader.restore(document["streams"])
         self._newest = snapshot.step
         return RunState.from_json(document["run"], loss_scale)
-
-    @property
-    def failures(self) -> int:
-        """How many of the last saves failed, in a row."""
-        return self._writer.failures if self._writer else 0
 
     def close(self) -> None:
         """Waits for what is being written."""

@@ -30,6 +30,15 @@ class Precision:
         """The policy that a plan's section names."""
         return cls(_DTYPES[section.parameters], _DTYPES[section.compute], _DTYPES[section.reduce], device)
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether everything is float32."""
+        return self.parameters == self.compute == torch.float32
+
+    def wide(self) -> Precision:
+        """The same in float32."""
+        return Precision(torch.float32, torch.float32, torch.float32, self.device)
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of a forward: autocast where compute differs from the parameters."""
         if self.compute == self.parameters:
@@ -50,6 +59,8 @@ class Precision:
 
 # As torch.amp.GradScaler: start at 2^16, double after 2000 good steps, halve at an overflow.
 _START, _GROWTH_STEPS = 2.0**16, 2000
+# Below this scale an overflow is not the scale's doing.
+_SMALLEST = 2.0**-10
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,17 @@ class LossScale:
 
         A power of two changes no bit of a gradient that neither overflows nor underflows.
         """
-        return self.scale / 2.0 ** round(math.log2(global_batch)) if self.scale != 1.0 else 1.0
+        return self.scale / 2.0 ** round(math.log2(global_batch)) if self.active else 1.0
+
+    @property
+    def active(self) -> bool:
+        """Whether losses are scaled; a dynamic scale is also where it has come down to 1."""
+        return self.dynamic or self.scale != 1.0
+
+    @property
+    def can_fall(self) -> bool:
+        """Whether an overflow may be the scale's doing, which a smaller one would mend."""
+        return self.dynamic and self.scale > _SMALLEST
 
     def after(self, overflow: bool) -> LossScale:
         """The scale for the next step."""

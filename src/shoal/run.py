@@ -11,10 +11,8 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -36,22 +34,12 @@ from shoal.progress import Pace, Reporter, choose_reporter
 from shoal.records import RunRecord, StepRecord
 from shoal.run_directory import RunDirectory, read_json, write_file
 from shoal.run_request import RunRequest, cores_here
+from shoal.signals import Signals
+from shoal.startup import prepare_process
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Outcome, Surroundings
 
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass
-class _Stop:
-    """Set by SIGTERM and Ctrl-C; the step in hand is finished first. A second Ctrl-C ends at once."""
-
-    requested: list[int] = field(default_factory=list)
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        self.requested.append(number)
-        if number == signal.SIGINT and self.requested.count(signal.SIGINT) > 1:
-            os._exit(ExitCode.INTERRUPTED)
 
 
 @dataclass
@@ -65,29 +53,29 @@ class _Course:
     resumed_from: int | None = None
     first_step_at: float | None = None
     started: bool = False
+    concluded: bool = False
 
 
-def run(request: RunRequest, environment: Environment) -> ExitCode:
+def run(request: RunRequest, environment: Environment, signals: Signals) -> ExitCode:
     """Trains and returns the exit code; errors are printed here, or handed to the launcher that started this rank."""
     if REPORT_FILE in os.environ:
         _die_with_parent()
-    stop, course = _Stop(), _Course()
+    course = _Course()
     error: ShoalError | None = None
     code = ExitCode.DONE
-    with _signals(stop):
-        try:
-            request.check()
-            code = _train(request, environment, stop, course)
-        except (Exception, SystemExit) as caught:
-            error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
-            code = error.exit_code
-            _note_failure(request, environment, error, course)
+    try:
+        request.check()
+        code = _train(request, environment, signals, course)
+    except (Exception, SystemExit) as caught:
+        error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
+        code = error.exit_code
+        _note_failure(request, environment, error, course)
     _tell(environment, code, error)
     return code
 
 
-def _train(request: RunRequest, environment: Environment, stop: _Stop, course: _Course) -> ExitCode:
-    _set_threads(request.plan, environment)
+def _train(request: RunRequest, environment: Environment, signals: Signals, course: _Course) -> ExitCode:
+    prepare_process(request.plan.execution.exact, max(1, cores_here() // environment.local_world_size))
     loaded = load(request.job)
     plan = complete(request.plan, loaded.job.grains, loaded.job.grain_size, request.wishes.max_microbatch)
     with open_mesh(environment, plan.degrees) as mesh:
@@ -95,12 +83,12 @@ def _train(request: RunRequest, environment: Environment, stop: _Stop, course: _
         directory = RunDirectory(request.out)
         engine = build(loaded.job, plan, mesh, request, directory)
         try:
-            return _train_built(engine, loaded, request, stop, course)
+            return _train_built(engine, loaded, request, signals, course)
         finally:
             engine.close()
 
 
-def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, stop: _Stop, course: _Course) -> ExitCode:
+def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals: Signals, course: _Course) -> ExitCode:
     mesh, directory = engine.mesh, RunDirectory(request.out)
     description = _describe(loaded, engine, request)
     saved = read_json(directory.job) if request.resume else None
@@ -125,27 +113,19 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, stop: _
             course.first_step_at = course.first_step_at or time.time()
             reporter.step(record, slowest_rank)
 
-        around = Surroundings(reporter.note, on_step, lambda: bool(stop.requested))
+        around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
         outcome = engine.trainer(state, num_steps, around, records).train()
         result = _result(engine, outcome, request, course)
         if mesh.rank == 0:
             write_file(directory.result, result.to_json())
+        course.concluded = True
         _conclude(reporter, result, request.out)
+        if outcome.unsaved is not None:
+            raise outcome.unsaved
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
-
-
-def _set_threads(plan: Plan, environment: Environment) -> None:
-    """One thread in exact mode, since kernels divide their sums by threads; else this rank's share of the cores."""
-    if plan.execution.exact:
-        torch.set_num_threads(1)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, cores_here() // environment.local_world_size))
 
 
 def _shake_hands(mesh: Mesh, loaded: LoadedJob, plan: Plan) -> None:
@@ -251,7 +231,8 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
     median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
     state = outcome.state
     return RunRecord(
-        status=outcome.status,
+        status="failed" if outcome.unsaved else outcome.status,
+        error=_error_fields(outcome.unsaved, engine.mesh.rank) if outcome.unsaved else None,
         steps=state.step,
         samples=state.samples,
         world_size=engine.mesh.world_size,
@@ -292,7 +273,7 @@ def _note_failure(request: RunRequest, environment: Environment, error: ShoalErr
         if error.traceback_text:
             directory.errors.mkdir(exist_ok=True)
             write_file(directory.errors / f"rank-{environment.rank}.txt", error.traceback_text)
-        if environment.rank == 0:
+        if environment.rank == 0 and not course.concluded:
             result = RunRecord(
                 status="failed",
                 steps=course.steps,
@@ -306,10 +287,14 @@ def _note_failure(request: RunRequest, environment: Environment, error: ShoalErr
                 step_seconds={},
                 wall_seconds=time.time() - request.started_at,
                 resumed_from=course.resumed_from,
-                error={k: v for k, v in to_json(error, environment.rank, platform.node()).items() if k != "traceback"},
+                error=_error_fields(error, environment.rank),
                 versions=_versions(),
             )
             write_file(directory.result, result.to_json())
+
+
+def _error_fields(error: ShoalError, rank: int) -> dict[str, Any]:
+    return {k: v for k, v in to_json(error, rank, platform.node()).items() if k != "traceback"}
 
 
 def _tell(environment: Environment, code: ExitCode, error: ShoalError | None) -> None:
@@ -319,16 +304,6 @@ def _tell(environment: Environment, code: ExitCode, error: ShoalError | None) ->
         write_file(Path(report), json.dumps({"exit_code": int(code), "error": told}))
     elif error is not None and not isinstance(error, PeerError):
         print(error.render(), file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _signals(stop: _Stop) -> Iterator[None]:
-    before = {n: signal.signal(n, stop.handle) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _die_with_parent() -> None:

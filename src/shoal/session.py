@@ -28,13 +28,14 @@ from shoal.faults import as_shoal_error
 from shoal.grains import random_key
 from shoal.job import Epochs, Job, Length, Progress
 from shoal.keeper import Keeper, RunState, Trained
-from shoal.ledger import chain_digest
 from shoal.mesh import open_mesh
 from shoal.microbatch import Microbatch, StepData
 from shoal.plan import Plan
 from shoal.plan.resolve import Wishes, apply_wishes, complete
 from shoal.precision import LossScale, Precision
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
+from shoal.run_request import cores_here
+from shoal.startup import prepare_process
 from shoal.strategies.assemble import assemble
 from shoal.strategies.base import NUM_SUMS, Flags, microbatch_sums
 from shoal.update import Parameters, Updater
@@ -77,9 +78,7 @@ class Session:
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
         self.plan = complete(plan, self._job.grains, self._job.grain_size)
-        if self.plan.execution.exact:
-            torch.set_num_threads(1)
-            torch.use_deterministic_algorithms(True)
+        prepare_process(self.plan.execution.exact, max(1, cores_here() // environment.local_world_size))
         self._exit = contextlib.ExitStack()
         self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
         self._precision = Precision.of(self.plan.precision, self.mesh.device)
@@ -102,7 +101,8 @@ class Session:
     def steps(self, dataset: Any, length: Length | None = None, *, epochs: float | None = None) -> Iterator[Step]:
         """The steps of a training on a map-style dataset; iterate each for this rank's batches.
 
-        Raises: on every rank, where any rank's loop raised inside a step.
+        Raises: on every rank, where a batch of any rank cannot be read or computed by shoal. An exception in the
+        loop's own body ends its process, and the others at their next collective.
         """
         if self._model is None or self._optimizer is None:
             raise JobError(
@@ -202,7 +202,7 @@ class _Loop:
         training = self._session.training
         parameters = Parameters(model)
         self._strategy = assemble(self._plan, self._mesh, parameters, self._job.grains, lambda span: None)
-        self._updater = Updater(optimizer, parameters, self._job.schedule, self._job.clip_norm)
+        self._updater = Updater(optimizer, parameters, self._job)
         self._buffers = StepBuffers(model)
         self._buffers.watch()
         folder = training.checkpoints
@@ -252,12 +252,9 @@ class _Loop:
             raise_together(self._mesh, self._error)
         step.loss = sums.loss
         progress = Progress(self.state.step, self._order.num_steps, self.state.samples)
-        factor = self.state.loss_scale.factor(self._job.global_batch)
-        update = self._updater.step(sums.weight if math.isfinite(sums.loss) else 0.0, factor, progress)
+        update = self._updater.step(sums.loss, sums.weight, self.state.loss_scale, progress)
         step.grad_norm = update.grad_norm
-        overflow = update.skipped == "nonfinite" and self.state.loss_scale.dynamic
-        bad = (update.skipped == "nonfinite" and not overflow) or not math.isfinite(sums.loss)
-        if bad and not self._session.training.skip_nonfinite:
+        if update.skipped == "nonfinite" and not self._session.training.skip_nonfinite:
             raise NonFiniteError(
                 given=f"step {step.number}: loss {sums.loss}, gradient norm {update.grad_norm}",
                 conflict="one of them is not finite; the parameters are those before the step",
@@ -265,10 +262,7 @@ class _Loop:
             )
         if update.skipped is None:
             self._buffers.assign(sums.buffers, sums.num_samples)
-        self.state.samples += sums.num_samples
-        self.state.digest = chain_digest(self.state.digest, sums.digest)
-        self.state.loss_scale = self.state.loss_scale.after(overflow)
-        self.state.step += 1
+        self.state.advance(sums, update.skipped)
 
     @contextlib.contextmanager
     def _scope(self, microbatch: Microbatch) -> Iterator[None]:

@@ -62,7 +62,7 @@ class StepRunner:
         self.seen: list[Microbatch] = []
         self._proposal: Computation | None = None
         self._probed = False
-        self._too_large = False
+        self._too_large, self._unclear = False, False
         self._step = 0
         self._factor = 1.0
         self._ahead: tuple[int, _Fetched] | None = None
@@ -127,17 +127,18 @@ class StepRunner:
             data = self._adopt(self._proposal)
 
     def _probe(self, data: StepData | None) -> StepData | None:
-        """Finds out, once, how the model has to be computed; the ranks take the most careful finding."""
-        self._probed = True
+        """Finds out how the model has to be computed; the ranks take the most careful finding."""
         while True:
             before = self._parts.computer.computation.effective_grains
             first: Microbatch | None = None
             if data is not None and data.num_microbatches:
                 first = next(data.microbatches)
                 data = replace(data, microbatches=itertools.chain([first], data.microbatches))
-            self._too_large = False
+            self._too_large, self._unclear = False, False
             found = together(self._parts.mesh, functools.partial(self._propose, first))
-            again = bool(self._parts.mesh.all_gather([float(self._too_large)]).any())
+            told = self._parts.mesh.all_gather([float(self._too_large), float(self._unclear)])
+            again, unclear = told.max(axis=0) > 0
+            self._probed = not unclear  # a batch that is not finite tells too little: the next one is asked as well
             changed = self._agreed(found).effective_grains != before
             data = self._adopt(found) if changed else data
             if not again:
@@ -147,7 +148,9 @@ class StepRunner:
         if first is None:
             return None
         try:
-            return self._parts.computer.propose(first, self._parts.buffers)
+            finding = self._parts.computer.propose(first, self._parts.buffers)
+            self._unclear = not finding.conclusive
+            return finding.computation
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,11 +12,10 @@ from torch import nn
 
 from shoal.agreement import Agreement, Report, agree, from_rows, measures, raise_together, to_row
 from shoal.data.order import Order
-from shoal.errors import NonFiniteError
+from shoal.errors import IntegrityError, NonFiniteError, StorageError
 from shoal.evaluation import Evaluator
 from shoal.job import Job, Progress
 from shoal.keeper import Keeper, RunState
-from shoal.ledger import chain_digest
 from shoal.microbatch import StepData
 from shoal.nonfinite import Search
 from shoal.records import StepRecord
@@ -26,8 +26,6 @@ from shoal.update import Parameters, Update, Updater
 
 # So many steps in a row that are not finite are no accident that leaving them out could mend.
 MAX_BAD_STREAK = 10
-# Below this loss scale an overflow is not the scale's doing.
-_SMALLEST_SCALE = 2.0**-10
 # A stop that arrives after the sums of a step were sent is seen one step later where the agreement travels with them;
 # steps longer than this are worth an agreement of their own.
 _LONG_STEP_SECONDS = 0.5
@@ -60,13 +58,14 @@ class Parts:
 
 @dataclass
 class Outcome:
-    """How a training ended: completed or preempted, after which state."""
+    """How a training ended: completed or preempted, after which state; `unsaved` where that was not written."""
 
     status: str
     state: RunState
     metrics: dict[str, float]
     eval_samples: int
     step_seconds: list[float] = field(default_factory=list)
+    unsaved: StorageError | None = None
 
 
 class Trainer:
@@ -97,7 +96,7 @@ class Trainer:
         parts = self._parts
         parts.model.train()
         if parts.job.on_nonfinite == "rollback" and self.state.step == 0:
-            parts.keeper.save(self.state)
+            parts.keeper.save(self.state, wait=True)
         status = "completed"
         while self.state.step < parts.num_steps:
             self._clock.begin()
@@ -133,7 +132,11 @@ class Trainer:
 
     def _finish(self, status: str) -> Outcome:
         parts = self._parts
-        parts.keeper.save(self.state, wait=True)
+        unsaved: StorageError | None = None
+        try:
+            parts.keeper.save(self.state, wait=True)
+        except StorageError as error:
+            unsaved = error
         metrics: dict[str, float] = {}
         eval_samples = 0
         if status == "completed":
@@ -141,7 +144,7 @@ class Trainer:
                 _, metrics, eval_samples = self._evaluated
             else:
                 metrics, eval_samples = parts.evaluator.evaluate(parts.model)
-        return Outcome(status, self.state, metrics, eval_samples, self._step_seconds)
+        return Outcome(status, self.state, metrics, eval_samples, self._step_seconds, unsaved)
 
     def _say(self, has_data: bool, error: bool) -> list[float]:
         """This rank's row about the next step, sent with the sums of the one in hand."""
@@ -168,24 +171,18 @@ class Trainer:
         parts, state = self._parts, self.state
         self._clock.mark("optimizer")
         progress = Progress(state.step, parts.order.num_steps, state.samples)
-        finite = math.isfinite(sums.loss) or sums.weight == 0.0
-        bad_before = state.step in state.bad_steps
-        update = Update(math.nan, math.nan, "nonfinite")
-        if finite and not bad_before:
-            update = parts.updater.step(sums.weight, self._factor, progress)
         found = state.bad_steps.get(state.step)
-        if update.skipped == "nonfinite" and finite and not bad_before and self._scale_can_fall():
-            update = replace(update, skipped="overflow")
-        if update.skipped == "nonfinite" and not bad_before:
-            found = self._nonfinite(sums)
-            if found is None:
-                return  # rolled back
+        if found is not None:
+            update = Update(math.nan, math.nan, "nonfinite")
+        else:
+            update = parts.updater.step(sums.loss, sums.weight, state.loss_scale, progress)
+            if update.skipped == "nonfinite":
+                found = self._nonfinite(sums)
+                if found is None:
+                    return  # rolled back
         if update.skipped is None:
             self._buffers.assign(sums.buffers, sums.num_samples)
         self._advance(sums, update, found)
-
-    def _scale_can_fall(self) -> bool:
-        return self.state.loss_scale.dynamic and self.state.loss_scale.scale > _SMALLEST_SCALE
 
     def _nonfinite(self, sums: StepSums) -> dict[str, Any] | None:
         """Acts on the job's policy; None after a rollback. Raises: NonFiniteError, the same on every rank."""
@@ -198,7 +195,8 @@ class Trainer:
         what = "loss" if not math.isfinite(sums.loss) else "gradient"
         self._around.note(f"step {state.step}: {what} is not finite: {culprit}: {parts.job.on_nonfinite}")
         if parts.job.on_nonfinite == "stop" or state.bad_streak > MAX_BAD_STREAK:
-            parts.keeper.save(state, wait=True)
+            with contextlib.suppress(StorageError):  # was warned of; what comes now is the reason to end
+                parts.keeper.save(state, wait=True)
             many = f", as in the {MAX_BAD_STREAK} steps before" if state.bad_streak > MAX_BAD_STREAK else ""
             raise NonFiniteError(
                 given=f"step {state.step}: {culprit}",
@@ -211,7 +209,12 @@ class Trainer:
         restored, complaints = parts.keeper.load(self._first_scale)
         for complaint in complaints:
             self._around.note(complaint)
-        assert restored is not None, "a run that rolls back keeps a checkpoint from its first step on"
+        if restored is None:
+            raise IntegrityError(
+                given="a rollback",
+                conflict="the checkpoint that this run wrote before its first step is not there any more",
+                remedy="leave the run directory alone while the run lasts; start anew with another --out",
+            )
         self.state = restored
         self.state.bad_steps, self.state.bad_streak = bad_steps, streak
         self._runner.forget()
@@ -224,18 +227,8 @@ class Trainer:
     def _advance(self, sums: StepSums, update: Update, found: dict[str, Any] | None) -> None:
         parts, state = self._parts, self.state
         parts.step.loader.commit()
-        state.samples += sums.num_samples
-        state.digest = chain_digest(state.digest, sums.digest)
-        state.loss = sums.loss if math.isfinite(sums.loss) else None
-        if update.skipped in (None, "overflow"):
-            state.loss_scale = state.loss_scale.after(update.skipped == "overflow")
-        if update.skipped is None:
-            if state.step > max(state.bad_steps, default=-1):  # not while replaying what came before a bad step
-                state.bad_streak = 0
-        else:
-            state.skipped_steps += 1
+        state.advance(sums, update.skipped)
         state.computation = parts.step.computer.computation.to_json()
-        state.step += 1
         seconds, spans = self._clock.end()
         self._step_seconds.append(seconds)
         memory = peak_memory_bytes(self._mesh.device)
@@ -249,7 +242,7 @@ class Trainer:
             weight=sums.weight if math.isfinite(sums.weight) else None,
             grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
             learning_rate=update.learning_rate if math.isfinite(update.learning_rate) else 0.0,
-            loss_scale=state.loss_scale.scale if state.loss_scale.scale != 1.0 else None,
+            loss_scale=state.loss_scale.scale if state.loss_scale.active else None,
             seconds=seconds,
             spans=spans,
             ranks={},

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.faults import user_error
-from shoal.job import Progress
+from shoal.grains import random_key
+from shoal.job import Job, Progress
+from shoal.precision import LossScale
+from shoal.randomness import seed_everything
 from shoal.startup import compiler_deferred, is_torch_optimizer
 
 # torch.nn.utils.clip_grad_norm_'s own guard against a division by zero.
@@ -75,7 +78,10 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
 
 @dataclass(frozen=True)
 class Update:
-    """What came of a step: the mean gradient's norm before clipping, the learning rate, and why it was skipped."""
+    """What came of a step: the mean gradient's norm before clipping, the learning rate, and why it was skipped.
+
+    weightless: nothing had a weight; overflow: a smaller loss scale may mend it; nonfinite: the loss or gradient is.
+    """
 
     grad_norm: float
     learning_rate: float
@@ -89,13 +95,12 @@ class Updater:
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Parameters,
-        schedule: Callable[[Progress], float] | None,
-        clip_norm: float | None,
+        job: Job,
     ) -> None:
         self.optimizer = optimizer
-        self._parameters, self._schedule, self._clip_norm = parameters, schedule, clip_norm
+        self._parameters, self._job = parameters, job
         self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        if schedule is not None and any("lr" not in group for group in optimizer.param_groups):
+        if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
             raise JobError(
                 given=f"a schedule for {type(optimizer).__name__}, which has no lr",
                 conflict="a schedule multiplies the learning rates of the optimizer's groups",
@@ -103,23 +108,27 @@ class Updater:
             )
         self._deferred = compiler_deferred if is_torch_optimizer(type(optimizer)) else contextlib.nullcontext
 
-    def step(self, weight: float, factor: float, progress: Progress) -> Update:
-        """Divides the summed gradients by `weight` and by the loss's `factor`, clips their norm, and steps.
+    def step(self, loss: float, weight: float, loss_scale: LossScale, progress: Progress) -> Update:
+        """Divides the summed gradients by `weight` and by the loss's factor, clips their norm, and steps.
 
-        The norm counts every trainable parameter once. Nothing is changed where the norm is not finite or the weight 0.
+        `loss` is the mean. The norm counts every trainable parameter once. Nothing is changed where the update says
+        that it was skipped.
         """
         rate = self._set_rates(progress)
         if weight == 0.0:
             return Update(0.0, rate, "weightless")
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        scale = 1.0 / (weight * factor)
+        scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         norm = global_norm(gradients) * abs(scale)
-        if not math.isfinite(norm) or not math.isfinite(scale):
+        if not math.isfinite(loss) or not math.isfinite(scale):
             return Update(norm, rate, "nonfinite")
-        if self._clip_norm is not None:
-            scale *= min(1.0, self._clip_norm / (norm + _CLIP_EPSILON))
+        if not math.isfinite(norm):
+            return Update(norm, rate, "overflow" if loss_scale.can_fall else "nonfinite")
+        if self._job.clip_norm is not None:
+            scale *= min(1.0, self._job.clip_norm / (norm + _CLIP_EPSILON))
         if gradients:
             torch._foreach_mul_(gradients, scale)
+        seed_everything(random_key(self._job.seed, "optimizer", progress.step))  # some add noise: the same on all ranks
         try:
             with self._deferred():
                 self.optimizer.step()
@@ -129,9 +138,9 @@ class Updater:
 
     def _set_rates(self, progress: Progress) -> float:
         multiplier = 1.0
-        if self._schedule is not None:
+        if self._job.schedule is not None:
             try:
-                multiplier = float(self._schedule(progress))
+                multiplier = float(self._job.schedule(progress))
             except Exception as error:
                 raise user_error("the schedule", error) from error
             if not math.isfinite(multiplier) or multiplier < 0:

@@ -1,5 +1,7 @@
 """How a model has to be computed is found on the first batch, and what a loss returns is checked."""
 
+import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -38,16 +40,20 @@ def first_batch() -> Microbatch:
     return microbatch
 
 
-def computer(model: nn.Module, loss: Loss = plain, computation: Computation | None = None) -> Computer:
+def computer(
+    model: nn.Module, loss: Loss = plain, computation: Computation | None = None, **precisions: str
+) -> Computer:
     job = Job(model=lambda: model, loss=loss, optimizer=print, train_data=X, global_batch=16, grains=4)
-    precision = Precision.of(PrecisionSection(), torch.device("cpu"))
+    precision = Precision.of(PrecisionSection(**precisions), torch.device("cpu"))  # type: ignore[arg-type]
     return Computer(job, model, precision, computation or Computation(4))
 
 
-def proposed(model: nn.Module, loss: Loss = plain) -> Computation:
+def proposed(model: nn.Module, loss: Loss = plain, **precisions: str) -> Computation:
     before = {name: b.clone() for name, b in model.named_buffers()}
     buffers = StepBuffers(model)
-    found = computer(model, loss).propose(first_batch(), buffers)
+    finding = computer(model, loss, **precisions).propose(first_batch(), buffers)
+    assert finding.conclusive
+    found = finding.computation
     assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
     assert buffers.names == found.buffers
     return found
@@ -95,6 +101,39 @@ def test_a_loss_that_is_no_sum_over_samples_is_not_fused(loss: Loss) -> None:
     assert (found.randomness, found.fuse, found.effective_grains) == ("none", False, 1)
 
 
+NARROW = [{"compute": "bfloat16"}, {"compute": "float16"}, {"parameters": "bfloat16", "compute": "bfloat16"}]
+
+
+@pytest.mark.parametrize("precisions", NARROW)
+def test_a_narrow_dtype_hides_no_loss_that_is_no_sum(precisions: dict[str, str]) -> None:
+    def centred(model: nn.Module, batch: Any) -> Any:
+        outputs = model(batch[0].to(model.weight.dtype)).float()  # type: ignore[union-attr]
+        return (outputs - batch[1] - 0.05 * outputs.mean()).square().sum(), len(outputs)
+
+    model = nn.Linear(3, 1).to(torch.bfloat16 if "parameters" in precisions else torch.float32)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert not proposed(model, centred, **precisions).fuse
+    assert all(torch.equal(p, b) and p.dtype == b.dtype for p, b in zip(model.parameters(), before, strict=True))
+    assert proposed(model, **precisions).fuse
+
+
+def test_a_model_that_runs_in_its_own_dtype_only_is_not_fused() -> None:
+    def own_dtype(model: nn.Module, batch: Any) -> Any:
+        return mse(model(batch[0].bfloat16()), batch[1].bfloat16())
+
+    found = proposed(nn.Linear(3, 1).bfloat16(), own_dtype, parameters="bfloat16", compute="bfloat16")
+    assert (found.fuse, found.randomness) == (False, "none")
+
+
+def test_a_batch_that_is_not_finite_tells_nothing() -> None:
+    def infinite(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0]).sum() * math.inf, len(batch[0])
+
+    model = nn.Linear(3, 1)
+    buffers = StepBuffers(model)
+    assert not computer(model, infinite).propose(first_batch(), buffers).conclusive
+
+
 @pytest.mark.parametrize(
     "draw",
     [
@@ -132,10 +171,11 @@ def test_a_scope_gives_a_grain_the_same_randomness_again(randomness: str) -> Non
 
 def test_a_scope_that_proves_too_careless_asks_for_another() -> None:
     (part, *_) = first_batch().split()
-    dropout = computer(Draws(lambda x: F.dropout(x, 0.5)), computation=Computation(4, "none"))
-    with pytest.raises(RedoError) as caught, dropout.scope(part):
-        dropout.loss(part.batch)
-    assert caught.value.proposal.randomness == "scoped"
+    for draw in (lambda x: F.dropout(x, 0.5), lambda x: x * float(np.random.rand()), lambda x: x * random.random()):
+        none = computer(Draws(draw), computation=Computation(4, "none"))
+        with pytest.raises(RedoError) as caught, none.scope(part):
+            none.loss(part.batch)
+        assert caught.value.proposal.randomness == "scoped"
     for draw in (lambda x: x + torch.rand(1), lambda x: x * float(np.random.rand())):
         opaque = computer(Draws(draw), computation=Computation(4, "scoped"))
         with pytest.raises(RedoError) as caught, opaque.scope(part):

@@ -25,6 +25,7 @@ BUILT_INS = {
     "LaunchError": OSError,
     "RankLostError": ChildProcessError,
     "PeerError": ConnectionError,
+    "StorageError": OSError,
     "IntegrityError": OSError,
     "InternalError": RuntimeError,
 }
@@ -72,5 +73,5 @@ def test_the_nearest_name() -> None:
 def test_exit_codes_are_distinct() -> None:
     assert {c.name: int(c) for c in ExitCode} == {
         **{"DONE": 0, "FAILED": 1, "USER": 2, "NONFINITE": 65, "RANK_LOST": 69},
-        **{"INTEGRITY": 74, "PREEMPTED": 75, "INTERRUPTED": 130},
+        **{"STORAGE": 73, "INTEGRITY": 74, "PREEMPTED": 75, "INTERRUPTED": 130},
     }

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from shoal.errors import JobError, UserCodeError
-from shoal.job import Progress, warmup_cosine
-from shoal.update import Parameters, Updater, build_optimizer, global_norm
+from shoal.job import Job, Progress, warmup_cosine
+from shoal.precision import LossScale
+from shoal.update import Parameters, Update, Updater, build_optimizer, global_norm
 
 START = Progress(0, 10, 0)
 
@@ -26,10 +27,16 @@ def with_gradients(factor: float = 1.0) -> tuple[nn.Module, Parameters]:
     return made, Parameters(made)
 
 
-def updater(parameters: Parameters, clip: float | None = None, **options: Any) -> Updater:
-    return Updater(
-        torch.optim.SGD(parameters, lr=options.pop("lr", 0.1)), parameters, options.pop("schedule", None), clip
-    )
+def job(**options: Any) -> Job:
+    return Job(model=model, loss=print, optimizer=print, train_data=[0], global_batch=1, **options)
+
+
+def updater(parameters: Parameters, clip: float | None = None, schedule: Any = None) -> Updater:
+    return Updater(torch.optim.SGD(parameters, lr=0.1), parameters, job(clip_norm=clip, schedule=schedule))
+
+
+def step(stepped: Updater, weight: float = 1.0, progress: Progress = START) -> Update:
+    return stepped.step(1.0, weight, LossScale(), progress)
 
 
 # ------------------------------------------------------------------------------------------------------------ updating
@@ -39,7 +46,7 @@ def updater(parameters: Parameters, clip: float | None = None, **options: Any) -
 @pytest.mark.parametrize(("weight", "factor"), [(1.0, 1.0), (4.0, 1.0), (4.0, 2.0**10)])
 def test_a_step_equals_torchs_own(clip: float | None, weight: float, factor: float) -> None:
     made, parameters = with_gradients(factor)
-    update = updater(parameters, clip).step(weight, factor, START)
+    update = updater(parameters, clip).step(1.0, weight, LossScale(factor), START)
     other, theirs = with_gradients(1.0 / weight)
     norm = torch.nn.utils.clip_grad_norm_(theirs, clip if clip is not None else math.inf)
     torch.optim.SGD(theirs, lr=0.1).step()
@@ -55,7 +62,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     optimizer = torch.optim.Adam(parameters, lr=0.1)
     before = [p.detach().clone() for p in parameters]
     parameters[1].grad[2] = bad  # type: ignore[index]
-    update = Updater(optimizer, parameters, None, 1.0).step(4.0, 1.0, START)
+    update = step(Updater(optimizer, parameters, job(clip_norm=1.0)), 4.0)
     assert update.skipped == "nonfinite"
     assert not math.isfinite(update.grad_norm)
     assert all(torch.equal(p, b) for p, b in zip(made.parameters(), before, strict=True))
@@ -66,7 +73,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
 def test_a_step_without_weight_changes_nothing(weight: float, skipped: str | None) -> None:
     made, parameters = with_gradients()
     before = [p.detach().clone() for p in parameters]
-    assert updater(parameters).step(weight, 1.0, START).skipped == skipped
+    assert step(updater(parameters), weight).skipped == skipped
     assert all(torch.equal(p, b) for p, b in zip(made.parameters(), before, strict=True))
 
 
@@ -74,11 +81,11 @@ def test_parameters_without_a_gradient_stay() -> None:
     _made, parameters = with_gradients()
     parameters[0].grad = None
     before = parameters[0].detach().clone()
-    assert updater(parameters, clip=0.1).step(1.0, 1.0, START).skipped is None
+    assert step(updater(parameters, clip=0.1)).skipped is None
     assert torch.equal(parameters[0], before)
     for parameter in parameters:
         parameter.grad = None
-    assert updater(parameters).step(1.0, 1.0, START).grad_norm == 0.0
+    assert step(updater(parameters)).grad_norm == 0.0
 
 
 def test_narrow_gradients_have_a_wide_norm() -> None:
@@ -99,10 +106,10 @@ def test_the_schedule_multiplies_every_groups_own_rate(tensor: bool) -> None:
         groups = [{**group, "lr": torch.tensor(group["lr"])} for group in groups]
     optimizer = torch.optim.SGD(groups)
     schedule = warmup_cosine(0.5)
-    stepped = Updater(optimizer, parameters, schedule, None)
-    for step in (0, 1, 7, 2):
-        progress = Progress(step, 10, 0)
-        update = stepped.step(1.0, 1.0, progress)
+    stepped = Updater(optimizer, parameters, job(schedule=schedule))
+    for number in (0, 1, 7, 2):
+        progress = Progress(number, 10, 0)
+        update = step(stepped, progress=progress)
         expected = [rate * schedule(progress) for rate in rates]
         assert [float(g["lr"]) for g in optimizer.param_groups] == pytest.approx(expected)
         assert update.learning_rate == pytest.approx(expected[0])
@@ -112,7 +119,7 @@ def test_the_schedule_multiplies_every_groups_own_rate(tensor: bool) -> None:
 def test_a_schedule_gives_a_multiplier(value: float) -> None:
     _, parameters = with_gradients()
     with pytest.raises(UserCodeError, match=r"schedule\(0\) = "):
-        updater(parameters, schedule=lambda progress: value).step(1.0, 1.0, START)
+        step(updater(parameters, schedule=lambda progress: value))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_a_schedule_gives_a_multiplier(value: float) -> None:
 def test_a_schedule_that_raises_is_told(schedule: Callable[..., Any]) -> None:
     _, parameters = with_gradients()
     with pytest.raises(UserCodeError, match="the schedule of this job; it raised"):
-        updater(parameters, schedule=schedule).step(1.0, 1.0, START)
+        step(updater(parameters, schedule=schedule))
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
@@ -171,8 +178,8 @@ def test_an_optimizer_function_that_raises_is_told() -> None:
 def test_ordinary_optimizers_are_taken(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     _, parameters = with_gradients()
     before = [p.detach().clone() for p in parameters]
-    stepped = Updater(build_optimizer(make, parameters), parameters, None, None)
-    assert stepped.step(4.0, 1.0, START).skipped is None
+    stepped = Updater(build_optimizer(make, parameters), parameters, job())
+    assert step(stepped, 4.0).skipped is None
     assert not any(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
 
 
@@ -192,7 +199,7 @@ def test_an_optimizer_that_raises_in_a_step_is_told() -> None:
 
     _, parameters = with_gradients()
     with pytest.raises(UserCodeError, match="it raised RuntimeError: out of ideas"):
-        Updater(Raises(parameters, lr=0.1), parameters, None, None).step(1.0, 1.0, START)
+        step(Updater(Raises(parameters, lr=0.1), parameters, job()))
 
 
 def test_an_optimizer_without_a_learning_rate() -> None:
@@ -205,7 +212,38 @@ def test_an_optimizer_without_a_learning_rate() -> None:
                 torch._foreach_add_([p.data for p in group["params"]], 1.0)
 
     _, parameters = with_gradients()
-    try:
-        Updater(build_optimizer(Own, parameters), parameters, None, None).step(1.0, 1.0, START)
-    except JobError:
-        return
+    before = [p.detach().clone() for p in parameters]
+    assert step(Updater(build_optimizer(Own, parameters), parameters, job())).skipped is None
+    assert all(torch.equal(p, b + 1.0) for p, b in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("loss", "scale", "skipped"),
+    [
+        (1.0, LossScale(2.0**16, dynamic=True), "overflow"),
+        (1.0, LossScale(2.0**-10, dynamic=True), "nonfinite"),
+        (1.0, LossScale(2.0**16), "nonfinite"),
+        (math.nan, LossScale(2.0**16, dynamic=True), "nonfinite"),
+    ],
+)
+def test_only_a_gradient_that_a_smaller_scale_may_mend_is_an_overflow(
+    loss: float, scale: LossScale, skipped: str
+) -> None:
+    _, parameters = with_gradients()
+    parameters[0].grad[0, 0] = math.inf  # type: ignore[index]
+    assert updater(parameters).step(loss, 4.0, scale, START).skipped == skipped
+
+
+def test_an_optimizer_that_draws_noise_draws_the_same_everywhere() -> None:
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                torch._foreach_add_([p.data for p in group["params"]], float(torch.rand(())))
+
+    found = []
+    for seed in (1, 2):
+        _, parameters = with_gradients()
+        torch.manual_seed(seed)  # what another rank, or another layout, would leave there
+        step(Updater(Noisy(parameters, lr=0.1), parameters, job()))
+        found.append(parameters[0].detach().clone())
+    assert torch.equal(*found)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from shoal.errors import JobMismatchError, UserCodeError
 
-_TENSOR, _TUPLE = "$tensor", "$tuple"
+_TENSOR, _TUPLE, _HOST = "$tensor", "$tuple", "$host"
+_CPU = torch.device("cpu")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -47,7 +48,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
     """The optimizer's tensors, and a JSON document of everything else, by parameter name."""
     names = {id(p): name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
-    state = {names[id(p)]: _encode(values, names[id(p)], tensors) for p, values in optimizer.state.items()}
+    state = {
+        names[id(p)]: _encode(values, names[id(p)], tensors, device=p.device) for p, values in optimizer.state.items()
+    }
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         rest = {k: v for k, v in group.items() if k != "params"}
@@ -72,26 +75,32 @@ def load_optimizer(
     for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
         group.update(_decode(saved["values"], tensors))
     optimizer.state.clear()
+    counted_on_device = {
+        id(p): bool(group.get("capturable") or group.get("fused"))
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
     for name, values in document["state"].items():
         parameter = parameters[name]
-        decoded = _decode(values, tensors)
-        # Counters stay where the optimizer made them (on the CPU); everything shaped like the parameter goes to it.
-        optimizer.state[parameter] = {
-            k: v.to(parameter.device) if isinstance(v, Tensor) and v.shape == parameter.shape and v.ndim else v
-            for k, v in decoded.items()
-        }
+        decoded = _decode(values, tensors, parameter.device)
+        # torch's own optimizers keep their step counter on the CPU, unless told to capture or fuse the step.
+        counter = decoded.get("step")
+        if isinstance(counter, Tensor) and not counted_on_device[id(parameter)]:
+            decoded["step"] = counter.cpu()
+        optimizer.state[parameter] = decoded
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, path: str, tensors: dict[str, Tensor], device: torch.device = _CPU) -> Any:
+    """`device` is the parameter's: what the optimizer keeps on the host beside it is marked."""
     if isinstance(value, Tensor):
         tensors[path] = _owned(value)
-        return {_TENSOR: path}
+        return {_TENSOR: path} if value.device.type == device.type else {_TENSOR: path, _HOST: True}
     if isinstance(value, Mapping):
-        return {str(k): _encode(v, f"{path}/{k}", tensors) for k, v in value.items()}
+        return {str(k): _encode(v, f"{path}/{k}", tensors, device) for k, v in value.items()}
     if isinstance(value, tuple):
-        return {_TUPLE: [_encode(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
+        return {_TUPLE: [_encode(v, f"{path}/{i}", tensors, device) for i, v in enumerate(value)]}
     if isinstance(value, list):
-        return [_encode(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]
+        return [_encode(v, f"{path}/{i}", tensors, device) for i, v in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UserCodeError(
@@ -101,14 +110,14 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device = _CPU) -> Any:
     if isinstance(value, dict):
         if _TENSOR in value:
-            return tensors[value[_TENSOR]].clone()
+            return tensors[value[_TENSOR]].to(_CPU if value.get(_HOST) else device, copy=True)
         if _TUPLE in value:
-            return tuple(_decode(v, tensors) for v in value[_TUPLE])
-        return {k: _decode(v, tensors) for k, v in value.items()}
-    return [_decode(v, tensors) for v in value] if isinstance(value, list) else value
+            return tuple(_decode(v, tensors, device) for v in value[_TUPLE])
+        return {k: _decode(v, tensors, device) for k, v in value.items()}
+    return [_decode(v, tensors, device) for v in value] if isinstance(value, list) else value
 
 
 def _owned(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -29,6 +30,8 @@ from shoal.checkpoint.manifest import (
 from shoal.errors import IntegrityError
 
 _STATE_NAME = "state.json"
+# What reading a damaged checkpoint may give: a file gone, a link or folder in its place, a bad sector.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class Store:
             shutil.rmtree(self.folder / directory_name(step), ignore_errors=True)
 
     def read(self, step: int) -> Snapshot:
-        """The verified checkpoint of a step. Raises: ManifestError naming what is wrong with it."""
+        """The verified checkpoint of a step. Raises: ManifestError naming what is wrong with it; OSError."""
         folder = self.folder / directory_name(step)
         manifest = Manifest.from_bytes(_read(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES + 1))
         if manifest.step != step:
@@ -107,14 +110,15 @@ class Store:
     def newest_good(self) -> tuple[Snapshot | None, list[str]]:
         """The newest checkpoint that passes, and a line about each that did not; those are kept aside as `.bad`.
 
-        None where there is no checkpoint at all. Raises: IntegrityError where there are some and none passes.
+        None where there is no checkpoint at all. Raises: IntegrityError where there are some and none passes; OSError
+        where one cannot be read now (permission, a network disk away), which proves nothing against it.
         """
         found = self.steps()
         complaints: list[str] = []
         for step in reversed(found):
             try:
                 return self.read(step), complaints
-            except (ManifestError, OSError) as error:
+            except ManifestError as error:
                 kept = self._quarantine(step)
                 complaints.append(f"checkpoint of step {step} is damaged: {error}; kept as {kept.name}")
         if found or self.damaged():
@@ -164,12 +168,14 @@ def _read(path: Path, limit: int) -> bytes:
     """At most `limit` bytes of a regular file; a link could lead anywhere and a pipe could wait forever."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ManifestError(f"{path.name} is not a regular file")
+            return file.read(limit)
     except OSError as error:
+        if error.errno not in _DAMAGE:
+            raise
         raise ManifestError(f"{path.name} cannot be read: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ManifestError(f"{path.name} is not a regular file")
-        return file.read(limit)
 
 
 def _sync_directory(folder: Path) -> None:

@@ -21,7 +21,7 @@ class CheckpointWriter:
         self._pending: Future[float] | None = None
         self._cost_seconds = 0.0
         self._last = time.monotonic()
-        self.failures = 0
+        self.failure: OSError | None = None
 
     def due(self) -> bool:
         """Whether enough time has passed since the last one for the next to cost little."""
@@ -40,15 +40,15 @@ class CheckpointWriter:
         return time.monotonic() - began
 
     def wait(self) -> None:
-        """Waits until nothing is on its way; warns where it failed."""
+        """Waits until nothing is on its way; warns where it failed, and keeps the reason in `failure`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         try:
             self._cost_seconds = pending.result()
-            self.failures = 0
+            self.failure = None
         except OSError as error:
-            self.failures += 1
+            self.failure = error
             warnings.warn(f"no checkpoint written: {error}; the last good one stays", RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:

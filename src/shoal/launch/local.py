@@ -14,13 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from shoal.environment import LISTEN_FD, REPORT_FILE, STARTED_AT
 from shoal.errors import ExitCode, LaunchError, RankLostError
+from shoal.signals import Signals
 
 _POLL_SECONDS = 0.02
 # After one rank has died the others find out by themselves, as an error of their next collective, or are ended.
@@ -54,23 +54,13 @@ class _Worker:
         return None
 
 
-@dataclass
-class _Signals:
-    """The signals that arrived; a second one means: at once."""
-
-    received: list[int] = field(default_factory=list)
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-
-
 def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
     """Starts the workers and waits for them: the run's exit code, and the root error as a JSON value.
 
     Raises: LaunchError where the port that MASTER_PORT names is taken.
     """
-    signals = _Signals()
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder, _listener() as listener, _handlers(signals):
+    signals = Signals(impatient=False)
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder, _listener() as listener, signals.handled():
         workers: list[_Worker] = []
         try:
             for rank in range(run.num_processes):
@@ -143,7 +133,7 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
     return _Worker(rank, process, report, log)
 
 
-def _watch(workers: list[_Worker], signals: _Signals) -> None:
+def _watch(workers: list[_Worker], signals: Signals) -> None:
     """Waits until all have ended; hands signals on, and ends the rest once one has died without a word."""
     handed_on, failed_at = 0, math.inf
     while any(w.process.poll() is None for w in workers):
@@ -159,7 +149,7 @@ def _watch(workers: list[_Worker], signals: _Signals) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _verdict(workers: list[_Worker], signals: _Signals) -> tuple[int, dict[str, Any] | None]:
+def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, dict[str, Any] | None]:
     if len(signals.received) > 1:
         return ExitCode.INTERRUPTED, None
     ends = [(worker, worker.how_it_ended()) for worker in workers]
@@ -169,6 +159,8 @@ def _verdict(workers: list[_Worker], signals: _Signals) -> tuple[int, dict[str, 
         code = next(end["exit_code"] for _, end in ends if end and end.get("error") == roots[0])
         return code, roots[0]
     lost = [worker for worker, end in ends if end is None]
+    if lost and signals.received and all(w.process.returncode == -signal.SIGTERM for w in lost):
+        return ExitCode.INTERRUPTED, None  # told to stop before it could listen: nothing had begun
     if lost:
         return ExitCode.RANK_LOST, _lost(lost[0])
     if told:
@@ -221,13 +213,3 @@ def _end(workers: list[_Worker], number: int) -> None:
         if worker.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 worker.process.send_signal(number)
-
-
-@contextlib.contextmanager
-def _handlers(signals: _Signals) -> Iterator[None]:
-    before = {n: signal.signal(n, signals.handle) for n in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

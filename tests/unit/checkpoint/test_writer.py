@@ -50,17 +50,17 @@ def test_a_disk_that_refuses_is_a_warning_and_is_counted() -> None:
     store.gate.set()
     writer = CheckpointWriter(store)
     store.error = OSError(errno.ENOSPC, "No space left on device")
-    for failures in (1, 2):
-        writer.write(taken(failures))
+    for step in (1, 2):
+        writer.write(taken(step))
         with pytest.warns(RuntimeWarning, match="no checkpoint written: .*No space left.*the last good one stays"):
             writer.wait()
-        assert writer.failures == failures
+        assert writer.failure is not None
     store.error = None
     writer.write(taken(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         writer.close()
-    assert writer.failures == 0
+    assert writer.failure is None
     assert store.written == [3]
 
 
