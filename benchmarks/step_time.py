@@ -1,10 +1,11 @@
-"""Claim: a fast-mode step of shoal takes 1.02 times one of a plain DDP loop (aim: 1.00). See results/step_time.json.
+"""Claim: CLAIM
 
-Repeat with `python -m benchmarks.step_time [--repeats 5]`: two processes of one thread each, LeNet on Fashion-MNIST at
-global batch 256 and the 3.3 M-parameter GPT at 32 x 128 bytes. In each trial shoal with telemetry, without it and the
-plain loop (DDP with gradient_as_bucket_view, DistributedSampler, DataLoader) take turns in the same two processes, see
-step_time_rank.py; a trial's figure is the median of its steps, a ratio is within a trial, and the median of the trials'
-ratios is reported with their spread.
+Repeat with `python -m benchmarks.step_time [--rows 12]`: LeNet on Fashion-MNIST at global batch 256 and the 3.3
+M-parameter GPT at 32 x 128 bytes, two processes of one thread each. Two ranks of shoal and two of a plain loop (DDP
+with gradient_as_bucket_view, DistributedSampler, DataLoader) live side by side and take turns, a few steps each, while
+the others wait for a line on their standard input: see step_time_rank.py. A row is one segment of each kind; its
+figure for a kind is the median step, a ratio is taken within a row, and the median of the rows' ratios is reported with
+their quartiles. What telemetry does in a step is also timed by itself.
 """
 
 from __future__ import annotations
@@ -16,12 +17,23 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
+import numpy as np
 import torch
+
+from shoal.agreement import Report, from_rows, measures, to_row
+from shoal.records import SPANS, StepRecord
+from shoal.telemetry import RecordWriter, StepClock, peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIOS = {"shoal / plain_ddp": ("shoal", "plain_ddp"), "telemetry on / off": ("shoal", "shoal_no_telemetry")}
+# Who is asked for each kind.
+TEAMS = {"shoal": "shoal", "plain_ddp": "plain", "shoal_no_telemetry": "shoal"}
+# Steps of a segment.
+STEPS = {"lenet": 20, "gpt": 6}
 
 
 def free_port() -> int:
@@ -31,51 +43,109 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def trial(job: str) -> dict[str, float]:
-    """Seconds a step of each kind, measured by turns on two processes of one thread."""
-    variables = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "benchmarks.step_time_rank", "--job", job]
-    ranks = [
-        subprocess.Popen(command, cwd=ROOT, env={**os.environ, **variables, "RANK": str(r)}, stdout=subprocess.PIPE)
-        for r in range(2)
-    ]
-    outputs = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"a rank failed: {[rank.returncode for rank in ranks]}")
-    found: dict[str, float] = json.loads(outputs[0].splitlines()[-1])
-    return found
+class Team:
+    """Two ranks that train when asked to."""
+
+    def __init__(self, team: str, job: str) -> None:
+        variables = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.step_time_rank", "--job", job, "--team", team],
+                cwd=ROOT,
+                env={**os.environ, **variables, "RANK": str(r)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for r in range(2)
+        ]
+
+    def train(self, kind: str, num_steps: int) -> list[float]:
+        """Seconds of each of so many steps on rank 0; the ranks are idle again when it returns."""
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(f"{kind} {num_steps}\n")
+            rank.stdin.flush()
+        told = [rank.stdout.readline() if rank.stdout else "" for rank in self.ranks]
+        if not all(told):
+            raise SystemExit(f"a rank failed: {[rank.poll() for rank in self.ranks]}")
+        found: list[float] = json.loads(told[0])
+        return found
+
+    def dismiss(self) -> None:
+        """Ends the ranks."""
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+
+
+def measure(job: str, num_rows: int) -> list[dict[str, float]]:
+    """The median seconds of a step of each kind, in each row."""
+    teams = {name: Team(name, job) for name in ("shoal", "plain")}
+    rows = []
+    try:
+        for row in range(num_rows + 1):
+            kinds = list(TEAMS)[row % 3 :] + list(TEAMS)[: row % 3]  # nobody always comes first
+            times = {kind: teams[TEAMS[kind]].train(kind, STEPS[job]) for kind in kinds}
+            if row:  # the first meets cold caches
+                # A segment's first step meets the caches that the others left.
+                rows.append({kind: statistics.median(seconds[1:]) for kind, seconds in times.items()})
+                print(job, {kind: f"{value * 1000:.2f} ms" for kind, value in rows[-1].items()}, flush=True)
+    finally:
+        for team in teams.values():
+            team.dismiss()
+    return rows
+
+
+def telemetry_seconds() -> float:
+    """What telemetry does in a step of one microbatch, by itself: marks, memory, measures, one record written."""
+    clock, count = StepClock(torch.device("cpu")), 2000
+    with tempfile.TemporaryDirectory() as folder:
+        writer = RecordWriter(Path(folder) / "records.jsonl")
+        began = time.perf_counter()
+        for step in range(count):
+            clock.begin()
+            for span in (*SPANS, "data_wait", "optimizer"):
+                clock.mark(span)
+            seconds, spans = clock.end()
+            memory = peak_memory_bytes(torch.device("cpu"))
+            row = to_row(Report(measures=measures(spans, seconds, memory)))
+            ranks = from_rows(np.array([row, row])).spreads
+            numbers = {"loss": 1.0, "weight": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "loss_scale": None}
+            counts = {"step": step, "epoch": 0, "samples": 256, "num_samples": 256, "memory_bytes": memory}
+            writer.write(StepRecord(**counts, **numbers, seconds=seconds, spans=spans, ranks=ranks, digest="0" * 64))
+        total = time.perf_counter() - began
+        writer.close()
+    return total / count
 
 
 def main() -> None:
-    """Runs the trials, prints them, and writes them where `--out` says."""
+    """Measures, prints, and writes the result where `--out` says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--jobs", nargs="+", default=["lenet", "gpt"])
+    parser.add_argument("--rows", type=int, default=12)
+    parser.add_argument("--jobs", nargs="+", default=list(STEPS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: dict[str, object] = {}
     for job in options.jobs:
-        trials = []
-        for _ in range(options.repeats):
-            trials.append(trial(job))
-            print(job, {name: f"{value * 1000:.2f} ms" for name, value in trials[-1].items()}, flush=True)
-        ratios = {name: sorted(t[a] / t[b] for t in trials) for name, (a, b) in RATIOS.items()}
-        results[job] = {
-            "step_milliseconds": {name: [round(t[name] * 1000, 3) for t in trials] for name in trials[0]},
-            **{
-                name: {"median": round(statistics.median(r), 4), "min": round(r[0], 4), "max": round(r[-1], 4)}
-                for name, r in ratios.items()
-            },
+        rows = measure(job, options.rows)
+        found: dict[str, object] = {
+            "step_milliseconds": {kind: [round(row[kind] * 1000, 3) for row in rows] for kind in TEAMS}
         }
+        for name, (a, b) in RATIOS.items():
+            low, median, high = statistics.quantiles([row[a] / row[b] for row in rows], n=4)
+            found[name] = {"median": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]}
+        results[job] = found
+    results["telemetry_microseconds_a_step"] = round(telemetry_seconds() * 1e6, 1)
     hardware = f"{os.cpu_count()} CPU cores, 2 processes of one thread"
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    text = json.dumps({"hardware": hardware, **versions, "trials": options.repeats, "results": results}, indent=2)
+    text = json.dumps({"hardware": hardware, **versions, "rows": options.rows, "results": results}, indent=2)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")

@@ -1,7 +1,7 @@
-"""One rank of step_time.py: segments of shoal steps and of a plain DistributedDataParallel loop take turns.
+"""One rank of step_time.py: trains with shoal, or with a plain DistributedDataParallel loop, when it is asked to.
 
-Both train the same model on the same data in the same process, so that whatever else the machine does meets both. The
-plain loop runs inside shoal's callback after a step; the step that follows a segment of it is left out.
+It reads lines `KIND NUM_STEPS`, trains so many steps and answers with their seconds as a JSON line; between two lines
+it does nothing. Each team is a process as its tool would start it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,34 @@ from shoal.plan.resolve import Wishes, apply_wishes, complete
 from shoal.records import StepRecord
 from shoal.run_directory import RunDirectory
 from shoal.run_request import RunRequest
+from shoal.startup import prepare_process
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Surroundings
 
-# Steps of one kind in a row, and how many such rows: each kind of each row meets the same weather.
-SEGMENTS = {"lenet": (20, 9), "gpt": (5, 6)}
+ENDLESS = 1 << 40
+
+
+class Turns:
+    """When this rank trains; `kind` is what it was asked for last."""
+
+    def __init__(self) -> None:
+        self.kind, self._left = "", 0
+        self._seconds: list[float] = []
+        self._wait()
+
+    def _wait(self) -> None:
+        self.kind, number = sys.stdin.readline().split()
+        self._left, self._seconds, self._began = int(number), [], time.perf_counter()
+
+    def after_step(self) -> None:
+        """Counts a step; after the last one answers, and waits for the next line."""
+        now = time.perf_counter()
+        self._seconds.append(now - self._began)
+        self._began = now
+        self._left -= 1
+        if self._left == 0:
+            print(json.dumps(self._seconds), flush=True)
+            self._wait()
 
 
 class SwitchedWriter(RecordWriter):
@@ -53,8 +75,8 @@ class SwitchedWriter(RecordWriter):
             super().write(record)
 
 
-def plain_steps(name: str) -> Iterator[float]:
-    """Seconds of each step of a loop as one would write it by hand, without end."""
+def plain_training(name: str, after_step: Callable[[], None]) -> None:
+    """A loop as one would write it by hand, without end."""
     torch.manual_seed(0)
     if name == "lenet":
         model: nn.Module = LeNet()
@@ -71,7 +93,6 @@ def plain_steps(name: str) -> Iterator[float]:
     loader = DataLoader(dataset, sampler=sampler, **loading)
     batches = iter(loader)
     while True:
-        began = time.perf_counter()
         inputs, targets = next(batches)
         optimizer.zero_grad()
         logits = ddp(inputs)
@@ -86,11 +107,12 @@ def plain_steps(name: str) -> Iterator[float]:
         optimizer.step()
         schedule.step()
         loss.item()  # every loop that reports its loss does this
-        yield time.perf_counter() - began
+        after_step()
 
 
-def shoal_training(name: str, turn: Callable[[StepRecord, SwitchedWriter, Any], None], num_steps: int) -> None:
-    """Trains with shoal on this rank; `turn` is called after each step."""
+def shoal_training(name: str, turns: Turns) -> None:
+    """Trains with shoal on this rank."""
+    prepare_process(exact=False, num_threads=1)
     environment = joined(os.environ)
     assert environment is not None
     job = lenet_job.job(batch=256, eval_samples=256) if name == "lenet" else gpt_job.job(batch=32, steps=1000)
@@ -102,7 +124,7 @@ def shoal_training(name: str, turn: Callable[[StepRecord, SwitchedWriter, Any], 
             wishes=Wishes(),
             out=Path(folder),
             resume=False,
-            steps=num_steps,
+            steps=None,
             checkpoint_every=None,
             telemetry=True,
             started_at=time.time(),
@@ -110,36 +132,27 @@ def shoal_training(name: str, turn: Callable[[StepRecord, SwitchedWriter, Any], 
         )
         engine = build(job, plan, mesh, request, RunDirectory(Path(folder)))
         writer = SwitchedWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
-        around = Surroundings(lambda text: None, lambda record, rank: turn(record, writer, engine.clock), lambda: False)
-        engine.trainer(None, num_steps, around, writer).train()
-        engine.close()
+
+        def on_step(record: StepRecord, slowest_rank: int) -> None:
+            turns.after_step()
+            engine.clock.enabled = writer.enabled = turns.kind == "shoal"
+
+        around = Surroundings(lambda text: None, on_step, lambda: False)
+        engine.trainer(None, ENDLESS, around, writer).train()
 
 
 def main() -> None:
-    """Prints, on rank 0, the median seconds of a step of each kind as JSON."""
+    """Trains when told to, until it is killed."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--job", choices=SEGMENTS)
+    parser.add_argument("--job", choices=["lenet", "gpt"])
+    parser.add_argument("--team", choices=["shoal", "plain"])
     options = parser.parse_args()
-    length, rows = SEGMENTS[options.job]
-    seconds: dict[str, list[float]] = {"shoal": [], "shoal_no_telemetry": [], "plain_ddp": []}
-    plain: list[Iterator[float]] = []
-
-    def turn(record: StepRecord, writer: SwitchedWriter, clock: Any) -> None:
-        place, row = (record.step - 1) % length, (record.step - 1) // length
-        # The first step after a change of kind is left out of every kind: it meets the other's caches.
-        if row > 0 and place > 0:
-            seconds["shoal" if clock.enabled else "shoal_no_telemetry"].append(record.seconds)
-        if place == length - 1:
-            if not plain:
-                plain.append(plain_steps(options.job))
-            found = [next(plain[0]) for _ in range(length)]
-            if row > 0:
-                seconds["plain_ddp"] += found[1:]
-            clock.enabled = writer.enabled = row % 2 == 0
-
-    shoal_training(options.job, turn, length * rows + 1)
-    if os.environ["RANK"] == "0":
-        print(json.dumps({name: statistics.median(times) for name, times in seconds.items()}))
+    turns = Turns()
+    if options.team == "plain":
+        torch.distributed.init_process_group("gloo")
+        plain_training(options.job, turns.after_step)
+    else:
+        shoal_training(options.job, turns)
 
 
 if __name__ == "__main__":

@@ -140,11 +140,26 @@ def _dropout(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
         noise = torch.empty_like(tensor)
         parts = scope.split(noise)
         for rows, generator in zip(parts, scope.generators(tensor.device), strict=True):
-            rows.bernoulli_(1.0 - p, generator=generator)
+            _fill_kept(rows, 1.0 - p, generator)
         noise.div_(1.0 - p)
     if kwargs.get("inplace", False) or (func is F.dropout and len(args) > 3 and args[3]):
         return tensor.mul_(noise)
     return tensor * noise
+
+
+def _fill_kept(rows: Tensor, keep: float, generator: torch.Generator) -> None:
+    """Fills with ones, at random in the share `keep`, and zeros.
+
+    On the CPU from 32 random bits an element, two to a word: bernoulli_ there makes a double of 64 for each and takes
+    more than twice as long, 5 % of a GPT's step.
+    """
+    if rows.device.type != "cpu" or not rows.is_contiguous():
+        rows.bernoulli_(keep, generator=generator)
+        return
+    words = torch.empty((rows.numel() + 1) // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    bits = words.view(torch.int32)[: rows.numel()]
+    limit = min(round(keep * 2**32) - 2**31, 2**31 - 1)
+    rows.copy_((bits < limit).view_as(rows))
 
 
 def _dropout_arguments(

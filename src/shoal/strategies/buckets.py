@@ -16,13 +16,35 @@ from torch import Tensor
 
 from shoal.strategies.base import Flags
 
-# As DDP a small bucket first, so that the first all-reduce starts early; then 4 MiB over Gloo, where DDP has 25: the
-# last bucket is all that the backward cannot hide. NCCL needs DDP's size for its bandwidth.
-FIRST_BUCKET_BYTES, GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES = 1 << 20, 4 << 20, 25 << 20
+# As DDP a small bucket first, so that the first all-reduce starts early, and unlike DDP a small one last: it is all
+# that the backward cannot hide. Between them 4 MiB over Gloo; NCCL needs DDP's 25 for its bandwidth.
+END_BUCKET_BYTES, GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES = 1 << 20, 4 << 20, 25 << 20
 # Below this, and on few ranks, Gloo gathers and each rank adds: one exchange where an all-reduce takes two. 0.5 MB
 # between two busy processes took 1.7 ms instead of 2 to 4; 13 MB took 21 instead of 12.
-GATHER_BYTES, GATHER_RANKS = 1 << 20, 4
+GATHER_BYTES, GATHER_RANKS = 2 << 20, 4
 _NUM_FLAGS = 2
+
+
+def divide_into_buckets(sizes: Sequence[int], middle_bytes: int) -> list[list[int]]:
+    """Indices of parameters of these sizes in bytes, last first: the order in which the backward comes to them.
+
+    A bucket closes once it has reached its size: END_BUCKET_BYTES for the first and the last, else `middle_bytes`.
+    """
+    order = list(reversed(range(len(sizes))))
+    cut, tail = len(order), 0
+    while cut and tail < END_BUCKET_BYTES:  # the last bucket, from its end
+        cut -= 1
+        tail += sizes[order[cut]]
+    groups: list[list[int]] = []
+    size, limit = 0, 0
+    for i in order[:cut]:
+        if size >= limit:
+            limit = middle_bytes if groups else END_BUCKET_BYTES
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += sizes[i]
+    return [*groups, order[cut:]]
 
 
 @dataclass
@@ -65,16 +87,9 @@ class GradientBuckets:
         ]
 
     def _fill_buckets(self) -> None:
-        groups: list[list[int]] = [[]]
-        gloo = self._parameters[0].device.type == "cpu"
-        size, limit = 0, FIRST_BUCKET_BYTES
-        for i in reversed(range(len(self._parameters))):
-            if groups[-1] and size >= limit:
-                groups.append([])
-                size, limit = 0, GLOO_BUCKET_BYTES if gloo else NCCL_BUCKET_BYTES
-            groups[-1].append(i)
-            size += self._parameters[i].numel() * self._dtype.itemsize
         device = self._parameters[0].device
+        sizes = [p.numel() * self._dtype.itemsize for p in self._parameters]
+        groups = divide_into_buckets(sizes, GLOO_BUCKET_BYTES if device.type == "cpu" else NCCL_BUCKET_BYTES)
         for number, group in enumerate(groups):
             extra = self._num_status if number == len(groups) - 1 else 0
             length = sum(self._parameters[i].numel() for i in group) + extra

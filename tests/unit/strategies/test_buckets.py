@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shoal.strategies.base import Flags
-from shoal.strategies.buckets import FIRST_BUCKET_BYTES, GLOO_BUCKET_BYTES, GradientBuckets
+from shoal.strategies.buckets import END_BUCKET_BYTES, GLOO_BUCKET_BYTES, GradientBuckets, divide_into_buckets
+
+MIDDLE = 4 << 20
 
 
 def accumulated(model: nn.Module, batches: list[Tensor], reduce: torch.dtype) -> list[Tensor | None]:
@@ -98,16 +102,25 @@ def test_sparse_gradients_become_dense_on_any_number_of_ranks() -> None:
     assert not found.is_sparse
 
 
-def test_buckets_are_filled_from_the_last_parameter() -> None:
-    sizes = [GLOO_BUCKET_BYTES // 8, GLOO_BUCKET_BYTES // 8, 10, FIRST_BUCKET_BYTES // 4, 10]
+@given(st.lists(st.sampled_from([4, 4096, END_BUCKET_BYTES // 3, END_BUCKET_BYTES, MIDDLE, 3 * MIDDLE]), min_size=1))
+def test_small_buckets_first_and_last(sizes: list[int]) -> None:
+    groups = divide_into_buckets(sizes, MIDDLE)
+    assert [i for group in groups for i in group] == list(reversed(range(len(sizes))))
+    assert all(groups)
+    # Each would be too small without the parameter that closed it: at its end, for the last bucket at its start.
+    for number, group in enumerate(groups[:-1]):
+        limit = MIDDLE if number else END_BUCKET_BYTES
+        assert sum(sizes[i] for i in group[:-1]) < limit
+        assert number == len(groups) - 2 or sum(sizes[i] for i in group) >= limit
+    assert sum(sizes[i] for i in groups[-1][1:]) < END_BUCKET_BYTES
+
+
+def test_each_parameter_has_its_place_in_a_bucket() -> None:
+    sizes = [END_BUCKET_BYTES // 4, 10, GLOO_BUCKET_BYTES // 8, END_BUCKET_BYTES // 4, 10]
     parameters = [nn.Parameter(torch.zeros(n)) for n in sizes]
     buckets = GradientBuckets(parameters, torch.float32, 1)
-    groups: dict[int, list[int]] = {}
-    for i in range(len(sizes)):
-        bucket, view = buckets._place[i]
-        groups.setdefault(id(bucket), []).append(i)
-        assert view.shape == parameters[i].shape
-    assert sorted(groups.values()) == [[0], [1, 2], [3, 4]] or sorted(groups.values()) == [[0, 1, 2], [3, 4]]
-    lengths = [b.flat.numel() for b in buckets._buckets]
-    assert sum(lengths) == sum(sizes) + 2 + len(sizes)
+    homes = [id(buckets._place[i][0]) for i in range(len(sizes))]
+    assert [homes.index(home) for home in homes] == [0, 1, 1, 3, 3]
+    assert all(buckets._place[i][1].shape == p.shape for i, p in enumerate(parameters))
+    assert sum(b.flat.numel() for b in buckets._buckets) == sum(sizes) + 2 + len(sizes)
     buckets.close()
