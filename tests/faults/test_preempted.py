@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,38 @@ def test_asked_twice_it_stops_at_once(number: int, undisturbed: Ended, tmp_path:
         ended = started.wait().expect(130)
     assert "Traceback" not in ended.output
     assert_same(resume(out, 3), undisturbed)
+
+
+def test_one_process_asked_twice_stops_at_once(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate", 3)
+    with start(at_the_gate(tmp_path / "run", gate, 1)) as started:
+        started.until(lambda: gate.reached(1), "the gate")
+        started.send(signal.SIGTERM)
+        started.send(signal.SIGINT)  # one of each is a scheduler's habit, not impatience
+        time.sleep(0.2)  # the process sleeps at the gate and is to go on doing so
+        assert started.process.poll() is None
+        started.send(signal.SIGTERM)
+        ended = started.wait().expect(130)
+    assert "Traceback" not in ended.output
+
+
+@pytest.mark.parametrize(("number", "devices"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
+def test_asked_to_stop_before_it_has_begun(number: int, devices: int, undisturbed: Ended, tmp_path: Path) -> None:
+    """While torch is being imported, the longest part of a start: the first step is then not begun."""
+    out = tmp_path / "run"
+    with start(Run(JOB, out, devices, True)) as started:
+        started.until(lambda: importing_torch(started) == devices, "the import of torch")
+        started.send(number)
+        ended = started.wait().expect(75)
+    assert "Traceback" not in ended.output
+    assert (ended.result["status"], ended.result["steps"]) == ("preempted", 0)
+    assert_same(resume(out, 2), undisturbed)
+
+
+def importing_torch(started: Started) -> int:
+    """How many of the command's processes have mapped torch's libraries."""
+    found = 0
+    for pid in started.processes():
+        with contextlib.suppress(OSError):
+            found += "libtorch" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    return found
