@@ -1,8 +1,10 @@
 """A checkpoint is believed only if every byte is the one that was written; else the one before it is taken."""
 
+import contextlib
 import errno
 import os
 import random
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -308,3 +310,21 @@ def test_what_was_just_written_is_kept(store: Store) -> None:
     store.write(snapshot(30))
     store.write(snapshot(5))
     assert 5 in store.steps()
+
+
+def test_a_checkpoint_that_cannot_be_opened_now_is_not_called_damaged(tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints")
+    store.write(snapshot(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    files.enter_context(open(os.devnull, "rb"))
+            with pytest.raises(OSError, match="Too many open files"):
+                store.newest_good()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert store.steps() == [1]
+    assert not store.damaged()
