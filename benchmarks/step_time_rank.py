@@ -28,13 +28,11 @@ import gpt as gpt_job
 import shoal
 from datasets import fashion_mnist, pad, topics
 from models import GPT, LeNet
-from shoal.engine import build
+from shoal.engine import Options, build
 from shoal.environment import joined
 from shoal.mesh import open_mesh
 from shoal.plan.resolve import Wishes, apply_wishes, complete
 from shoal.records import StepRecord
-from shoal.run_directory import RunDirectory
-from shoal.run_request import RunRequest
 from shoal.startup import prepare_process
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Surroundings
@@ -118,19 +116,7 @@ def shoal_training(name: str, turns: Turns) -> None:
     job = lenet_job.job(batch=256, eval_samples=256) if name == "lenet" else gpt_job.job(batch=32, steps=1000)
     plan = complete(apply_wishes(shoal.Plan(), Wishes(devices=2), from_file=False), job.grains, job.grain_size)
     with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.degrees) as mesh:
-        request = RunRequest(
-            job=None,  # type: ignore[arg-type]  # the job is built here, not read from a file
-            plan=plan,
-            wishes=Wishes(),
-            out=Path(folder),
-            resume=False,
-            steps=None,
-            checkpoint_every=None,
-            telemetry=True,
-            started_at=time.time(),
-            plan_from_file=False,
-        )
-        engine = build(job, plan, mesh, request, RunDirectory(Path(folder)))
+        engine = build(job, plan, mesh, Options(Path(folder)))
         writer = SwitchedWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
 
         def on_step(record: StepRecord, slowest_rank: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,10 @@ from shoal.grains import random_key
 from shoal.job import Epochs, Job
 from shoal.keeper import Keeper, RunState, Trained
 from shoal.mesh import Mesh
+from shoal.observation import Observer
 from shoal.plan.plan import Plan
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
-from shoal.run_directory import RunDirectory
-from shoal.run_request import RunRequest
 from shoal.step import StepParts
 from shoal.strategies.assemble import assemble
 from shoal.telemetry import RecordWriter, StepClock
@@ -56,7 +56,8 @@ class Engine:
     evaluator: Evaluator
     keeper: Keeper
     clock: StepClock
-    store: Store
+    observer: Observer
+    store: Store | None
     num_train_samples: int | None
     records: RecordWriter
 
@@ -67,7 +68,7 @@ class Engine:
 
     def load(self) -> tuple[RunState | None, list[str]]:
         """The state of the newest good checkpoint, and lines about damaged ones. Collective: all ranks."""
-        if self.mesh.rank == 0:
+        if self.mesh.rank == 0 and self.store is not None:
             self.store.clean()
         return self.keeper.load(self._loss_scale)
 
@@ -92,6 +93,7 @@ class Engine:
             buffers=StepBuffers(self.model),
             clock=self.clock,
             note=around.note,
+            observer=self.observer,
         )
         parts = Parts(
             job=self.job,
@@ -114,7 +116,21 @@ class Engine:
         self.records.close()
 
 
-def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunDirectory) -> Engine:
+@dataclass(frozen=True)
+class Options:
+    """What surrounds a training and changes nothing in it.
+
+    `checkpoints` is their directory, None for none; `eval_samples` the most that an evaluation reads, None for all.
+    """
+
+    checkpoints: Path | None = None
+    checkpoint_every: int | None = None
+    telemetry: bool = True
+    eval_samples: int | None = None
+    observer: Observer = field(default_factory=Observer)
+
+
+def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
     precision = Precision.of(plan.precision, mesh.device)
     model = together(mesh, lambda: build_model(job, precision))
@@ -122,7 +138,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunD
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
-    updater = Updater(optimizer, parameters, job)
+    updater = Updater(optimizer, parameters, job, options.observer)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
     is_map = isinstance(source, MapSource)
@@ -135,8 +151,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunD
         job.length,
     )
     loader = together(mesh, lambda: _loader(job, plan, mesh, source, order))
-    store = Store(directory.checkpoints)
-    keeper = Keeper(mesh, store, Trained(model, optimizer, loader), request.checkpoint_every)
+    store = Store(options.checkpoints) if options.checkpoints is not None else None
+    keeper = Keeper(mesh, store, Trained(model, optimizer, loader), options.checkpoint_every)
     return Engine(
         job=job,
         plan=plan,
@@ -147,9 +163,12 @@ def build(job: Job, plan: Plan, mesh: Mesh, request: RunRequest, directory: RunD
         updater=updater,
         loader=loader,
         order=order,
-        evaluator=Evaluator(job, mesh, precision, evaluation, {"loss": job.loss, **job.metrics}),
+        evaluator=Evaluator(
+            job, mesh, precision, evaluation, {"loss": job.loss, **job.metrics}, most_samples=options.eval_samples
+        ),
         keeper=keeper,
-        clock=StepClock(mesh.device, request.telemetry),
+        clock=StepClock(mesh.device, options.telemetry),
+        observer=options.observer,
         store=store,
         num_train_samples=order.num_samples if is_map else None,
         records=RecordWriter(None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -37,9 +38,12 @@ class Evaluator:
         precision: Precision,
         source: MapSource | Iterable[Any] | None,
         metrics: Mapping[str, Callable[[Any, Any], Any]],
+        *,
+        most_samples: int | None = None,
     ) -> None:
         self._job, self._mesh, self._precision, self._source = job, mesh, precision, source
         self._metrics = dict(metrics)
+        self._most = most_samples
         self._chunk = min(job.global_batch, MAX_CHUNK)
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
@@ -91,13 +95,14 @@ class Evaluator:
     def _chunks(self, place: Place) -> Iterator[tuple[int, int, Any]]:
         """This rank's chunks as (number c, samples, batch): c belongs to rank c modulo their number."""
         if isinstance(self._source, MapSource):
-            count = len(self._source)
+            count = min(len(self._source), self._most or len(self._source))
             for start in range(place.rank * self._chunk, count, place.num_ranks * self._chunk):
                 ids = np.arange(start, min(start + self._chunk, count), dtype=np.int64)
                 key = random_key(self._job.seed, "evaluation", start)
                 yield start // self._chunk, len(ids), self._source.fetch([ids], [key])
         else:
-            for number, samples in enumerate(_batched(self._source or (), self._chunk)):
+            stream = itertools.islice(self._source or (), self._most)
+            for number, samples in enumerate(_batched(stream, self._chunk)):
                 if number % place.num_ranks == place.rank:
                     yield (
                         number,

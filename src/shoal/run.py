@@ -21,7 +21,7 @@ import torch
 import shoal
 from shoal.agreement import together
 from shoal.checkpoint import weights_sha256
-from shoal.engine import Engine, build
+from shoal.engine import Engine, Options, build
 from shoal.environment import REPORT_FILE, Environment
 from shoal.errors import ExitCode, JobMismatchError, LaunchError, PeerError, ShoalError
 from shoal.faults import as_shoal_error, to_json, user_error
@@ -81,7 +81,8 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
     with open_mesh(environment, plan.degrees) as mesh:
         _shake_hands(mesh, loaded, plan)
         directory = RunDirectory(request.out)
-        engine = build(loaded.job, plan, mesh, request, directory)
+        options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry)
+        engine = build(loaded.job, plan, mesh, options)
         try:
             return _train_built(engine, loaded, request, signals, course)
         finally:

@@ -30,6 +30,7 @@ from shoal.job import Epochs, Job, Length, Progress
 from shoal.keeper import Keeper, RunState, Trained
 from shoal.mesh import open_mesh
 from shoal.microbatch import Microbatch, StepData
+from shoal.observation import Observer
 from shoal.plan import Plan
 from shoal.plan.resolve import Wishes, apply_wishes, complete
 from shoal.precision import LossScale, Precision
@@ -202,7 +203,7 @@ class _Loop:
         training = self._session.training
         parameters = Parameters(model)
         self._strategy = assemble(self._plan, self._mesh, parameters, self._job.grains, lambda span: None)
-        self._updater = Updater(optimizer, parameters, self._job)
+        self._updater = Updater(optimizer, parameters, self._job, Observer())
         self._buffers = StepBuffers(model)
         self._buffers.watch()
         folder = training.checkpoints

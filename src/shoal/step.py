@@ -18,6 +18,7 @@ from shoal.errors import LossError, OutOfMemoryError, ShoalError
 from shoal.faults import as_shoal_error, is_lost_peer, is_out_of_memory, user_error
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch, StepData
+from shoal.observation import Observer
 from shoal.precision import Precision
 from shoal.randomness import NotFusibleError
 from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_sums
@@ -38,6 +39,7 @@ class StepParts:
     buffers: StepBuffers
     clock: StepClock
     note: Callable[[str], None]
+    observer: Observer
 
 
 # What this rank says about the next step, from whether it has data for it and whether reading them failed.
@@ -200,6 +202,7 @@ class StepRunner:
         parts = self._parts
         parts.strategy.begin()
         self._parts.buffers.begin()
+        parts.observer.begin(self._step, self._factor)
         self.seen = []
         flags = Flags()
         try:
@@ -235,6 +238,7 @@ class StepRunner:
         first, self._first = self._first, None
         batch = first() if first is not None else parts.precision.inputs(microbatch.batch)
         parts.clock.mark("forward")
+        parts.observer.microbatch(microbatch, batch)
         with self._parts.computer.scope(microbatch):
             total, weight = self._parts.computer.loss(batch)
             if not total.requires_grad:
@@ -248,6 +252,7 @@ class StepRunner:
                 names = tuple({*self._parts.buffers.names, *unknown})
                 raise RedoError(replace(self._parts.computer.computation, buffers=names), "further buffers change")
             sums = microbatch_sums(microbatch, total, weight, self._parts.buffers.weighted(microbatch.num_samples))
+            parts.observer.loss(total.detach(), weight)
             parts.clock.mark("backward")
             scaled = total * self._factor if self._factor != 1.0 else total
             try:
@@ -258,4 +263,5 @@ class StepRunner:
                 if is_out_of_memory(error) or is_lost_peer(error):
                     raise
                 raise user_error("the backward", error) from error
+        parts.observer.computed()
         self._parts.buffers.restore()

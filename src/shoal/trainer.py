@@ -182,6 +182,7 @@ class Trainer:
                     return  # rolled back
         if update.skipped is None:
             self._buffers.assign(sums.buffers, sums.num_samples)
+        parts.step.observer.updated(update.skipped)
         self._advance(sums, update, found)
 
     def _nonfinite(self, sums: StepSums) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.faults import user_error
 from shoal.grains import random_key
 from shoal.job import Job, Progress
+from shoal.observation import Observer
 from shoal.precision import LossScale
 from shoal.randomness import seed_everything
 from shoal.startup import compiler_deferred, is_torch_optimizer
@@ -96,9 +97,10 @@ class Updater:
         optimizer: torch.optim.Optimizer,
         parameters: Parameters,
         job: Job,
+        observer: Observer,
     ) -> None:
         self.optimizer = optimizer
-        self._parameters, self._job = parameters, job
+        self._parameters, self._job, self._observer = parameters, job, observer
         self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
             raise JobError(
@@ -119,6 +121,7 @@ class Updater:
             return Update(0.0, rate, "weightless")
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
+        self._observer.reduced(loss, weight, scale)
         norm = global_norm(gradients) * abs(scale)
         if not math.isfinite(loss) or not math.isfinite(scale):
             return Update(norm, rate, "nonfinite")
@@ -128,6 +131,7 @@ class Updater:
             scale *= min(1.0, self._job.clip_norm / (norm + _CLIP_EPSILON))
         if gradients:
             torch._foreach_mul_(gradients, scale)
+        self._observer.clipped(norm)
         seed_everything(random_key(self._job.seed, "optimizer", progress.step))  # some add noise: the same on all ranks
         try:
             with self._deferred():

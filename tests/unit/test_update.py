@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.errors import JobError, UserCodeError
 from shoal.job import Job, Progress, warmup_cosine
+from shoal.observation import Observer
 from shoal.precision import LossScale
 from shoal.update import Parameters, Update, Updater, build_optimizer, global_norm
 
@@ -32,7 +33,7 @@ def job(**options: Any) -> Job:
 
 
 def updater(parameters: Parameters, clip: float | None = None, schedule: Any = None) -> Updater:
-    return Updater(torch.optim.SGD(parameters, lr=0.1), parameters, job(clip_norm=clip, schedule=schedule))
+    return Updater(torch.optim.SGD(parameters, lr=0.1), parameters, job(clip_norm=clip, schedule=schedule), Observer())
 
 
 def step(stepped: Updater, weight: float = 1.0, progress: Progress = START) -> Update:
@@ -62,7 +63,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     optimizer = torch.optim.Adam(parameters, lr=0.1)
     before = [p.detach().clone() for p in parameters]
     parameters[1].grad[2] = bad  # type: ignore[index]
-    update = step(Updater(optimizer, parameters, job(clip_norm=1.0)), 4.0)
+    update = step(Updater(optimizer, parameters, job(clip_norm=1.0), Observer()), 4.0)
     assert update.skipped == "nonfinite"
     assert not math.isfinite(update.grad_norm)
     assert all(torch.equal(p, b) for p, b in zip(made.parameters(), before, strict=True))
@@ -106,7 +107,7 @@ def test_the_schedule_multiplies_every_groups_own_rate(tensor: bool) -> None:
         groups = [{**group, "lr": torch.tensor(group["lr"])} for group in groups]
     optimizer = torch.optim.SGD(groups)
     schedule = warmup_cosine(0.5)
-    stepped = Updater(optimizer, parameters, job(schedule=schedule))
+    stepped = Updater(optimizer, parameters, job(schedule=schedule), Observer())
     for number in (0, 1, 7, 2):
         progress = Progress(number, 10, 0)
         update = step(stepped, progress=progress)
@@ -178,7 +179,7 @@ def test_an_optimizer_function_that_raises_is_told() -> None:
 def test_ordinary_optimizers_are_taken(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     _, parameters = with_gradients()
     before = [p.detach().clone() for p in parameters]
-    stepped = Updater(build_optimizer(make, parameters), parameters, job())
+    stepped = Updater(build_optimizer(make, parameters), parameters, job(), Observer())
     assert step(stepped, 4.0).skipped is None
     assert not any(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
 
@@ -199,7 +200,7 @@ def test_an_optimizer_that_raises_in_a_step_is_told() -> None:
 
     _, parameters = with_gradients()
     with pytest.raises(UserCodeError, match="it raised RuntimeError: out of ideas"):
-        step(Updater(Raises(parameters, lr=0.1), parameters, job()))
+        step(Updater(Raises(parameters, lr=0.1), parameters, job(), Observer()))
 
 
 def test_an_optimizer_without_a_learning_rate() -> None:
@@ -213,7 +214,7 @@ def test_an_optimizer_without_a_learning_rate() -> None:
 
     _, parameters = with_gradients()
     before = [p.detach().clone() for p in parameters]
-    assert step(Updater(build_optimizer(Own, parameters), parameters, job())).skipped is None
+    assert step(Updater(build_optimizer(Own, parameters), parameters, job(), Observer())).skipped is None
     assert all(torch.equal(p, b + 1.0) for p, b in zip(parameters, before, strict=True))
 
 
@@ -244,6 +245,6 @@ def test_an_optimizer_that_draws_noise_draws_the_same_everywhere() -> None:
     for seed in (1, 2):
         _, parameters = with_gradients()
         torch.manual_seed(seed)  # what another rank, or another layout, would leave there
-        step(Updater(Noisy(parameters, lr=0.1), parameters, job()))
+        step(Updater(Noisy(parameters, lr=0.1), parameters, job(), Observer()))
         found.append(parameters[0].detach().clone())
     assert torch.equal(*found)
