@@ -7,6 +7,7 @@ it does nothing. Each team is a process as its tool would start it.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -89,7 +90,7 @@ def plain_training(name: str, after_step: Callable[[], None]) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: multiplier(min(1.0, step / 1000)))
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=True, seed=0, drop_last=True)
     loader = DataLoader(dataset, sampler=sampler, **loading)
-    batches = iter(loader)
+    batches = itertools.chain.from_iterable(iter(loader) for _ in itertools.count())
     while True:
         inputs, targets = next(batches)
         optimizer.zero_grad()

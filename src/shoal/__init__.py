@@ -25,6 +25,8 @@ _HOMES = {
     "mse": "shoal.sums",
     "accuracy": "shoal.sums",
     "Session": "shoal.session",
+    "Verdict": "shoal.verification",
+    "verify": "shoal.verification",
     "weights_sha256": "shoal.checkpoint",
 }
 
@@ -41,10 +43,12 @@ __all__ = [
     "ShoalError",
     "StepRecord",
     "Steps",
+    "Verdict",
     "__version__",
     "accuracy",
     "cross_entropy",
     "mse",
+    "verify",
     "warmup_cosine",
     "weights_sha256",
 ]
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
     from shoal.records import RunRecord, StepRecord
     from shoal.session import Session
     from shoal.sums import accuracy, cross_entropy, mse
+    from shoal.verification import Verdict, verify
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started_at = time.time()
     try:
         options = _parse(given)
-        return int(_run(options, given, started_at))
+        command = {"run": _run, "verify": _verify}[options.command]
+        return int(command(options, given, started_at))
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
         return int(error.exit_code)
@@ -81,22 +82,40 @@ def _parser() -> argparse.ArgumentParser:
         "73 checkpoint not written, 74 no good checkpoint, 75 preempted (resume with --resume), 130 interrupted twice, "
         "1 a fault of shoal",
     )
-    run.add_argument("job", metavar="JOBFILE[:FUNCTION]", help="a Python file and its job function (default: job)")
-    run.add_argument("--plan", metavar="FILE", help="a plan (TOML); what it leaves out is filled in")
-    run.add_argument("--devices", metavar="N", help="processes: one a GPU, or CPU processes (default: all GPUs, or 1)")
-    run.add_argument("--exact", action="store_true", default=None, help="bit-identical on any number of devices")
-    run.add_argument("--precision", metavar="P", help="fp32, bf16, bf16-pure or fp16")
-    run.add_argument("--set", metavar="K=V", action="append", default=[], help="set a parameter of the job function")
+    _add_training_options(run)
     run.add_argument("--steps", metavar="N", help="end after step N; the schedule stays that of the job's own length")
     run.add_argument("--resume", action="store_true", help="go on from the newest good checkpoint in the run directory")
-    run.add_argument("--out", metavar="DIR", help="run directory (default: runs/NAME)")
     run.add_argument(
         "--checkpoint-every", metavar="N", help="steps between checkpoints (default: about 1 %% of the time)"
     )
-    run.add_argument("--max-microbatch", metavar="N", help="the most samples in one forward")
-    run.add_argument("--workers", metavar="N", help="data-loading processes per rank (default: 0)")
     run.add_argument("--no-telemetry", action="store_true", help="no spans and no step records")
+    verify = commands.add_parser(
+        "verify",
+        allow_abbrev=False,
+        help="prove that a parallel run computes what one process computes",
+        description="Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
+        epilog="exit codes: 0 verified, 1 diverged, 2 could not run",
+    )
+    _add_training_options(verify)
+    verify.add_argument("--steps", metavar="K", default="3", help="steps to compare (default: 3)")
+    verify.add_argument("--trace", metavar="DIR", help=argparse.SUPPRESS)
+    verify.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    """What says which training is meant, and on what."""
+    parser.add_argument("job", metavar="JOBFILE[:FUNCTION]", help="a Python file and its job function (default: job)")
+    parser.add_argument("--plan", metavar="FILE", help="a plan (TOML); what it leaves out is filled in")
+    parser.add_argument(
+        "--devices", metavar="N", help="processes: one a GPU, or CPU processes (default: all GPUs, or 1)"
+    )
+    parser.add_argument("--exact", action="store_true", default=None, help="bit-identical on any number of devices")
+    parser.add_argument("--precision", metavar="P", help="fp32, bf16, bf16-pure or fp16")
+    parser.add_argument("--set", metavar="K=V", action="append", default=[], help="set a parameter of the job function")
+    parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/NAME)")
+    parser.add_argument("--max-microbatch", metavar="N", help="the most samples in one forward")
+    parser.add_argument("--workers", metavar="N", help="data-loading processes per rank (default: 0)")
 
 
 def _run(options: argparse.Namespace, given: list[str], started_at: float) -> int:
@@ -120,6 +139,38 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
         from shoal.run import run
 
         return run(request, environment, signals)
+
+
+def _verify(options: argparse.Namespace, given: list[str], started_at: float) -> int:
+    from shoal.environment import joined
+    from shoal.launch.local import LocalRun, launch
+    from shoal.run_request import RunRequest, devices_here
+
+    steps = options.steps
+    run = {"resume": False, "checkpoint_every": None, "no_telemetry": True, "steps": steps}
+    if options.out is None:
+        options.out = f"runs/{Path(options.job.partition(':')[0]).stem}-verify"
+    request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)
+    request = request.with_devices(devices_here)
+    from shoal.verification.command import VerifyRequest, rank, verify
+
+    trace = Path(options.trace) if options.trace else None
+    wanted = VerifyRequest(request, int(steps), trace, options.alone)
+    environment = joined(os.environ)
+    if trace is not None and environment is not None:
+        return rank(wanted, environment)
+
+    def start(folder: Path, alone: bool) -> None:
+        folder.mkdir(parents=True)
+        own = [*given, "--out", str(request.out), "--trace", str(folder), *(["--alone"] if alone else [])]
+        number, threads = 1 if alone else request.world_size, request.threads_per_process
+        code, error = launch(LocalRun(own, number, threads, started_at, request.out / "logs"))
+        if error is not None:
+            raise _rebuild(error)
+        if code:  # stopped by a signal
+            raise SystemExit(code)
+
+    return verify(wanted, start)
 
 
 def _launch(request: object, given: list[str]) -> int:

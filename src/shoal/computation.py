@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -144,7 +145,9 @@ class Computer:
         buffers.begin()
         fuse: bool | None = False
         randomness = "opaque"
-        with _restoring(buffers), torch.no_grad(), contextlib.suppress(NotFusibleError):
+        # What the model warns of here it warns of in the step as well, or only because of no_grad.
+        with _restoring(buffers), torch.no_grad(), contextlib.suppress(NotFusibleError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             fused, calls, leaked = self._scoped(microbatch)
             parts = []
             for part in microbatch.split():

@@ -31,6 +31,7 @@ from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
 from shoal.step import StepParts
 from shoal.strategies.assemble import assemble
+from shoal.strategies.base import Strategy
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
 from shoal.transfer import Transfer
@@ -50,6 +51,7 @@ class Engine:
     precision: Precision
     model: nn.Module
     parameters: Parameters
+    strategy: Strategy
     updater: Updater
     loader: Loader
     order: Order
@@ -81,12 +83,12 @@ class Engine:
         state = state or RunState(loss_scale=self._loss_scale)
         self.records = records
         self.records.forget_after(state.step)
-        computation = Computation(self.plan.batch.grains_per_microbatch)
+        computation = Computation(self.plan.batch.grains_per_microbatch, fuse=self.job.fuse)
         self.loader.seek(state.step, computation.effective_grains)
         step = StepParts(
             mesh=self.mesh,
             precision=self.precision,
-            strategy=assemble(self.plan, self.mesh, self.parameters, self.job.grains, self.clock.mark),
+            strategy=self.strategy,
             loader=self.loader,
             transfer=Transfer(self.mesh.device, self.precision.inputs),
             computer=Computer(self.job, self.model, self.precision, computation),
@@ -110,7 +112,8 @@ class Engine:
         return Trainer(parts, around, state)
 
     def close(self) -> None:
-        """Ends threads, worker processes and files."""
+        """Ends threads, worker processes and files, and takes the strategy's hooks off."""
+        self.strategy.close()
         self.keeper.close()
         self.loader.close()
         self.records.close()
@@ -153,6 +156,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     loader = together(mesh, lambda: _loader(job, plan, mesh, source, order))
     store = Store(options.checkpoints) if options.checkpoints is not None else None
     keeper = Keeper(mesh, store, Trained(model, optimizer, loader), options.checkpoint_every)
+    clock = StepClock(mesh.device, options.telemetry)
     return Engine(
         job=job,
         plan=plan,
@@ -160,6 +164,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
         precision=precision,
         model=model,
         parameters=parameters,
+        strategy=assemble(plan, mesh, parameters, job.grains, clock.mark),
         updater=updater,
         loader=loader,
         order=order,
@@ -167,7 +172,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
             job, mesh, precision, evaluation, {"loss": job.loss, **job.metrics}, most_samples=options.eval_samples
         ),
         keeper=keeper,
-        clock=StepClock(mesh.device, options.telemetry),
+        clock=clock,
         observer=options.observer,
         store=store,
         num_train_samples=order.num_samples if is_map else None,

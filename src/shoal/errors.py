@@ -129,6 +129,10 @@ class PeerError(ShoalError, ConnectionError):
     exit_code = ExitCode.RANK_LOST
 
 
+class NotDeterministicError(ShoalError, RuntimeError):
+    """A job that is not the same function of its inputs twice, so that nothing can be compared with it."""
+
+
 class StorageError(ShoalError, OSError):
     """A checkpoint that has to be there could not be written or read."""
 

@@ -100,6 +100,7 @@ class Job:
     collate: list of samples -> batch, torch's default where None. shuffle: a new order each epoch.
     on_nonfinite: what a NaN or infinite loss or gradient does: skip the step, rollback to the last checkpoint and go
         on without the bad step, or stop.
+    fuse: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
     Raises: JobError with every mistake at once.
     """
 
@@ -118,6 +119,7 @@ class Job:
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool = True
     on_nonfinite: Literal["skip", "rollback", "stop"] = "stop"
+    fuse: bool = True
 
     def __post_init__(self) -> None:
         mistakes = [m for check in (_callables, _numbers, _others) for m in check(self)]
@@ -211,6 +213,8 @@ def _others(job: Job) -> list[Mistake]:
         found.append(
             (f"on_nonfinite={job.on_nonfinite!r}", "the policies are skip, rollback and stop", 'write "stop", say')
         )
-    if not isinstance(job.shuffle, bool):
-        found.append((f"shuffle={job.shuffle!r}", "shuffle is True or False", "write shuffle=True"))
+    for name in ("shuffle", "fuse"):
+        value = getattr(job, name)
+        if not isinstance(value, bool):
+            found.append((f"{name}={value!r}", f"{name} is True or False", f"write {name}=True"))
     return found

@@ -87,6 +87,11 @@ class Mesh:
                 dist.broadcast(tensor, src=0)
 
 
+def alone(device: torch.device) -> Mesh:
+    """The mesh of one process by itself."""
+    return Mesh(Layout(), 0, device, socket.gethostname())
+
+
 @contextlib.contextmanager
 def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
     """The mesh of a run, and its process group for as long as the context lasts.

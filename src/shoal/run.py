@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
-import os
 import platform
-import signal
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +18,8 @@ import shoal
 from shoal.agreement import together
 from shoal.checkpoint import weights_sha256
 from shoal.engine import Engine, Options, build
-from shoal.environment import REPORT_FILE, Environment
-from shoal.errors import ExitCode, JobMismatchError, LaunchError, PeerError, ShoalError
+from shoal.environment import Environment
+from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
 from shoal.mesh import Mesh, open_mesh
@@ -38,8 +34,7 @@ from shoal.signals import Signals
 from shoal.startup import prepare_process
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Outcome, Surroundings
-
-_PR_SET_PDEATHSIG = 1
+from shoal.worker import die_with_launcher, tell
 
 
 @dataclass
@@ -58,8 +53,7 @@ class _Course:
 
 def run(request: RunRequest, environment: Environment, signals: Signals) -> ExitCode:
     """Trains and returns the exit code; errors are printed here, or handed to the launcher that started this rank."""
-    if REPORT_FILE in os.environ:
-        _die_with_parent()
+    die_with_launcher()
     course = _Course()
     error: ShoalError | None = None
     code = ExitCode.DONE
@@ -70,7 +64,7 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
         error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
         code = error.exit_code
         _note_failure(request, environment, error, course)
-    _tell(environment, code, error)
+    tell(environment, code, error)
     return code
 
 
@@ -296,20 +290,3 @@ def _note_failure(request: RunRequest, environment: Environment, error: ShoalErr
 
 def _error_fields(error: ShoalError, rank: int) -> dict[str, Any]:
     return {k: v for k, v in to_json(error, rank, platform.node()).items() if k != "traceback"}
-
-
-def _tell(environment: Environment, code: ExitCode, error: ShoalError | None) -> None:
-    report = os.environ.get(REPORT_FILE)
-    if report:
-        told = to_json(error, environment.rank, platform.node()) if error else None
-        write_file(Path(report), json.dumps({"exit_code": int(code), "error": told}))
-    elif error is not None and not isinstance(error, PeerError):
-        print(error.render(), file=sys.stderr)
-
-
-def _die_with_parent() -> None:
-    """No worker outlives its launcher, even one that was killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
-            os._exit(ExitCode.RANK_LOST)

@@ -25,6 +25,7 @@ BUILT_INS = {
     "LaunchError": OSError,
     "RankLostError": ChildProcessError,
     "PeerError": ConnectionError,
+    "NotDeterministicError": RuntimeError,
     "StorageError": OSError,
     "IntegrityError": OSError,
     "InternalError": RuntimeError,

@@ -100,5 +100,12 @@ class Strategy(ABC):
         """
 
     @abstractmethod
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The logical tensor that this rank's `tensor` (a parameter, its gradient or state) is a part of.
+
+        Collective: the ranks that hold parts of it; none where every rank holds the whole.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Takes the strategy's hooks off the parameters."""

@@ -64,6 +64,10 @@ class DataParallel(Strategy):
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered)
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The tensor itself: every rank holds all of it."""
+        return tensor
+
     def close(self) -> None:
         """Takes the hooks off."""
         self._buckets.close()
@@ -135,6 +139,10 @@ class ExactDataParallel(Strategy):
         parts = flat.split([p.numel() for p in self._parameters])
         for parameter, part, is_used in zip(self._parameters, parts, used.tolist(), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype) if is_used else None
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The tensor itself: every rank holds all of it."""
+        return tensor
 
     def close(self) -> None:
         """Holds no hooks."""

@@ -1,0 +1,36 @@
+"""Verification: whether a parallel run computes what one process computes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from shoal.job import Job
+from shoal.plan.plan import Plan
+from shoal.plan.resolve import complete
+from shoal.verification.fork import trace_forked
+from shoal.verification.judge import Verdict, judge_traces
+
+__all__ = ["Verdict", "runs", "verify"]
+
+
+def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
+    """Runs `steps` steps as planned, in forked processes on this host, and on one process, and compares every tensor.
+
+    Raises: what the job or the plan raises; NotDeterministicError where one process alone does not repeat itself.
+    """
+    plan = complete(plan, job.grains, job.grain_size)
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
+        folder = Path(name)
+        for kind, ranks in runs(plan).items():
+            (folder / kind).mkdir()
+            trace_forked(job, ranks, folder / kind, steps)
+        return judge_traces(job, plan, folder)
+
+
+def runs(plan: Plan) -> dict[str, Plan]:
+    """The runs to trace: the plan's, and in exact mode the same on one process."""
+    found = {"parallel": plan}
+    if plan.execution.exact and plan.degrees.world_size > 1:
+        found["alone"] = plan.with_sections(layout={"data": 1, "shard": 1})
+    return found

@@ -1,0 +1,106 @@
+"""The `shoal verify` command: starts the parallel run, computes the references, prints and writes the verdict."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.environment import Environment
+from shoal.errors import ExitCode
+from shoal.faults import as_shoal_error
+from shoal.job_file import LoadedJob, load
+from shoal.plan.plan import Plan
+from shoal.plan.resolve import complete
+from shoal.run_request import RunRequest, cores_here
+from shoal.startup import prepare_process
+from shoal.verification.certificate import certificate, write_certificate
+from shoal.verification.judge import Verdict, judge_traces
+from shoal.verification.parallel import trace_rank
+from shoal.worker import die_with_launcher, tell
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """What to verify: the run as `shoal run` would be asked for it, and how many of its steps.
+
+    `trace` is set in the ranks: the folder for their traces. `alone` asks for the same run on one process.
+    """
+
+    run: RunRequest
+    num_steps: int
+    trace: Path | None
+    alone: bool
+
+    @property
+    def plan(self) -> Plan:
+        """The run's plan, or that of one process."""
+        return self.run.plan.with_sections(layout={"data": 1, "shard": 1}) if self.alone else self.run.plan
+
+
+def rank(request: VerifyRequest, environment: Environment) -> ExitCode:
+    """One rank of the parallel run; errors go to the launcher."""
+    die_with_launcher()
+    code, error = ExitCode.DONE, None
+    assert request.trace is not None
+    try:
+        prepare_process(request.plan.execution.exact, max(1, cores_here() // environment.local_world_size))
+        loaded = load(request.run.job)
+        plan = complete(request.plan, loaded.job.grains, loaded.job.grain_size, request.run.wishes.max_microbatch)
+        trace_rank(loaded.job, plan, environment, request.trace, request.num_steps)
+    except (Exception, SystemExit) as caught:
+        error = as_shoal_error(caught)
+        code = ExitCode.USER if error.exit_code != ExitCode.FAILED else ExitCode.FAILED
+    tell(environment, code, error)
+    return code
+
+
+# Starts the ranks of the run, or of the same on one process, with a folder for their traces; waits for their end.
+Start = Callable[[Path, bool], None]
+
+
+def verify(request: VerifyRequest, start: Start) -> ExitCode:
+    """Verifies. Raises: ShoalError where it cannot."""
+    out = request.run.out
+    out.mkdir(parents=True, exist_ok=True)
+    folder = out / "traces"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        return _verify(request, start, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _verify(request: VerifyRequest, start: Start, folder: Path) -> ExitCode:
+    began = time.monotonic()
+    exact = request.run.plan.execution.exact
+    start(folder / "parallel", False)
+    if exact and request.run.world_size > 1:
+        start(folder / "alone", True)
+    parallel_seconds = time.monotonic() - began
+    prepare_process(exact, cores_here())
+    loaded = load(request.run.job)
+    plan = complete(request.run.plan, loaded.job.grains, loaded.job.grain_size, request.run.wishes.max_microbatch)
+    verdict = judge_traces(loaded.job, plan, folder)
+    _print(verdict, loaded, plan, parallel_seconds)
+    document = certificate(verdict, loaded, plan, parallel_seconds)
+    write_certificate(request.run.out / "certificate.json", document)
+    print(f"written            {request.run.out / 'certificate.json'}")
+    return ExitCode.DONE if verdict.verified else ExitCode.FAILED
+
+
+def _print(verdict: Verdict, loaded: LoadedJob, plan: Plan, parallel_seconds: float) -> None:
+    degrees = ", ".join(f"{axis} {degree}" for axis, degree in plan.layout.model_dump().items() if degree > 1)
+    mode = "exact" if plan.execution.exact else "fast"
+    kind = f"{plan.precision.parameters}, compute {plan.precision.compute}"
+    print(f"layout             {degrees or 'one process'}; {mode}; parameters {kind}; {verdict.num_steps} steps")
+    for note in verdict.notes:
+        print(f"note               {note}")
+    print(verdict.render())
+    cost = f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references"
+    print(f"cost               {cost}")
+    print("verdict            " + ("verified" if verdict.verified else "DIVERGED"))
+    sys.stdout.flush()

@@ -1,0 +1,318 @@
+"""Compare: a step of the parallel run against the same step computed on one process in several ways.
+
+For each tensor x that the parallel run computed, with r_i the same tensor from the ways that mean the same in the
+plan's precision and t from float64, the demand is
+
+    min_i |x - r_i|  <=  MULTIPLE * max_i |r_i - r_0|  +  PRECISION_SHARE * max_i |r_i - t|  +  UNITS * u * scale
+
+in Euclidean norms: see docs/verify.md for where the terms and numbers come from. What is whole numbers (sample ids,
+weights, which parameters have a gradient) has to be equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.verification.reference import Computed
+from shoal.verification.trace import PHASES, StepTrace
+
+# The spread of four ways is a sample of four: the chance that a fifth is so many times as far is below 10^-4 for one
+# number (four normal draws all below a MULTIPLE-th), and vanishes for a tensor.
+MULTIPLE = 8.0
+# Two computations that round independently are sqrt(2) apart where each is one away from the truth.
+PRECISION_SHARE = 2.0
+# Units in the last place of float32 relative to the sum of sizes, where the ways happen to agree to the last bit.
+UNITS = 16.0
+UNIT = 2.0**-24
+
+
+@dataclass(frozen=True)
+class Check:
+    """One tensor of one step: how far it is and how far it may be. `rank` where one rank alone is meant."""
+
+    step: int
+    phase: str
+    name: str
+    rank: int | None
+    error: float
+    tolerance: float
+    said: str | None = None  # instead of numbers, where something is not a matter of size
+
+    @property
+    def ratio(self) -> float:
+        """Error over tolerance; above one it diverges."""
+        if self.said is not None:
+            return math.inf
+        if self.error == 0.0:
+            return 0.0
+        return self.error / self.tolerance if self.tolerance > 0.0 and math.isfinite(self.error) else math.inf
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is the same."""
+        return self.ratio <= 1.0
+
+
+@dataclass(frozen=True)
+class References:
+    """One step on one process: `ways` in the plan's precision, `exact` in float64 where that could be computed."""
+
+    ways: list[Computed]
+    exact: Computed | None
+
+    def tensors(self, of: Callable[[Computed], Tensor | None]) -> tuple[list[Tensor], Tensor | None]:
+        """One tensor from all of them, as float64."""
+        found = [t.double() for way in self.ways if (t := of(way)) is not None]
+        true = of(self.exact) if self.exact is not None else None
+        return found, None if true is None else true.double()
+
+
+def compare(parallel: StepTrace, before: StepTrace, references: References, order: list[str]) -> list[Check]:
+    """Every check of a step, in the order of its dataflow; `order` names the parameters in the order of the model."""
+    comparison = _Comparison(parallel, before, references, order)
+    found = [check for phase in comparison.phases() for check in phase]
+    return sorted(found, key=lambda check: PHASES.index(check.phase))
+
+
+class _Comparison:
+    def __init__(self, parallel: StepTrace, before: StepTrace, references: References, order: list[str]) -> None:
+        self._p, self._before, self._r, self._order = parallel, before, references, order
+        self._base = references.ways[0].trace
+        self._relative: dict[str, float] = {}  # what each parameter's gradient may be off by, relative to its size
+        self._norm_tolerance = 0.0
+
+    def phases(self) -> Iterator[list[Check]]:
+        """The checks, a phase at a time."""
+        yield list(self._data())
+        yield list(self._forward())
+        yield list(self._loss())
+        yield list(self._backward())
+        yield list(self._reduction())
+        if self._base.skipped or self._p.skipped:
+            yield list(self._skipped())
+            return
+        yield list(self._clipping())
+        yield list(self._update())
+        yield list(self._buffers())
+
+    def _check(self, phase: str, name: str, error: float, tolerance: float, rank: int | None = None) -> Check:
+        return Check(self._p.step, phase, name, rank, error, tolerance)
+
+    def _say(self, phase: str, name: str, said: str, rank: int | None = None) -> Check:
+        return Check(self._p.step, phase, name, rank, math.inf, 0.0, said)
+
+    def _judge(self, value: Tensor, of: Callable[[Computed], Tensor | None], scale: float) -> tuple[float, float]:
+        """(error, tolerance) of one tensor."""
+        runs, true = self._r.tensors(of)
+        value = value.double()
+        if any(r.shape != value.shape for r in runs) or not runs:
+            return math.inf, 0.0
+        error = min(distance(value, r) for r in runs)
+        spread = max(distance(r, runs[0]) for r in runs)
+        rounding = max(distance(r, true) for r in runs) if true is not None else 0.0
+        return error, MULTIPLE * spread + PRECISION_SHARE * rounding + UNITS * UNIT * scale
+
+    def _data(self) -> Iterator[Check]:
+        """Every grain once, with its samples."""
+        expected = {g: ids for part in self._base.parts for g, ids in zip(part.grains, part.ids, strict=True)}
+        seen: dict[int, int] = {}
+        for part in self._p.parts:
+            for grain, ids in zip(part.grains, part.ids, strict=True):
+                if grain in seen:
+                    yield self._say("data", f"grain {grain}", f"is also computed by rank {seen[grain]}", part.rank)
+                elif expected.get(grain) != ids:
+                    wanted = _some(expected.get(grain, ()))
+                    yield self._say(
+                        "data", f"grain {grain}", f"has samples {_some(ids)} instead of {wanted}", part.rank
+                    )
+                else:
+                    yield self._check("data", f"grain {grain}", 0.0, 0.0, part.rank)
+                seen[grain] = part.rank
+        for grain in sorted(expected.keys() - seen.keys()):
+            yield self._say("data", f"grain {grain}", "is computed by no rank")
+
+    def _forward(self) -> Iterator[Check]:
+        owners = {g: part.rank for part in self._p.parts for g in part.grains}
+        for call, grains in self._p.forward.items():
+            own = self._base.forward.get(call)
+            if own is None:
+                continue  # a call that one way of computing has and another has not
+            held = sorted(grains.keys() & own.keys())
+            phase = "data" if call.startswith("(batch)") else "forward"
+            worst: Check | None = None
+            for rank in sorted({owners[g] for g in held if g in owners}):
+                mine = [g for g in held if owners.get(g) == rank]
+
+                def of(way: Computed, call: str = call, mine: list[int] = mine) -> Tensor | None:
+                    found = way.trace.forward.get(call, {})
+                    return torch.tensor([found[g] for g in mine]) if all(g in found for g in mine) else None
+
+                value = torch.tensor([grains[g] for g in mine], dtype=torch.float64)
+                check = self._check(phase, call, *self._judge(value, of, float(value[:, 1].norm())), rank)
+                worst = check if worst is None or check.ratio > worst.ratio else worst
+            if worst is not None:
+                yield worst
+
+    def _loss(self) -> Iterator[Check]:
+        for part in self._p.parts:
+
+            def of(way: Computed, grains: tuple[int, ...] = part.grains) -> Tensor | None:
+                own = [p for p in way.trace.parts if set(p.grains) <= set(grains)]
+                complete = sum(len(p.grains) for p in own) == len(grains)
+                return torch.tensor([math.fsum(p.total for p in own)], dtype=torch.float64) if complete else None
+
+            name = f"of grains {_some(part.grains)}"
+            scale = math.fsum(abs(p.total) for p in self._base.parts if set(p.grains) <= set(part.grains))
+            yield self._check("loss", name, *self._judge(torch.tensor([part.total]), of, scale), part.rank)
+            weight = math.fsum(p.weight for p in self._base.parts if set(p.grains) <= set(part.grains))
+            if weight != part.weight:
+                yield self._say("loss", f"weight {name}", f"is {part.weight:g} instead of {weight:g}", part.rank)
+        if not math.isclose(self._p.weight, self._base.weight, rel_tol=1e-12):
+            yield self._say("reduction", "weight", f"is {self._p.weight:g} instead of {self._base.weight:g}")
+        loss = torch.tensor([self._p.loss])
+        if math.isfinite(self._base.loss):
+            scale = abs(self._base.loss)
+            yield self._check(
+                "reduction", "loss", *self._judge(loss, lambda way: torch.tensor([way.trace.loss]), scale)
+            )
+
+    def _gradients(
+        self, phase: str, rank: int | None, found: Mapping[str, Tensor], wanted: set[str]
+    ) -> Iterator[Check]:
+        for name in reversed(self._order):
+            if (name in found) != (name in wanted):
+                said = "has no gradient" if name in wanted else "has a gradient, which no loss depends on"
+                yield self._say(phase, name, said, rank)
+                continue
+            if name not in found:
+                continue
+
+            def of(way: Computed, name: str = name) -> Tensor | None:
+                return (
+                    way.contributions.get(rank, {}).get(name)
+                    if rank is not None
+                    else way.trace.tensors.get(f"reduction/{name}")
+                )
+
+            magnitude = self._r.ways[0].magnitudes.get(name, 0.0)
+            error, tolerance = self._judge(found[name], of, magnitude)
+            if rank is None:
+                size = float(self._base.tensors[f"reduction/{name}"].double().norm())
+                self._relative[name] = tolerance / size if size else 0.0
+                self._norm_tolerance = math.hypot(self._norm_tolerance, tolerance)
+            yield self._check(phase, name, error, tolerance, rank)
+
+    def _backward(self) -> Iterator[Check]:
+        for rank, found in sorted(self._p.gradients.items()):
+            wanted = set(self._r.ways[0].contributions.get(rank, {}))
+            yield from self._gradients("backward", rank, found, wanted)
+
+    def _reduction(self) -> Iterator[Check]:
+        found = self._p.phase("reduction")
+        yield from self._gradients("reduction", None, found, set(self._base.phase("reduction")))
+        yield from self._replicas("reduction")
+
+    def _skipped(self) -> Iterator[Check]:
+        mine, wanted = self._p.skipped, self._base.skipped
+        if (mine is None) != (wanted is None):
+            done = f"was left out ({mine})" if mine else "was not left out"
+            yield self._say("update", "(all)", f"the update {done}; on one process: {wanted or 'done'}")
+            return
+        for name, value in {**self._p.phase("update"), **self._p.phase("buffers")}.items():
+            key = f"update/{name}" if f"update/{name}" in self._p.tensors else f"buffers/{name}"
+            old = self._before.tensors.get(key)
+            if old is not None and not torch.equal(value, old):
+                yield self._say("update", name, "has changed in a step that was left out")
+        yield from self._replicas("update")
+
+    def _clipping(self) -> Iterator[Check]:
+        norm = torch.tensor([self._p.norm])
+        error, tolerance = self._judge(norm, lambda way: torch.tensor([way.trace.norm]), self._base.norm)
+        tolerance += self._norm_tolerance
+        yield self._check("clipping", "global norm", error, tolerance)
+        relative = tolerance / self._base.norm if self._base.norm else 0.0
+        for name in reversed(self._order):
+            value = self._p.tensors.get(f"clipping/{name}")
+            if value is None:
+                continue
+            key = f"clipping/{name}"
+            error, tolerance = self._judge(value, _tensor(key), float(value.double().norm()))
+            size = float(self._base.tensors[key].double().norm()) if key in self._base.tensors else 0.0
+            yield self._check("clipping", name, error, tolerance + size * (relative + self._relative.get(name, 0.0)))
+        yield from self._replicas("clipping")
+
+    def _update(self) -> Iterator[Check]:
+        """Parameters by their change in this step, which their size would hide; the optimizer's state as it is."""
+        found = self._p.phase("update")
+        for name in self._order:
+            if name in found:
+                yield self._changed(name, found[name])
+        for name, value in found.items():
+            if name in self._order:
+                continue
+            key = f"update/{name}"
+            if not value.is_floating_point():
+                same = torch.equal(value, self._base.tensors.get(key, torch.empty(0)))
+                yield self._check("update", name, 0.0, 0.0) if same else self._say("update", name, "has another value")
+                continue
+            size = float(value.double().norm())
+            error, tolerance = self._judge(value, _tensor(key), size)
+            owner = name.rpartition("/")[0]
+            yield self._check("update", name, error, tolerance + 2.0 * size * self._relative.get(owner, 0.0))
+        for name in sorted(self._base.phase("update").keys() - found.keys()):
+            yield self._say("update", name, "is missing")
+        yield from self._replicas("update")
+
+    def _changed(self, name: str, value: Tensor) -> Check:
+        key = f"update/{name}"
+        old = self._before.tensors[key].double()
+        change = value.double() - old
+
+        def of(way: Computed) -> Tensor | None:
+            found = way.trace.tensors.get(key)
+            return None if found is None else found.double() - old
+
+        unit = torch.finfo(value.dtype).eps / 2.0 / UNIT if value.is_floating_point() else 1.0
+        error, tolerance = self._judge(change, of, float(old.norm()) * unit)
+        return self._check("update", name, error, tolerance + float(change.norm()) * self._relative.get(name, 0.0))
+
+    def _buffers(self) -> Iterator[Check]:
+        for name, value in self._p.phase("buffers").items():
+            key = f"buffers/{name}"
+            size = float(value.double().norm())
+            yield self._check("buffers", name, *self._judge(value, _tensor(key), size))
+        yield from self._replicas("buffers")
+
+    def _replicas(self, phase: str) -> Iterator[Check]:
+        """What every rank holds for itself has to be the same, to the bit."""
+        first = self._p.digests.get(0, {})
+        for rank, own in sorted(self._p.digests.items()):
+            for key in sorted(first.keys() | own.keys()):
+                where, _, name = key.partition("/")
+                if where == phase and first.get(key) != own.get(key):
+                    yield self._say(phase, name, "is not what rank 0 holds", rank)
+
+
+def _tensor(key: str) -> Callable[[Computed], Tensor | None]:
+    return lambda way: way.trace.tensors.get(key)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """The Euclidean distance; infinite where not the same places are finite."""
+    difference = float((a - b).norm())
+    if math.isnan(difference):  # the same places not finite on both sides are no difference
+        finite = torch.isfinite(a)
+        if not torch.equal(finite, torch.isfinite(b)):
+            return math.inf
+        return float((a - b)[finite].norm())
+    return difference
+
+
+def _some(values: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, values[:6]))
+    return f"{shown} ... ({len(values)})" if len(values) > 6 else shown

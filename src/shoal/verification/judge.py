@@ -1,0 +1,286 @@
+"""Judge: the traces of a parallel run against the references, step by step, to a verdict."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from shoal.computation import Computation
+from shoal.data.order import Order
+from shoal.data.source import MapSource, open_source
+from shoal.errors import JobError, NotDeterministicError, ShoalError
+from shoal.evaluation import Evaluator
+from shoal.job import Job
+from shoal.mesh import alone
+from shoal.plan.plan import Plan
+from shoal.precision import Precision
+from shoal.run_request import cores_here
+from shoal.verification.compare import UNIT, UNITS, Check, References, compare, distance
+from shoal.verification.diagnose import Diagnosis, diagnose
+from shoal.verification.parallel import Traced, read_outcome
+from shoal.verification.reference import Computed, Reference, Way
+from shoal.verification.trace import PHASES, StepTrace
+
+
+@dataclass
+class Verdict:
+    """What came of it; `checks` in the order of the dataflow, `seconds` of the references and the comparing."""
+
+    checks: list[Check] = field(default_factory=list)
+    diagnosis: Diagnosis | None = None
+    notes: list[str] = field(default_factory=list)
+    num_steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def verified(self) -> bool:
+        """Whether everything was the same."""
+        return not self.failed
+
+    @property
+    def failed(self) -> list[Check]:
+        """What diverged, the first in the dataflow first."""
+        return [check for check in self.checks if not check.passed]
+
+    def add_exact(self, checks: list[Check]) -> None:
+        """Takes up the bitwise checks of exact mode; one of them that fails is the first divergence where none was."""
+        self.checks += checks
+        if self.diagnosis is None and self.failed:
+            causes = ["a sum whose order depends on the layout, or a kernel whose result depends on the batch's shape"]
+            self.diagnosis = Diagnosis(self.failed[0], causes)
+
+    def table(self) -> list[str]:
+        """A line a phase: checks, how many failed, and the worst."""
+        rows = []
+        for phase in PHASES:
+            checks = [check for check in self.checks if check.phase == phase]
+            if checks:
+                worst = max(checks, key=lambda check: check.ratio)
+                failed = sum(not check.passed for check in checks)
+                rows.append(f"{phase:<12} {len(checks):>7} {failed:>7}  {worst.ratio:<8.3g} {worst.name}")
+        return rows
+
+    def render(self) -> str:
+        """The table, and where something diverged what it looks like; for people."""
+        lines = [f"{'phase':<12} {'checks':>7} {'failed':>7}  worst error / tolerance", *self.table()]
+        if self.diagnosis is not None:
+            lines.append(self.diagnosis.render(len(self.failed) - 1))
+        return "\n".join(lines)
+
+    def worst(self) -> dict[str, float]:
+        """The worst ratio of error to tolerance of each tensor over all steps, by PHASE/NAME."""
+        found: dict[str, float] = {}
+        for check in self.checks:
+            key = f"{check.phase}/{check.name}"
+            found[key] = max(found.get(key, 0.0), check.ratio)
+        return found
+
+
+def judge_traces(job: Job, plan: Plan, folder: Path) -> Verdict:
+    """The verdict on the traces under `folder`: those of the `parallel` run and, in exact mode, of one process alone.
+
+    Raises: as `judge`.
+    """
+    traced = read_outcome(folder / "parallel")
+    steps = traced.steps(folder / "parallel")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    verdict = judge(job, plan, traced, steps, device)
+    verdict.notes += traced.notes
+    if (folder / "alone").exists():
+        verdict.add_exact(compare_exact(steps, read_outcome(folder / "alone").steps(folder / "alone")))
+    return verdict
+
+
+def judge(job: Job, plan: Plan, traced: Traced, steps: list[StepTrace], device: torch.device) -> Verdict:
+    """Computes each step on one process and compares; stops after the first step that diverges.
+
+    `steps` starts with the state before the first. Raises: NotDeterministicError where one process alone does not
+    repeat itself; JobError for what cannot be verified.
+    """
+    began = time.monotonic()
+    verdict = Verdict(num_steps=traced.num_steps)
+    judges = _Judges(job, plan, traced, device, verdict.notes)
+    try:
+        verdict.checks += judges.initial_values(steps[0])
+        for before, parallel in itertools.pairwise(steps):
+            if verdict.failed:
+                break
+            found, references = judges.step(before, parallel)
+            verdict.checks += found
+            if verdict.failed:
+                verdict.diagnosis = diagnose(verdict.failed, parallel, before, references, judges.world_size)
+        if not verdict.failed:
+            verdict.checks += judges.metrics(steps[-1])
+    finally:
+        judges.close()
+    if verdict.failed and verdict.diagnosis is None:
+        verdict.diagnosis = diagnose(verdict.failed, steps[-1], steps[-1], None, judges.world_size)
+    verdict.seconds = time.monotonic() - began
+    return verdict
+
+
+class _Judges:
+    """The references of one verification."""
+
+    def __init__(self, job: Job, plan: Plan, traced: Traced, device: torch.device, notes: list[str]) -> None:
+        source = open_source("train_data", job.train_data, job.collate)
+        if not isinstance(source, MapSource):
+            raise JobError(
+                given="a job that trains on a stream",
+                conflict="the reference reads the same samples again by their ids, which a stream does not have",
+                remedy="verify with a map-style dataset of some of its samples",
+            )
+        self._job, self._plan, self._traced, self._device, self._notes = job, plan, traced, device, notes
+        self._order = Order(len(source), job.global_batch, job.grains, job.seed, job.shuffle, job.length)
+        self.world_size = traced.world_size
+        self._computation = Computation.from_json(traced.computation) if traced.computation else Computation(1)
+        ranks = plan.layout.data * plan.layout.shard
+        self._precision = Precision.of(plan.precision, device)
+        self._plain = Reference(job, self._precision, source, self._order, ranks)
+        double = Precision(torch.float64, torch.float64, torch.float64, device)
+        self._double: Reference | None = Reference(job, double, source, self._order, ranks)
+
+    def initial_values(self, initial: StepTrace) -> list[Check]:
+        """Whether the parallel run began with the job's own values."""
+        found = []
+        named = {**dict(self._plain.model.named_parameters()), **dict(self._plain.model.named_buffers())}
+        for name, value in named.items():
+            key = f"update/{name}" if f"update/{name}" in initial.tensors else f"buffers/{name}"
+            held = initial.tensors.get(key)
+            said = "is missing" if held is None else "does not begin as the job's model() makes it from the seed"
+            if held is None or not torch.equal(held, value.detach().cpu()):
+                found.append(Check(0, "data", f"initial {name}", None, math.inf, 0.0, said))
+        first = initial.digests.get(0, {})
+        for rank, own in sorted(initial.digests.items()):
+            different = [key for key in first if own.get(key) != first[key]]
+            found += [
+                Check(
+                    0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, "is not what rank 0 begins with"
+                )
+                for key in different
+            ]
+        return found
+
+    def step(self, before: StepTrace, parallel: StepTrace) -> tuple[list[Check], References]:
+        """The checks of one step."""
+        first = parallel.step == 0
+        ways = self._ways(first)
+        computed = [self._compute(self._plain, before, parallel, way) for way in ways]
+        if first:
+            self._repeat(before, parallel, ways[0], computed[0])
+        references = References(computed, self._exact(before, parallel, computed[0]))
+        order = self._parameter_order()
+        return compare(parallel, before, references, order), references
+
+    def _ways(self, first: bool) -> list[Way]:
+        """All of them in the first step; later two, which show how far a step moves as well."""
+        cores = cores_here()
+        planned = Way("as planned", fused=True, threads=1)
+        alone_backwards = Way("grain by grain, backwards", order=-1, threads=cores)
+        if not first:
+            return [planned, alone_backwards]
+        return [planned, Way("grain by grain", threads=cores), alone_backwards, Way("every third first", order=3)]
+
+    def _compute(self, reference: Reference, before: StepTrace, parallel: StepTrace, way: Way) -> Computed:
+        return reference.step(parallel.step, before, parallel, self._computation, way)
+
+    def _repeat(self, before: StepTrace, parallel: StepTrace, way: Way, once: Computed) -> None:
+        """Raises: NotDeterministicError where the same way gives something else the second time."""
+        again = self._compute(self._plain, before, parallel, way)
+        for call, grains in once.trace.forward.items():
+            for grain, numbers in grains.items():
+                other = again.trace.forward.get(call, {}).get(grain)
+                if other is None or any(
+                    abs(a - b) > UNITS * UNIT * numbers[1] for a, b in zip(numbers, other, strict=True)
+                ):
+                    raise _not_deterministic(f"module {call}" if call != "(batch)" else "the data")
+        for name, value in once.trace.tensors.items():
+            size = float(value.double().norm())
+            other_value = again.trace.tensors.get(name)
+            limit = UNITS * UNIT * size if math.isfinite(size) else 0.0
+            if other_value is None or distance(value.double(), other_value.double()) > limit:
+                raise _not_deterministic(name)
+
+    def _exact(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> Computed | None:
+        """The step in float64, where that says something."""
+        if self._double is None or plain.trace.skipped == "nonfinite":
+            return None
+        try:
+            found = self._compute(
+                self._double, before, replace(parallel, factor=1.0), Way("float64", threads=cores_here())
+            )
+        except ShoalError as error:
+            self._notes.append(f"no float64 reference: the model does not compute in it ({error.conflict[:120]})")
+            self._double = None
+            return None
+        difference = abs(found.trace.loss - plain.trace.loss)
+        if difference > 0.1 * abs(found.trace.loss) and self._precision.compute == torch.float32:
+            self._notes.append(
+                f"the float64 reference draws other random numbers (loss {found.trace.loss:.6g}, in float32 "
+                f"{plain.trace.loss:.6g}): tolerances come from the ways alone"
+            )
+            self._double = None
+            return None
+        return found
+
+    def _parameter_order(self) -> list[str]:
+        return [name for name, p in self._plain.model.named_parameters() if p.requires_grad]
+
+    def metrics(self, last: StepTrace) -> list[Check]:
+        """Evaluation on one process with the parallel run's final values."""
+        if not self._traced.eval_samples or self._job.eval_data is None:
+            return []
+        self._plain.set_state(last)
+        source = open_source("eval_data", self._job.eval_data, self._job.collate)
+        functions = {"loss": self._job.loss, **self._job.metrics}
+        evaluator = Evaluator(
+            self._job, alone(self._device), self._precision, source, functions, most_samples=self._traced.eval_samples
+        )
+        expected, count = evaluator.evaluate(self._plain.model)
+        step, found = self._traced.num_steps - 1, []
+        if count != self._traced.eval_samples:
+            said = f"{self._traced.eval_samples} samples were evaluated, on one process {count}"
+            found.append(Check(step, "metrics", "samples", None, math.inf, 0.0, said))
+        for name, value in expected.items():
+            held = self._traced.metrics.get(name, math.nan)
+            error = abs(held - value) if not (math.isnan(held) and math.isnan(value)) else 0.0
+            found.append(Check(step, "metrics", name, None, error, UNITS * UNIT * abs(value)))
+        return found
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        self._plain.close()
+        if self._double is not None:
+            self._double.close()
+
+
+def compare_exact(parallel: list[StepTrace], alone_: list[StepTrace]) -> list[Check]:
+    """Exact mode's demand: every number of every step the same, to the bit, as from one process."""
+    found: list[Check] = []
+    for mine, single in zip(parallel, alone_, strict=True):
+        wanted = single.digests[0]
+        keys = sorted(mine.digests[0].keys() | wanted.keys(), key=lambda key: PHASES.index(key.partition("/")[0]))
+        for key in keys:
+            same = mine.digests[0].get(key) == wanted.get(key)
+            phase, _, name = key.partition("/")
+            said = None if same else "is not bit for bit what one process computes"
+            found.append(Check(mine.step, phase, name, None, 0.0, 0.0, said))
+        if (mine.loss, mine.norm) != (single.loss, single.norm) and math.isfinite(single.loss):
+            said = f"loss {mine.loss!r}, norm {mine.norm!r}; on one process {single.loss!r}, {single.norm!r}"
+            found.append(Check(mine.step, "reduction", "loss and norm", None, math.inf, 0.0, said))
+        if any(not check.passed for check in found):
+            break
+    return found
+
+
+def _not_deterministic(where: str) -> NotDeterministicError:
+    return NotDeterministicError(
+        given="this job, computed twice in the same way on one process",
+        conflict=f"{where} came out differently: the difference is not the parallel run's",
+        remedy="look for randomness outside torch's, Python's and numpy's global generators, or a race; then verify",
+    )

@@ -1,0 +1,69 @@
+"""The parallel run that is verified: a rank of it, with the real engine and a recorder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.engine import Options, build
+from shoal.environment import Environment
+from shoal.job import Job
+from shoal.mesh import open_mesh
+from shoal.plan.plan import Plan
+from shoal.telemetry import RecordWriter
+from shoal.trainer import Surroundings
+from shoal.verification.recorder import Recorder
+from shoal.verification.trace import StepTrace, read
+
+_OUTCOME = "outcome.json"
+# Evaluation is compared on so many samples at most: it is not what takes long to go wrong.
+EVAL_SAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What the ranks left in a folder besides the steps' traces."""
+
+    num_steps: int
+    world_size: int
+    metrics: dict[str, float]
+    eval_samples: int
+    computation: dict[str, Any]
+    notes: list[str]
+
+    def steps(self, folder: Path) -> list[StepTrace]:
+        """The state before the first step, then every step."""
+        return [read(folder, step, self.world_size) for step in range(-1, self.num_steps)]
+
+
+def trace_rank(job: Job, plan: Plan, environment: Environment, folder: Path, num_steps: int) -> None:
+    """Trains `num_steps` steps on this rank and leaves their trace. Collective: all ranks of the environment."""
+    notes: list[str] = []
+    around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
+    with open_mesh(environment, plan.degrees) as mesh:
+        recorder = Recorder(folder, mesh.rank)
+        engine = build(job, plan, mesh, Options(telemetry=False, eval_samples=EVAL_SAMPLES, observer=recorder))
+        try:
+            recorder.attach(engine.model, engine.updater.optimizer, engine.strategy)
+            last = min(num_steps, engine.order.num_steps)
+            outcome = engine.trainer(None, last, around, RecordWriter(None)).train()
+            if mesh.rank == 0:
+                found = Traced(
+                    num_steps=outcome.state.step,
+                    world_size=mesh.world_size,
+                    metrics=outcome.metrics,
+                    eval_samples=outcome.eval_samples,
+                    computation=outcome.state.computation or {},
+                    notes=notes,
+                )
+                (folder / _OUTCOME).write_text(json.dumps(asdict(found)), encoding="utf-8")
+        finally:
+            recorder.close()
+            engine.close()
+
+
+def read_outcome(folder: Path) -> Traced:
+    """What `trace_rank` left."""
+    return Traced(**json.loads((folder / _OUTCOME).read_text(encoding="utf-8")))

@@ -1,0 +1,177 @@
+"""Recorder: an observer that writes the trace of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.checkpoint.state import model_tensors, optimizer_state
+from shoal.microbatch import Microbatch
+from shoal.observation import Observer
+from shoal.strategies.base import Strategy
+from shoal.verification.trace import Part, StepTrace, digest, fingerprint, write
+
+INPUT = "(batch)"
+
+
+class ForwardRecorder:
+    """Fingerprints of what each module of a model gives, a grain at a time; for engine and reference alike."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.found: dict[str, dict[int, list[float]]] = {}
+        self._microbatch: Microbatch | None = None
+        self._calls: Counter[str] = Counter()
+        names = {module: name or "(model)" for name, module in model.named_modules()}
+        self._handles = [m.register_forward_hook(self._hook(name)) for m, name in names.items()]
+
+    def clear(self) -> None:
+        """Forgets what was seen."""
+        self.found = {}
+
+    def begin(self, microbatch: Microbatch, batch: Any) -> None:
+        """From now on until `end` forwards are of this microbatch."""
+        self._microbatch, self._calls = microbatch, Counter()
+        self._note(INPUT, batch)
+
+    def end(self) -> None:
+        """What is computed from now on is recomputation."""
+        self._microbatch = None
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._microbatch is not None:
+                self._calls[name] += 1
+                call = self._calls[name]
+                self._note(name if call == 1 else f"{name}#{call}", output)
+
+        return hook
+
+    def _note(self, call: str, value: Any) -> None:
+        microbatch = self._microbatch
+        assert microbatch is not None
+        rows = [grain.size for grain in microbatch.grains]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for number, leaf in enumerate(tree_leaves(value)):
+                # What is not divided by samples cannot be compared a grain at a time.
+                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows) or leaf.is_complex():
+                    continue
+                name = call if number == 0 else f"{call}[{number}]"
+                for grain, numbers in zip(microbatch.grains, fingerprint(leaf, rows), strict=True):
+                    self.found.setdefault(name, {})[grain.index] = numbers
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class OwnGradients:
+    """What autograd gives for each parameter on this rank, added up over microbatches before anything else sees it."""
+
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self._handles = [parameter.register_hook(self._hook(name)) for name, parameter in parameters]
+
+    def clear(self) -> None:
+        """Starts a step."""
+        self.sums = {}
+
+    def _hook(self, name: str) -> Any:
+        def hook(gradient: Tensor) -> None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                wide = (gradient.to_dense() if gradient.is_sparse else gradient).to(_wide(gradient.dtype))
+                held = self.sums.get(name)
+                self.sums[name] = wide.clone() if held is None else held.add_(wide)
+
+        return hook
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Recorder(Observer):
+    """Writes every step of an engine to a folder, this rank's part of it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+        """Watches a model and its optimizer, and writes their state. Collective where `whole` of the strategy is."""
+        self._model, self._optimizer, self._strategy = model, optimizer, strategy
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._forward, self._own = ForwardRecorder(model), OwnGradients(self._named)
+        self._trace = StepTrace(-1)
+        self._state()
+        write(self._folder, self._trace, self._rank)
+
+    def begin(self, step: int, factor: float) -> None:
+        """Forgets the last attempt."""
+        self._trace = StepTrace(step, factor=factor)
+        self._forward.clear()
+        self._own.clear()
+
+    def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
+        """Fingerprints the batch, and the forward that comes."""
+        self._microbatch = microbatch
+        self._forward.begin(microbatch, batch)
+
+    def loss(self, total: Tensor, weight: Tensor | float) -> None:
+        """Notes the microbatch's loss."""
+        self._forward.end()
+        taken = self._microbatch
+        ids = tuple(tuple(ids.tolist()) for ids in taken.ids)
+        grains = tuple(grain.index for grain in taken.grains)
+        self._trace.parts.append(Part(self._rank, grains, ids, float(total), float(weight)))
+
+    def reduced(self, loss: float, weight: float, scale: float) -> None:
+        """Keeps the mean gradients, and this rank's share of them."""
+        trace = self._trace
+        trace.loss, trace.weight, trace.forward = loss, weight, self._forward.found
+        trace.gradients[self._rank] = {name: g * scale for name, g in self._own.sums.items()}
+        self._gradients("reduction", scale)
+
+    def clipped(self, norm: float) -> None:
+        """Keeps the gradients that the optimizer gets."""
+        self._trace.norm = norm
+        self._gradients("clipping", 1.0)
+
+    def updated(self, skipped: str | None) -> None:
+        """Keeps the state after the step and writes everything."""
+        self._trace.skipped = skipped
+        self._state()
+        write(self._folder, self._trace, self._rank)
+
+    def _gradients(self, phase: str, scale: float) -> None:
+        for name, parameter in self._named:
+            if parameter.grad is not None:
+                self._keep(f"{phase}/{name}", self._strategy.whole(parameter.grad) * scale)
+
+    def _state(self) -> None:
+        values = model_tensors(self._model)
+        parameters = dict(self._model.named_parameters())
+        for name, value in values.items():
+            self._keep(f"update/{name}" if name in parameters else f"buffers/{name}", self._strategy.whole(value))
+        tensors, self._trace.optimizer = optimizer_state(self._optimizer, self._model)
+        for name, value in tensors.items():
+            self._keep(f"update/{name} (optimizer)", self._strategy.whole(value))
+
+    def _keep(self, key: str, value: Tensor) -> None:
+        self._trace.digests.setdefault(self._rank, {})[key] = digest(value)
+        if self._rank == 0:
+            self._trace.tensors[key] = value.detach().cpu().clone()
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        self._forward.close()
+        self._own.close()

@@ -1,0 +1,220 @@
+"""Reference: a step of a job on one process, written as plainly as it can be, in float64 or in the plan's precision.
+
+It shares with the engine what defines the training (order, grains and their randomness, the job's own functions) and
+nothing of how the engine computes it: no buckets, no strategy, no collective, no updater.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
+from shoal.computation import Computation, Computer
+from shoal.data.loader import MapLoader, Place
+from shoal.data.order import Order
+from shoal.data.source import MapSource
+from shoal.engine import build_model
+from shoal.grains import random_key
+from shoal.job import Job, Progress
+from shoal.microbatch import Microbatch
+from shoal.precision import Precision
+from shoal.randomness import seed_everything
+from shoal.strategies.data_parallel import run_backward
+from shoal.update import Parameters, build_optimizer
+from shoal.verification.recorder import ForwardRecorder
+from shoal.verification.trace import Part, StepTrace
+
+_MOST_PARTS_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute a step that means the same as any other.
+
+    order: of the microbatches: 1 as they come, -1 backwards, else every `order`-th first. fused: microbatches as the
+    plan has them, else grain by grain. threads: of torch's kernels, which divide their sums by them.
+    """
+
+    name: str
+    order: int = 1
+    fused: bool = False
+    threads: int = 1
+
+
+@dataclass
+class Computed:
+    """A step as one way gave it. `contributions` holds the gradient of each rank's grains, over the step's weight.
+
+    `parts` those of single microbatches, in a fused way and as far as they fit.
+    """
+
+    trace: StepTrace
+    contributions: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    parts: dict[tuple[int, tuple[int, ...]], dict[str, Tensor]] = field(default_factory=dict)  # by rank and grains
+    magnitudes: dict[str, float] = field(default_factory=dict)  # sum over microbatches of the norms of their gradients
+
+
+class Reference:
+    """One copy of the job's model and optimizer, in one precision."""
+
+    def __init__(self, job: Job, precision: Precision, source: MapSource, order: Order, num_ranks: int) -> None:
+        self._job, self._precision, self._source, self._order = job, precision, source, order
+        self._num_ranks = num_ranks
+        self.model = build_model(job, replace(precision, device=torch.device("cpu"))).to(precision.device)
+        self._parameters = Parameters(self.model)
+        self._optimizer = build_optimizer(job.optimizer, self._parameters)
+        self._rates = [float(group.get("lr", 1.0)) for group in self._optimizer.param_groups]
+        self.model.train()
+        self._forward = ForwardRecorder(self.model)
+
+    def step(self, number: int, before: StepTrace, facts: StepTrace, computation: Computation, way: Way) -> Computed:
+        """Step `number` from the state `before`; of `facts`, the parallel run's, only the loss factor is taken."""
+        self._load(before)
+        computer = Computer(self._job, self.model, self._precision, computation)
+        found = Computed(StepTrace(number, factor=facts.factor))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(way.threads)
+        try:
+            self._accumulate(computer, way, found)
+        finally:
+            torch.set_num_threads(threads)
+        self._finish(found)
+        return found
+
+    def _load(self, before: StepTrace) -> None:
+        self.set_state(before)
+        kind = self._precision.parameters
+        suffix = " (optimizer)"
+        states = {k.removesuffix(suffix): v for k, v in before.phase("update").items() if k.endswith(suffix)}
+        states = {k: v if k.endswith("/step") else _as(v, kind) for k, v in states.items()}
+        load_optimizer(self._optimizer, self.model, states, before.optimizer)
+
+    def microbatches(self, number: int, way: Way, per_microbatch: int) -> Iterator[tuple[int, Microbatch]]:
+        """(rank, microbatch) of a step in the way's order."""
+        found = []
+        for rank in range(self._num_ranks):
+            loader = MapLoader(self._source, self._order, Place(rank, self._num_ranks), 0, pin_memory=False)
+            loader.seek(number, per_microbatch if way.fused else 1)
+            found += [(rank, microbatch) for microbatch in loader.step(number).microbatches]
+        if way.order == -1:
+            found.reverse()
+        elif way.order > 1:
+            found = [m for start in range(way.order) for m in found[start :: way.order]]
+        yield from found
+
+    def _accumulate(self, computer: Computer, way: Way, found: Computed) -> None:
+        """Forward and backward of every microbatch; each starts from the buffers before the step."""
+        trace = found.trace
+        self._forward.clear()
+        start = {name: b.detach().clone() for name, b in self.model.named_buffers()}
+        sums: dict[str, Tensor] = {}
+        buffers = {name: torch.zeros_like(b, dtype=torch.float64) for name, b in start.items()}
+        samples = 0
+        size = sum(p.numel() for p in self._parameters) * 4
+        for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
+            part = self._compute(computer, microbatch, rank, trace)
+            for name, parameter in self._parameters.named:
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                gradient = gradient.to(torch.promote_types(gradient.dtype, self._precision.reduce))
+                sums[name] = sums[name] + gradient if name in sums else gradient.clone()
+                own = found.contributions.setdefault(rank, {})
+                own[name] = own[name] + gradient if name in own else gradient.clone()
+                if way.fused and size * (len(found.parts) + 1) <= _MOST_PARTS_BYTES:
+                    found.parts.setdefault((rank, part.grains), {})[name] = gradient.clone()
+                found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(gradient.double().norm())
+            with torch.no_grad():
+                for name, buffer in self.model.named_buffers():
+                    buffers[name] += buffer.double() * microbatch.num_samples
+                    buffer.copy_(start[name])
+            samples += microbatch.num_samples
+            trace.parts.append(part)
+        trace.forward = dict(self._forward.found)
+        self._sums, self._buffer_means = sums, {n: b / max(1, samples) for n, b in buffers.items()}
+        self._samples = samples
+
+    def _compute(self, computer: Computer, microbatch: Microbatch, rank: int, trace: StepTrace) -> Part:
+        batch = self._precision.inputs(microbatch.batch)
+        self.model.zero_grad(set_to_none=True)
+        self._forward.begin(microbatch, batch)
+        with computer.scope(microbatch):
+            total, weight = computer.loss(batch)
+            self._forward.end()
+            run_backward(total * trace.factor)
+        grains = tuple(g.index for g in microbatch.grains)
+        ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
+        return Part(rank, grains, ids, float(total.detach()), float(weight))
+
+    def _finish(self, found: Computed) -> None:
+        """The update: mean, norm, clipping, schedule, optimizer; nothing where the norm is not finite."""
+        trace, job = found.trace, self._job
+        trace.weight = math.fsum(part.weight for part in trace.parts)
+        total = math.fsum(part.total for part in trace.parts)
+        trace.loss = total / trace.weight if trace.weight else math.nan
+        scale = 1.0 / (trace.weight * trace.factor) if trace.weight else 0.0
+        mean = {name: g * scale for name, g in self._sums.items()}
+        found.contributions = {r: {n: g * scale for n, g in own.items()} for r, own in found.contributions.items()}
+        found.parts = {key: {n: g * scale for n, g in own.items()} for key, own in found.parts.items()}
+        found.magnitudes = {name: value * abs(scale) for name, value in found.magnitudes.items()}
+        trace.norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in mean.values()))
+        trace.tensors |= {f"reduction/{name}": g for name, g in mean.items()}
+        if not trace.weight:
+            trace.skipped = "weightless"
+        elif not math.isfinite(trace.norm) or not math.isfinite(trace.loss):
+            trace.skipped = "nonfinite"
+        else:
+            share = min(1.0, job.clip_norm / (trace.norm + 1e-6)) if job.clip_norm is not None else 1.0
+            for name, parameter in self._parameters.named:
+                parameter.grad = (mean[name] * share).to(parameter.dtype) if name in mean else None
+                if parameter.grad is not None:
+                    trace.tensors[f"clipping/{name}"] = parameter.grad.clone()
+            before = sum(g.size for s in range(trace.step) for g in self._order.grains(s))
+            progress = Progress(trace.step, self._order.num_steps, before)
+            multiplier = float(job.schedule(progress)) if job.schedule is not None else 1.0
+            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+                if isinstance(group.get("lr"), Tensor):
+                    group["lr"].fill_(rate * multiplier)
+                elif "lr" in group:
+                    group["lr"] = rate * multiplier
+            seed_everything(random_key(job.seed, "optimizer", trace.step))
+            self._optimizer.step()
+            self._set_buffers()
+        self._capture(trace)
+
+    def _set_buffers(self) -> None:
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                value = self._buffer_means[name]
+                buffer.copy_(value if buffer.is_floating_point() else value.round())
+
+    def _capture(self, trace: StepTrace) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, value in model_tensors(self.model).items():
+            trace.tensors[f"update/{name}" if name in parameters else f"buffers/{name}"] = value
+        tensors, trace.optimizer = optimizer_state(self._optimizer, self.model)
+        trace.tensors |= {f"update/{name} (optimizer)": value for name, value in tensors.items()}
+        trace.tensors = {k: v.detach().cpu() for k, v in trace.tensors.items()}
+
+    def set_state(self, state: StepTrace) -> None:
+        """Parameters and buffers of a trace into the model."""
+        kind = self._precision.parameters
+        values = {**state.phase("buffers"), **_without_optimizer(state)}
+        load_model(self.model, {k: _as(v, kind) for k, v in values.items()})
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        self._forward.close()
+
+
+def _without_optimizer(trace: StepTrace) -> dict[str, Tensor]:
+    return {name: t for name, t in trace.phase("update").items() if not name.endswith(" (optimizer)")}
+
+
+def _as(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    return tensor.to(kind) if tensor.is_floating_point() else tensor

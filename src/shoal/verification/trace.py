@@ -1,0 +1,126 @@
+"""Traces: what was computed in a step, under logical names, from a parallel run or from a reference.
+
+A tensor's key is PHASE/NAME; the phases are those of a step in the order of its dataflow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+# In the order of the dataflow. `backward` is each rank's own gradient, `reduction` the mean over all of them.
+PHASES = ("data", "forward", "loss", "backward", "reduction", "clipping", "update", "buffers", "replicas", "metrics")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One microbatch: who computed which grains and samples, and the loss that came of it."""
+
+    rank: int
+    grains: tuple[int, ...]
+    ids: tuple[tuple[int, ...], ...]
+    total: float
+    weight: float
+
+
+@dataclass
+class StepTrace:
+    """One step. `forward` holds fingerprints: call name -> grain -> numbers, in the order of the calls.
+
+    `gradients` are each rank's own, `tensors` everything else by key. `finite` is False where the update was left out.
+    """
+
+    step: int
+    parts: list[Part] = field(default_factory=list)
+    forward: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    weight: float = 0.0
+    norm: float = 0.0
+    factor: float = 1.0
+    skipped: str | None = None
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    digests: dict[int, dict[str, str]] = field(default_factory=dict)
+
+    def phase(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one phase by name."""
+        return {key.partition("/")[2]: t for key, t in self.tensors.items() if key.startswith(f"{name}/")}
+
+
+def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
+    """Four numbers for each run of rows: the mean, the root mean square, and the means of two regular subsets.
+
+    The subsets tell apart what only changes places. Means, so that rounding errors of many elements cancel.
+    """
+    found = []
+    for part in tensor.detach().split(rows):
+        flat = part.reshape(-1).double()
+        if not len(flat):
+            found.append([0.0] * 4)
+            continue
+        parts = [
+            flat.mean(),
+            flat.square().mean().sqrt(),
+            flat[::3].mean(),
+            flat[1::7].mean() if len(flat) > 1 else flat[0],
+        ]
+        found.append(torch.stack(parts).tolist())
+    return found
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()
+
+
+def write(folder: Path, trace: StepTrace, rank: int) -> None:
+    """Writes one rank's view of a step: its own gradients, forward and digests; on rank 0 the logical tensors too."""
+    tensors = {f"gradient/{name}": t for name, t in trace.gradients.get(rank, {}).items()}
+    if rank == 0:
+        tensors |= {f"tensor/{key}": t for key, t in trace.tensors.items()}
+    save_file(
+        {k: t.detach().cpu().contiguous() for k, t in tensors.items()}, folder / f"step-{trace.step}-{rank}.safetensors"
+    )
+    facts = {
+        "parts": [vars(part) for part in trace.parts],
+        "forward": trace.forward,
+        "digests": trace.digests.get(rank, {}),
+        **{k: getattr(trace, k) for k in ("loss", "weight", "norm", "factor", "skipped", "optimizer")},
+    }
+    (folder / f"step-{trace.step}-{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def read(folder: Path, step: int, world_size: int) -> StepTrace:
+    """The step as all ranks saw it together."""
+    whole = StepTrace(step)
+    for rank in reversed(range(world_size)):  # rank 0 last: its view of what all share stays
+        facts = json.loads((folder / f"step-{step}-{rank}.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / f"step-{step}-{rank}.safetensors")
+        whole.gradients[rank] = _under("gradient/", tensors)
+        whole.tensors |= _under("tensor/", tensors)
+        whole.parts[:0] = [_part(part) for part in facts["parts"]]
+        for call, grains in facts["forward"].items():
+            whole.forward.setdefault(call, {}).update({int(g): numbers for g, numbers in grains.items()})
+        whole.digests[rank] = facts["digests"]
+        for name in ("loss", "weight", "norm", "factor", "skipped", "optimizer"):
+            setattr(whole, name, facts[name])
+    return whole
+
+
+def _part(facts: Mapping[str, Any]) -> Part:
+    ids = tuple(tuple(ids) for ids in facts["ids"])
+    return Part(facts["rank"], tuple(facts["grains"]), ids, facts["total"], facts["weight"])
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}

@@ -1,0 +1,498 @@
+"""The bug zoo: realistic bugs, each one that some framework shipped, planted into the ranks of a parallel run.
+
+`plant` patches the engine in the process that forks the ranks; the references are computed without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.conformance import cases
+from tests.conformance.cases import FP16, grouped, job, language, vectors
+from torch import Tensor, nn
+
+import shoal
+from shoal import randomness, update
+from shoal.buffers import StepBuffers
+from shoal.computation import Computer
+from shoal.data import loader
+from shoal.data.order import Order
+from shoal.evaluation import Evaluator
+from shoal.job import Progress
+from shoal.mesh import Mesh
+from shoal.strategies.base import NUM_SUMS, WEIGHT, StepSums
+from shoal.strategies.buckets import GradientBuckets
+from shoal.strategies.data_parallel import DataParallel
+from shoal.update import Updater
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What is planted, who shipped it, the job that shows it, and what the first divergence should say."""
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    shipped: str
+    phase: str
+    name: str  # the first divergence's module or parameter, a regular expression
+    job: Callable[[], shoal.Job] = job
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ranks: int = 2
+
+
+def after(patch: pytest.MonkeyPatch, owner: Any, name: str, then: Callable[..., Any]) -> None:
+    """Calls `then(result, *arguments)` after a method, and gives what it returns."""
+    original = getattr(owner, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return then(original(*args, **kwargs), *args, **kwargs)
+
+    patch.setattr(owner, name, replaced)
+
+
+def on_gradients(change: Callable[[list[Tensor]], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Changes the summed gradients, on every rank alike."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def then(result: Any, buckets: GradientBuckets, *args: Any) -> Any:
+            with torch.no_grad():
+                change([p.grad for p in buckets._parameters if p.grad is not None])
+            return result
+
+        after(patch, GradientBuckets, "finish", then)
+
+    return plant
+
+
+def scale_all(factor: float) -> Callable[[list[Tensor]], None]:
+    def change(gradients: list[Tensor]) -> None:
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+    return change
+
+
+def through_bf16(gradients: list[Tensor]) -> None:
+    for gradient in gradients:
+        gradient.copy_(gradient.bfloat16())
+
+
+def last_layer_twice(gradients: list[Tensor]) -> None:
+    gradients[-1].mul_(2)
+    gradients[-2].mul_(2)
+
+
+def lost_row(gradients: list[Tensor]) -> None:
+    gradients[0][len(gradients[0]) // 2].zero_()
+
+
+def last_microbatch_left_out(patch: pytest.MonkeyPatch) -> None:
+    original = DataParallel.backward
+
+    def backward(self: DataParallel, microbatch: Any, total: Tensor, sums: Tensor, last: bool) -> None:
+        self._buckets._overlap = False
+        kept = [None if p.grad is None else p.grad.clone() for p in self._buckets._parameters]
+        original(self, microbatch, total, sums, last)
+        if last:
+            with torch.no_grad():
+                for parameter, gradient in zip(self._buckets._parameters, kept, strict=True):
+                    parameter.grad.copy_(gradient)  # type: ignore[union-attr,arg-type]
+
+    patch.setattr(DataParallel, "backward", backward)
+
+
+def mean_of_means(patch: pytest.MonkeyPatch) -> None:
+    original = DataParallel.backward
+
+    def backward(self: DataParallel, microbatch: Any, total: Tensor, sums: Tensor, last: bool) -> None:
+        whole = sums[WEIGHT].clone()
+        dist.all_reduce(whole)
+        original(self, microbatch, total * (whole / dist.get_world_size() / sums[WEIGHT]), sums, last)
+
+    patch.setattr(DataParallel, "backward", backward)
+
+
+def norm_of_a_shard(patch: pytest.MonkeyPatch) -> None:
+    original = update.global_norm
+    patch.setattr(update, "global_norm", lambda gradients: original(gradients[: len(gradients) // 2]))
+
+
+def norm_before_unscaling(patch: pytest.MonkeyPatch) -> None:
+    original = Updater.step
+
+    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress) -> Any:
+        factor = loss_scale.factor(self._job.global_batch)
+        wide = update.global_norm
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(update, "global_norm", lambda gradients: wide(gradients) * factor)
+            return original(self, loss, weight, loss_scale, progress)
+
+    patch.setattr(Updater, "step", step)
+
+
+def clipped_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    original = torch._foreach_mul_
+
+    def scaled(gradients: list[Tensor], scale: float) -> None:
+        for gradient in gradients:
+            original([gradient], scale * 0.02 / max(0.02, float(gradient.norm()) * scale))
+
+    patch.setattr(torch, "_foreach_mul_", scaled)
+
+
+def keeps_a_parameter(rank: int, which: int) -> Callable[[pytest.MonkeyPatch], None]:
+    """One rank does not update one parameter."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        original = Updater.step
+
+        def step(self: Updater, *args: Any) -> Any:
+            parameter = self._parameters[which]
+            before = parameter.detach().clone()
+            result = original(self, *args)
+            if dist.get_rank() == rank:
+                with torch.no_grad():
+                    parameter.copy_(before)
+            return result
+
+        patch.setattr(Updater, "step", step)
+
+    return plant
+
+
+def schedule_per_process(patch: pytest.MonkeyPatch) -> None:
+    original = Updater._set_rates
+
+    def rates(self: Updater, progress: Progress) -> float:
+        return original(self, Progress(progress.step * dist.get_world_size(), progress.num_steps, progress.samples))
+
+    patch.setattr(Updater, "_set_rates", rates)
+
+
+def no_set_epoch(patch: pytest.MonkeyPatch) -> None:
+    original = Order.ids
+
+    def ids(self: Order, step: int, grains: Any) -> Any:
+        first = step % (self.num_steps // 2)  # the same place of the first epoch
+        return original(self, first, grains)
+
+    patch.setattr(Order, "ids", ids)
+
+
+def mask_by_place(patch: pytest.MonkeyPatch) -> None:
+    """Dropout keyed by the place in the microbatch: every rank draws the same masks."""
+    original = randomness.GrainScope.__init__
+
+    def init(self: Any, seed: int, step: int, grains: Any) -> None:
+        original(self, seed, step, grains)
+        self._indices = list(range(len(grains)))
+
+    patch.setattr(randomness.GrainScope, "__init__", init)
+
+
+def mask_by_rank(patch: pytest.MonkeyPatch) -> None:
+    original = randomness.GrainScope.__init__
+
+    def init(self: Any, seed: int, step: int, grains: Any) -> None:
+        original(self, seed + (dist.get_rank() if dist.is_initialized() else 0), step, grains)
+
+    patch.setattr(randomness.GrainScope, "__init__", init)
+
+
+def stale_parameter(patch: pytest.MonkeyPatch) -> None:
+    """Rank 1 computes with the first layer's values from before the last update."""
+    original, kept = Computer.loss, []
+
+    def loss(self: Computer, batch: Any) -> Any:
+        parameter = next(self._model.parameters())
+        kept.append(parameter.detach().clone())
+        if dist.get_rank() != 1 or len(kept) < 2:
+            return original(self, batch)
+        old, now = kept[0], parameter.data
+        parameter.data = old.clone()
+        try:
+            return original(self, batch)
+        finally:
+            parameter.data = now
+
+    patch.setattr(Computer, "loss", loss)
+
+
+def evaluating_on_one_rank(patch: pytest.MonkeyPatch) -> None:
+    original = Computer.loss
+
+    def loss(self: Computer, batch: Any) -> Any:
+        self._model.train(dist.get_rank() != 1)
+        return original(self, batch)
+
+    patch.setattr(Computer, "loss", loss)
+
+
+def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:
+    original = DataParallel.finish
+
+    def finish(self: DataParallel, flags: Any, num_sums: int, row: list[float]) -> StepSums:
+        mine = self._sums.clone() if self._sums is not None else torch.zeros(num_sums, dtype=torch.float64)
+        found = original(self, flags, num_sums, row)
+        dist.broadcast(mine, src=0)
+        sums = found.sums.copy()
+        sums[NUM_SUMS:] = mine[NUM_SUMS:].numpy() * (sums[2] / max(1.0, float(mine[2])))
+        return StepSums(sums, found.flags, found.rows)
+
+    patch.setattr(DataParallel, "finish", finish)
+
+
+def buffers_on_rank_0(patch: pytest.MonkeyPatch) -> None:
+    original = StepBuffers.assign
+
+    def assign(self: StepBuffers, weighted: Any, num_samples: int) -> None:
+        if dist.get_rank() == 0:
+            original(self, weighted, num_samples)
+
+    patch.setattr(StepBuffers, "assign", assign)
+
+
+def statistics_of_the_microbatch(patch: pytest.MonkeyPatch) -> None:
+    original = randomness._HANDLERS[F.batch_norm]
+
+    def whole(scope: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # not where the engine looks at how the model computes
+            return original(scope, func, args, kwargs)
+        sizes, scope._sizes = scope._sizes, [scope._rows]
+        try:
+            return original(scope, func, args, kwargs)
+        finally:
+            scope._sizes = sizes
+
+    patch.setitem(randomness._HANDLERS, F.batch_norm, whole)
+
+
+def not_reduced(patch: pytest.MonkeyPatch) -> None:
+    """One parameter keeps this rank's own gradient."""
+    original = GradientBuckets.finish
+
+    def finish(self: GradientBuckets, flags: Any, extras: Tensor) -> Any:
+        self._overlap = False
+        parameter = self._parameters[0]
+        own = parameter.grad.clone() if parameter.grad is not None else torch.zeros_like(parameter)
+        found = original(self, flags, extras)
+        parameter.grad = own
+        return found
+
+    patch.setattr(GradientBuckets, "finish", finish)
+
+
+def not_cleared(patch: pytest.MonkeyPatch) -> None:
+    held: dict[int, Tensor] = {}
+
+    def then(result: Any, buckets: GradientBuckets, *args: Any) -> Any:
+        with torch.no_grad():
+            for number, parameter in enumerate(buckets._parameters):
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad + held.get(number, torch.zeros_like(parameter))
+                    held[number] = parameter.grad.clone()
+        return result
+
+    after(patch, GradientBuckets, "finish", then)
+
+
+def requests_changed(change: Callable[[list[Any]], list[Any]]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        after(
+            patch, loader.MapLoader, "requests", lambda found, self, step: change(found) if self._place.rank else found
+        )
+
+    return plant
+
+
+def without_last_grain(found: list[Any]) -> list[Any]:
+    (last,) = found[-1:]
+    return [*found[:-1], loader._Request(last.step, last.grains[:-1], last.ids[:-1])]
+
+
+def padded_with_the_first(found: list[Any]) -> list[Any]:
+    (last,) = found[-1:]
+    return [*found[:-1], loader._Request(last.step, last.grains, (*last.ids[:-1], last.ids[0]))]
+
+
+def augmented_by_rank(patch: pytest.MonkeyPatch) -> None:
+    original = loader.random_key
+    patch.setattr(loader, "random_key", lambda *parts: original(*parts, dist.get_rank()))
+
+
+def twice(patch: pytest.MonkeyPatch) -> None:
+    original = torch.optim.SGD.step
+
+    def step(self: Any, closure: Any = None) -> None:
+        original(self)
+        original(self)
+
+    patch.setattr(torch.optim.SGD, "step", step)
+
+
+def decays_everything(patch: pytest.MonkeyPatch) -> None:
+    original = Updater.step
+
+    def step(self: Updater, *args: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1
+        return original(self, *args)
+
+    patch.setattr(Updater, "step", step)
+
+
+def weight_counts_padding(patch: pytest.MonkeyPatch) -> None:
+    after(patch, Computer, "loss", lambda found, self, batch: (found[0], torch.tensor(batch[1].numel())))
+
+
+def state_of_one_rank(patch: pytest.MonkeyPatch) -> None:
+    original = Updater.step
+
+    def step(self: Updater, *args: Any) -> Any:
+        result = original(self, *args)
+        if dist.get_rank() == 1:
+            for state in self.optimizer.state.values():
+                state["exp_avg"].mul_(0.5)
+        return result
+
+    patch.setattr(Updater, "step", step)
+
+
+def own_initial_values(patch: pytest.MonkeyPatch) -> None:
+    def broadcast(self: Mesh, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                tensor.add_(0.1 * self.rank)
+
+    patch.setattr(Mesh, "broadcast", broadcast)
+
+
+def one_rank_skips(patch: pytest.MonkeyPatch) -> None:
+    original = Updater.step
+
+    def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress) -> Any:
+        before = [p.detach().clone() for p in self._parameters]
+        found = original(self, loss, weight, loss_scale, progress)
+        if dist.get_rank() == 1 and progress.step == 1:
+            with torch.no_grad():
+                torch._foreach_copy_([p.data for p in self._parameters], before)
+        return found
+
+    patch.setattr(Updater, "step", step)
+
+
+def evaluates_twice(patch: pytest.MonkeyPatch) -> None:
+    original = Evaluator._chunks
+
+    def chunks(self: Evaluator, place: Any) -> Any:
+        found = list(original(self, place))
+        return iter([*found, *found[:1]])
+
+    patch.setattr(Evaluator, "_chunks", chunks)
+
+
+def mean_of_metrics(patch: pytest.MonkeyPatch) -> None:
+    after(
+        patch, Evaluator, "evaluate", lambda found, self, model: ({k: v * 1.001 for k, v in found[0].items()}, found[1])
+    )
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Samples that are augmented as they are read."""
+
+    def __init__(self) -> None:
+        self.inputs, self.labels = vectors(100)
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[i] + torch.randn(6) * 0.1 + float(np.random.rand()) * 0.1, self.labels[i]
+
+
+dropping = partial(job, model=cases.dropping)
+normalised = partial(job, model=cases.convolutions, train_data=partial(cases.images, 100), eval_data=None, metrics={})
+two_epochs = partial(job, train_data=partial(vectors, 32), length=shoal.Epochs(2))
+tied = partial(language, optimizer=partial(cases.sgd))
+
+ZOO: dict[str, Bug] = {
+    "last microbatch left out of the sum": Bug(
+        last_microbatch_left_out, "DeepSpeed #7985", "reduction", ".*", sections=grouped(2)
+    ),
+    "divided by the world size twice": Bug(on_gradients(scale_all(0.5)), "Accelerate #2651", "reduction", ".*"),
+    "summed where it is averaged": Bug(on_gradients(scale_all(2.0)), "transformers #34242", "reduction", ".*"),
+    "mean of means on ragged tokens": Bug(
+        mean_of_means, "transformers #34191", "backward", ".*", partial(language, tied=False)
+    ),
+    "local norm in clipping": Bug(norm_of_a_shard, "Megatron-LM #5916", "clipping", "global norm"),
+    "norm before unscaling": Bug(norm_before_unscaling, "DeepSpeed #7839", "clipping", "global norm", sections=FP16),
+    "clipped one by one": Bug(clipped_one_by_one, "Accelerate #4219", "clipping", ".*", partial(job, clip_norm=0.5)),
+    "tied weights updated on one rank": Bug(
+        keeps_a_parameter(1, 0), "PyTorch #176076", "update", "embedding.weight", tied
+    ),
+    "a parameter never updated on the last rank": Bug(
+        keeps_a_parameter(2, 1), "PyTorch #176076", "update", "0.bias", ranks=3
+    ),
+    "scheduler stepped once a process": Bug(schedule_per_process, "Accelerate #2926", "update", "0.weight"),
+    "sampler without set_epoch": Bug(no_set_epoch, "Lightning #6789", "data", "grain 0", two_epochs),
+    "the same dropout mask on each rank": Bug(mask_by_place, "Megatron-LM #1446", "forward", "2", dropping),
+    "dropout mask by rank": Bug(mask_by_rank, "Megatron-LM #7452", "forward", "2", dropping),
+    "stale gathered shard": Bug(stale_parameter, "DeepSpeed #8195", "forward", "0"),
+    "bf16 where float32 was meant": Bug(on_gradients(through_bf16), "DeepSpeed #7839", "reduction", ".*"),
+    "buffers of rank 0 for all": Bug(
+        buffers_of_rank_0, "PyTorch DDP broadcast_buffers", "buffers", "1.running.*", normalised
+    ),
+    "buffers updated on rank 0 only": Bug(buffers_on_rank_0, "Lightning #5583", "buffers", "1.*", normalised),
+    "statistics over the rank's batch": Bug(statistics_of_the_microbatch, "PyTorch #2584", "forward", "1", normalised),
+    "last stage's gradient scaled per stage": Bug(
+        on_gradients(last_layer_twice), "DeepSpeed #8154", "reduction", "2.*"
+    ),
+    "shard boundary off by one": Bug(on_gradients(lost_row), "Megatron-LM #1754", "reduction", "0.weight"),
+    "a parameter that is not reduced": Bug(not_reduced, "DeepSpeed #7967", "reduction", "0.weight"),
+    "gradients not cleared": Bug(not_cleared, "torchtitan #1732", "reduction", ".*"),
+    "the tail of the batch dropped": Bug(requests_changed(without_last_grain), "Lightning #21023", "data", "grain 7"),
+    "padded with samples seen before": Bug(
+        requests_changed(padded_with_the_first),
+        "Lightning #2398",
+        "data",
+        "grain 7",
+        partial(job, train_data=partial(vectors, 96)),
+    ),
+    "augmentation by rank": Bug(
+        augmented_by_rank, "PyTorch #5059", "data", r"\(batch\)", partial(job, train_data=Noisy)
+    ),
+    "two optimizer steps": Bug(twice, "Accelerate #2773", "update", "0.weight"),
+    "weight decay on what has none": Bug(
+        decays_everything, "Megatron-LM #1446", "update", ".*bias|norm.weight", language
+    ),
+    "weight counts the padding": Bug(weight_counts_padding, "transformers #34198", "loss", "weight.*", language),
+    "optimizer state of one rank": Bug(state_of_one_rank, "DeepSpeed #7981", "update", ".*exp_avg.*", language),
+    "initial values by rank": Bug(own_initial_values, "DeepSpeed #8089", "data", "initial.*"),
+    "one rank leaves a step out": Bug(one_rank_skips, "Accelerate #2393", "update", ".*"),
+    "evaluation mode on one rank": Bug(evaluating_on_one_rank, "Lightning #4550", "forward", "2", dropping),
+    "samples evaluated twice": Bug(evaluates_twice, "Lightning #2398", "metrics", "samples"),
+    "metrics averaged over ranks": Bug(mean_of_metrics, "Accelerate #2393", "metrics", ".*"),
+}
+
+
+def seeded_by_rank() -> shoal.Job:
+    """A user's own model that seeds by rank."""
+
+    class Seeded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+            out: Tensor = self.last(F.dropout(torch.tanh(self.first(x)), 0.3, self.training))
+            return out
+
+    return job(model=Seeded)

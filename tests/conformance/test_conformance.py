@@ -1,0 +1,56 @@
+"""Every case, on every number of ranks that it names, is verified: the parallel run is the run of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conformance.adapter import chosen
+from tests.conformance.cases import CASES, Case
+from tests.conformance.strategies import STRATEGIES
+
+import shoal
+from shoal.plan.resolve import complete
+from shoal.strategies import assemble
+from shoal.strategies.base import Strategy
+from shoal.verification.judge import Verdict, judge_traces
+
+RUNS = [
+    pytest.param(case, ranks, sections, id=f"{name}-{ranks}-{strategy}")
+    for name, case in CASES.items()
+    for ranks in case.ranks
+    for strategy, sections in STRATEGIES.items()
+    if strategy != "ExactDataParallel" or "execution" in case.sections
+]
+
+
+def verdict_on(job: shoal.Job, plan: shoal.Plan, folder: Path, steps: int) -> Verdict:
+    """Traced by the chosen adapter, judged by shoal."""
+    plan = complete(plan, job.grains, job.grain_size)
+    chosen().trace(job, plan, folder, steps)
+    return judge_traces(job, plan, folder)
+
+
+def plan_of(case: Case, ranks: int, sections: dict[str, dict[str, Any]]) -> shoal.Plan:
+    return shoal.Plan().with_sections(layout={"data": ranks}, **{**sections, **case.sections})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("case", "ranks", "sections"), RUNS)
+def test_verified(case: Case, ranks: int, sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    verdict = verdict_on(case.job(), plan_of(case, ranks, sections), tmp_path, case.steps)
+    assert verdict.verified, verdict.render()
+    assert verdict.num_steps == case.steps
+    assert verdict.checks
+
+
+def test_no_strategy_is_left_out() -> None:
+    """A strategy that is not run here is not done: add it to strategies.py."""
+
+    def final(kind: type[Strategy]) -> list[type[Strategy]]:
+        below = [leaf for child in kind.__subclasses__() for leaf in final(child)]
+        return below or [kind]
+
+    assert assemble.__name__  # where every strategy is imported
+    assert {kind.__name__ for kind in final(Strategy) if kind.__module__.startswith("shoal.")} == set(STRATEGIES)
