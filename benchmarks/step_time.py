@@ -1,14 +1,12 @@
-"""Claim: a fast-mode step takes 0.85 (LeNet) and 0.98 (GPT) times one of a plain DDP loop, telemetry 0.4 % of LeNet's.
+"""Claim: CLAIM
 
-2 CPU cores, torch 2.13.0, 12 rows; quartiles 0.85 to 0.86 and 0.94 to 1.03, see results/step_time.json. Plain DDP lost a
-sixth of its LeNet step to page faults that shoal avoids (docs/decisions/0007-the-process.md).
-
-Repeat with `python -m benchmarks.step_time [--rows 12]`: LeNet on Fashion-MNIST at global batch 256 and the 3.3
-M-parameter GPT at 32 x 128 bytes, two processes of one thread each. Two ranks of shoal and two of a plain loop (DDP
-with gradient_as_bucket_view, DistributedSampler, DataLoader) live side by side and take turns, a few steps each, while
-the others wait for a line on their standard input: see step_time_rank.py. A row is one segment of each kind; its
-figure for a kind is the median step, a ratio is taken within a row, and the median of the rows' ratios is reported with
-their quartiles. What telemetry does in a step is also timed by itself.
+Repeat with `python -m benchmarks.step_time`: LeNet on Fashion-MNIST at global batch 256 and the 3.3 M-parameter GPT at
+32 x 128 bytes, two processes of one thread each. Two ranks of shoal, two of a plain loop (DDP with
+gradient_as_bucket_view, DistributedSampler, DataLoader) and two of the same loop under glibc settings like shoal's live
+side by side and take turns, a few steps each, while the others wait for a line on their standard input: see
+step_time_rank.py. A row is one segment of each kind; its figure for a kind is the median step, a ratio is taken within
+a row, and the median of the rows' ratios is reported with their quartiles. Every trial starts new processes, since a
+process keeps for its life how its allocator behaves. What telemetry does in a step is also timed by itself.
 """
 
 from __future__ import annotations
@@ -32,9 +30,22 @@ from shoal.records import SPANS, StepRecord
 from shoal.telemetry import RecordWriter, StepClock, peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
-RATIOS = {"shoal / plain_ddp": ("shoal", "plain_ddp"), "telemetry on / off": ("shoal", "shoal_no_telemetry")}
+RATIOS = {
+    "shoal / plain_ddp": ("shoal", "plain_ddp"),
+    "shoal / plain_ddp_keeping_memory": ("shoal", "plain_ddp_keeping_memory"),
+    "telemetry on / off": ("shoal", "shoal_no_telemetry"),
+}
 # Who is asked for each kind.
-TEAMS = {"shoal": "shoal", "plain_ddp": "plain", "shoal_no_telemetry": "shoal"}
+TEAMS = {
+    "shoal": "shoal",
+    "plain_ddp": "plain",
+    "shoal_no_telemetry": "shoal",
+    "plain_ddp_keeping_memory": "keeping",
+}
+# What shoal tells glibc, see docs/decisions/0007-the-process.md; a plain loop can be told so from outside.
+KEEPING = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+# What each team trains with.
+TOOLS = {"shoal": "shoal", "plain": "plain", "keeping": "plain"}
 # Steps of a segment.
 STEPS = {"lenet": 20, "gpt": 6}
 
@@ -56,10 +67,11 @@ class Team:
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "OMP_NUM_THREADS": "1",
+            **(KEEPING if team == "keeping" else {}),
         }
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.step_time_rank", "--job", job, "--team", team],
+                [sys.executable, "-m", "benchmarks.step_time_rank", "--job", job, "--team", TOOLS[team]],
                 cwd=ROOT,
                 env={**os.environ, **variables, "RANK": str(r)},
                 stdin=subprocess.PIPE,
@@ -90,11 +102,12 @@ class Team:
 
 def measure(job: str, num_rows: int) -> list[dict[str, float]]:
     """The median seconds of a step of each kind, in each row."""
-    teams = {name: Team(name, job) for name in ("shoal", "plain")}
+    teams = {name: Team(name, job) for name in TOOLS}
     rows = []
     try:
         for row in range(num_rows + 1):
-            kinds = list(TEAMS)[row % 3 :] + list(TEAMS)[: row % 3]  # nobody always comes first
+            first = row % len(TEAMS)  # nobody always comes first
+            kinds = list(TEAMS)[first:] + list(TEAMS)[:first]
             times = {kind: teams[TEAMS[kind]].train(kind, STEPS[job]) for kind in kinds}
             if row:  # the first meets cold caches
                 # A segment's first step meets the caches that the others left.
@@ -131,13 +144,14 @@ def telemetry_seconds() -> float:
 def main() -> None:
     """Measures, prints, and writes the result where `--out` says."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=12)
+    parser.add_argument("--trials", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--jobs", nargs="+", default=list(STEPS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: dict[str, object] = {}
     for job in options.jobs:
-        rows = measure(job, options.rows)
+        rows = [row for _ in range(options.trials) for row in measure(job, options.rows)]
         found: dict[str, object] = {
             "step_milliseconds": {kind: [round(row[kind] * 1000, 3) for row in rows] for kind in TEAMS}
         }
@@ -148,7 +162,9 @@ def main() -> None:
     results["telemetry_microseconds_a_step"] = round(telemetry_seconds() * 1e6, 1)
     hardware = f"{os.cpu_count()} CPU cores, 2 processes of one thread"
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    text = json.dumps({"hardware": hardware, **versions, "rows": options.rows, "results": results}, indent=2)
+    text = json.dumps(
+        {"hardware": hardware, **versions, "trials": options.trials, "rows": options.rows, "results": results}, indent=2
+    )
     print(text)
     if options.out:
         options.out.write_text(text + "\n")

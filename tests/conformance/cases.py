@@ -5,11 +5,13 @@ Plain torch and shoal.Job values only, so that another framework can run them th
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -219,6 +221,25 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 3))
 
 
+def contrastive(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    """Each sample against the others of its batch."""
+    features = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(features @ features.T * 5.0, torch.arange(len(features)), reduction="sum"), len(features)
+
+
+class Opaque(nn.Module):
+    """Noise from Python's and numpy's generators: nothing that could be divided by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = random.random() + float(np.random.rand()) if self.training else 1.0
+        out: Tensor = self.last(torch.tanh(self.first(x)) * noise)
+        return out
+
+
 def dropping() -> nn.Module:
     """The MLP with dropout."""
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3))
@@ -267,6 +288,8 @@ CASES: dict[str, Case] = {
     "strided gradients": Case(partial(job, model=Strided), (2, 3)),
     "checkpointing": Case(partial(job, model=partial(Recomputed, False)), (2,), grouped(2)),
     "reentrant checkpointing": Case(partial(job, model=partial(Recomputed, True)), (2,), grouped(2)),
+    "a loss over pairs": Case(partial(job, loss=contrastive, fuse=False, metrics={}), (2, 3)),
+    "randomness outside torch": Case(partial(job, model=Opaque), (2,)),
     "odd sizes": Case(partial(job, model=odd, global_batch=15, grains=5), (3,)),
     "exact": Case(partial(language, dropout=0.3), (3,), {"execution": {"exact": True}}),
     "exact batch normalisation": Case(

@@ -12,7 +12,7 @@ from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all, start_comm
 pytestmark = pytest.mark.ranks
 
 DEVICES = (1, 2, 3, 4)
-MODELS = ("job", "convnet", "gpt")
+MODELS = ("convnet", "gpt")
 SMALL_EXAMPLES = {
     "fashion_mnist.py:lenet": {"train_samples": 500, "eval_samples": 200, "batch": 24},
     "fashion_mnist.py:resnet18": {"train_samples": 100, "eval_samples": 50, "batch": 8},

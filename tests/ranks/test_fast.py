@@ -22,11 +22,9 @@ FAST_TOLERANCE = STEPS * 64 * FLOAT32_UNIT
 # enters where gradients of differently fused batches are rounded: half a unit each step and layout, of a gradient that
 # moves the loss by at most the learning rate (0.1). STEPS of them: 16 * 0.1 * unit.
 NARROW_TOLERANCE = {"bf16": STEPS * 0.1 * BFLOAT16_UNIT, "fp16": STEPS * 0.1 * FLOAT16_UNIT}
-# Pure bfloat16 also keeps the parameters so: each update is rounded to half a unit of the parameter, at random, so that
-# STEPS of them walk sqrt(STEPS) * unit / 2 away; one such path per layout makes twice that.
-NARROW_TOLERANCE["bf16-pure"] = STEPS**0.5 * BFLOAT16_UNIT
 
-MODELS = ("job", "convnet", "gpt", "conditional", "opaque", "contrastive")
+# What the conformance suite has no case of, and the one with the most in it.
+MODELS = ("gpt", "opaque", "contrastive")
 
 
 def losses(ended: Ended) -> list[float]:
@@ -42,7 +40,7 @@ def furthest(one: Ended, other: Ended) -> float:
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_within_rounding(model: str, tmp_path: Path) -> None:
     job = f"{JOBS / 'tiny.py'}:{model}"
-    ends = [e.expect(0) for e in run_all([Run(job, tmp_path / str(n), n) for n in (1, 2, 3)])]
+    ends = [e.expect(0) for e in run_all([Run(job, tmp_path / str(n), n) for n in (1, 3)])]
     assert losses(ends[0])[-1] < losses(ends[0])[0]
     for ended in ends[1:]:
         assert furthest(ends[0], ended) <= FAST_TOLERANCE, ended.result["world_size"]
@@ -51,7 +49,7 @@ def test_losses_within_rounding(model: str, tmp_path: Path) -> None:
             assert value == pytest.approx(ends[0].result["metrics"][name], rel=FAST_TOLERANCE), name
 
 
-@pytest.mark.parametrize("model", ["convnet", "gpt", "contrastive"])
+@pytest.mark.parametrize("model", ["convnet", "contrastive"])
 def test_fast_is_the_exact_run_within_rounding(model: str, tmp_path: Path) -> None:
     """Fused grains keep their own statistics, masks and pairs: exact mode computes each grain alone."""
     job = f"{JOBS / 'tiny.py'}:{model}"
@@ -66,7 +64,7 @@ def test_the_tolerance_tells_a_wrong_learning_rate(tmp_path: Path) -> None:
     assert furthest(ends[0].expect(0), ends[1].expect(0)) > FAST_TOLERANCE
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_narrow_precisions(precision: str, tmp_path: Path) -> None:
     wanted = ("--precision", precision)
     job = JOBS / "tiny.py"

@@ -62,7 +62,7 @@ def diagnose(
     if first.said == "is not what rank 0 holds":
         causes = [f"replicas drift apart: rank {first.rank} does not do with {first.name} what rank 0 does"]
         return Diagnosis(first, causes)
-    if references is None and first.phase not in ("data", "metrics"):
+    if references is None and first.phase not in ("data", "loss", "metrics"):
         return Diagnosis(first, [])
     case = _Case(first, failed, parallel, before, references, world_size)
     return Diagnosis(first, list(rules[first.phase](case)))
@@ -142,6 +142,10 @@ def _near(a: list[float], b: list[float]) -> bool:
 
 def _loss(case: _Case) -> Iterator[str]:
     name, said = case.first.name, case.first.said or ""
+    if name == "of all grains together":
+        yield "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
+        yield "a loss that compares the samples of a batch; where that is meant, say Job(fuse=False)"
+        return
     if name.startswith("weight") or "instead of" in said:
         yield "weights that are not the valid tokens or samples of the grain"
         return

@@ -106,7 +106,7 @@ def judge(job: Job, plan: Plan, traced: Traced, steps: list[StepTrace], device: 
     verdict = Verdict(num_steps=traced.num_steps)
     judges = _Judges(job, plan, traced, device, verdict.notes)
     try:
-        verdict.checks += judges.initial_values(steps[0])
+        verdict.checks += judges.initial_values(steps[0]) + judges.sum_over_grains()
         for before, parallel in itertools.pairwise(steps):
             if verdict.failed:
                 break
@@ -165,6 +165,20 @@ class _Judges:
                 for key in different
             ]
         return found
+
+    def sum_over_grains(self) -> list[Check]:
+        """Whether the loss of several grains is the sum of theirs, unless the job says that it is not."""
+        computation = self._computation
+        if computation.fuse or not self._job.fuse or computation.randomness == "opaque":
+            return []
+        try:
+            together, apart = (self._double or self._plain).loss_of_grains()
+        except ShoalError:  # not in float64
+            together, apart = self._plain.loss_of_grains()
+        if math.isclose(together, apart, rel_tol=UNITS * UNIT):
+            return []
+        said = f"is {together:.6g}, and the sum of their losses {apart:.6g}"
+        return [Check(0, "loss", "of all grains together", None, math.inf, 0.0, said)]
 
     def step(self, before: StepTrace, parallel: StepTrace) -> tuple[list[Check], References]:
         """The checks of one step."""

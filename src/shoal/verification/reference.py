@@ -23,7 +23,7 @@ from shoal.grains import random_key
 from shoal.job import Job, Progress
 from shoal.microbatch import Microbatch
 from shoal.precision import Precision
-from shoal.randomness import seed_everything
+from shoal.randomness import GrainScope, seed_everything
 from shoal.strategies.data_parallel import run_backward
 from shoal.update import Parameters, build_optimizer
 from shoal.verification.recorder import ForwardRecorder
@@ -200,6 +200,19 @@ class Reference:
         tensors, trace.optimizer = optimizer_state(self._optimizer, self.model)
         trace.tensors |= {f"update/{name} (optimizer)": value for name, value in tensors.items()}
         trace.tensors = {k: v.detach().cpu() for k, v in trace.tensors.items()}
+
+    def loss_of_grains(self) -> tuple[float, float]:
+        """The total of the first step's grains computed together, and the sum of their totals computed apart."""
+        loader = MapLoader(self._source, self._order, Place(0, 1), 0, pin_memory=False)
+        loader.seek(0, self._order.num_grains)
+        (whole,) = loader.step(0).microbatches
+        totals = []
+        with torch.no_grad():
+            for microbatch in (whole, *whole.split()):
+                with GrainScope(self._job.seed, 0, microbatch.grains):
+                    computer = Computer(self._job, self.model, self._precision, Computation(1))
+                    totals.append(float(computer.loss(self._precision.inputs(microbatch.batch))[0]))
+        return totals[0], math.fsum(totals[1:])
 
     def set_state(self, state: StepTrace) -> None:
         """Parameters and buffers of a trace into the model."""
