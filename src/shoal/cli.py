@@ -60,6 +60,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
 _RUN_OPTIONS = [
     *("--plan", "--devices", "--exact", "--precision", "--set", "--steps", "--resume", "--out"),
     *("--checkpoint-every", "--max-microbatch", "--workers", "--no-telemetry", "--help", "--version"),
+    "--require-certificate",
 ]
 
 
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--checkpoint-every", metavar="N", help="steps between checkpoints (default: about 1 %% of the time)"
     )
+    run.add_argument("--require-certificate", metavar="FILE", help="train only what `shoal verify` has verified")
     run.add_argument("--no-telemetry", action="store_true", help="no spans and no step records")
     verify = commands.add_parser(
         "verify",
@@ -147,7 +149,7 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
     from shoal.run_request import RunRequest, devices_here
 
     steps = options.steps
-    run = {"resume": False, "checkpoint_every": None, "no_telemetry": True, "steps": steps}
+    run = {"resume": False, "checkpoint_every": None, "no_telemetry": True, "require_certificate": None}
     if options.out is None:
         options.out = f"runs/{Path(options.job.partition(':')[0]).stem}-verify"
     request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)

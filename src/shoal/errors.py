@@ -129,6 +129,10 @@ class PeerError(ShoalError, ConnectionError):
     exit_code = ExitCode.RANK_LOST
 
 
+class CertificateError(ShoalError, ValueError):
+    """A certificate that does not speak for the run that demands one."""
+
+
 class NotDeterministicError(ShoalError, RuntimeError):
     """A job that is not the same function of its inputs twice, so that nothing can be compared with it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -40,6 +41,12 @@ class LoadedJob:
     job: Job
     function: str
     settings: dict[str, Any]
+    file_sha256: str
+
+    def describe(self) -> dict[str, Any]:
+        """What is trained, as far as names and numbers can say it; JSON values."""
+        known = {"file_sha256": self.file_sha256, "function": self.function, "settings": self.settings}
+        return {**known, **self.job.describe()}
 
 
 def parse_target(target: str, settings: list[str]) -> JobRequest:
@@ -85,7 +92,8 @@ def load(request: JobRequest) -> LoadedJob:
             remedy="end the function with: return shoal.Job(...)",
         )
     complete = {name: p.default for name, p in inspect.signature(function).parameters.items()} | values
-    return LoadedJob(job, function_name, json.loads(json.dumps(complete, default=str)))
+    settings = json.loads(json.dumps(complete, default=str))
+    return LoadedJob(job, function_name, settings, hashlib.sha256(request.path.read_bytes()).hexdigest())
 
 
 def _execute(path: Path) -> Any:

@@ -97,6 +97,7 @@ class RunRecord:
     skipped_steps: int = 0
     error: dict[str, Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
+    certificate: str | None = None  # the SHA-256 of the certificate that the run demanded
 
     def to_json(self) -> str:
         """The record as indented JSON."""

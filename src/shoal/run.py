@@ -16,6 +16,7 @@ import torch
 
 import shoal
 from shoal.agreement import together
+from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
 from shoal.engine import Engine, Options, build
 from shoal.environment import Environment
@@ -49,6 +50,7 @@ class _Course:
     first_step_at: float | None = None
     started: bool = False
     concluded: bool = False
+    certificate: str | None = None
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals) -> ExitCode:
@@ -88,6 +90,8 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
     description = _describe(loaded, engine, request)
     saved = read_json(directory.job) if request.resume else None
     together(mesh, lambda: _refuse_other_job(saved, description) if saved else None)
+    certificate = together(mesh, lambda: _certified(request, loaded, engine.plan))
+    course.certificate = description["certificate"] = certificate
     state, complaints = engine.load() if request.resume else (None, [])
     course.resumed_from = state.step if state else (0 if request.resume else None)
     if state is not None:
@@ -163,7 +167,16 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[st
 
 
 # A resume may change how long and what happens at a bad step; everything else is what was trained.
-_MAY_CHANGE = ("file", "given", "stop_after", "length", "on_nonfinite", "versions")
+_MAY_CHANGE = ("file", "given", "stop_after", "length", "on_nonfinite", "versions", "certificate")
+
+
+def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
+    """The SHA-256 of the certificate that was demanded. Raises: CertificateError where it is not of this run."""
+    if request.certificate is None:
+        return None
+    certificate = Certificate.read(request.certificate)
+    certificate.check(loaded.describe(), plan.to_mapping(), _versions())
+    return certificate.sha256
 
 
 def _refuse_other_job(saved: dict[str, Any], now: dict[str, Any]) -> None:
@@ -241,6 +254,7 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         first_step_seconds=course.first_step_at - request.started_at if course.first_step_at else None,
         resumed_from=course.resumed_from,
         skipped_steps=state.skipped_steps,
+        certificate=course.certificate,
         versions=_versions(),
     )
 

@@ -30,6 +30,7 @@ class RunRequest:
     telemetry: bool
     started_at: float
     plan_from_file: bool
+    certificate: Path | None = None
 
     @classmethod
     def from_options(cls, options: argparse.Namespace, started_at: float) -> RunRequest:
@@ -65,6 +66,7 @@ class RunRequest:
             telemetry=not options.no_telemetry,
             started_at=started_at,
             plan_from_file=bool(options.plan) or resumed_plan,
+            certificate=Path(options.require_certificate) if options.require_certificate else None,
         )
 
     def check(self) -> None:

@@ -25,6 +25,7 @@ BUILT_INS = {
     "LaunchError": OSError,
     "RankLostError": ChildProcessError,
     "PeerError": ConnectionError,
+    "CertificateError": ValueError,
     "NotDeterministicError": RuntimeError,
     "StorageError": OSError,
     "IntegrityError": OSError,

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 import shoal
+from shoal.certificate import SCHEMA
 from shoal.job_file import LoadedJob
 from shoal.plan.plan import Plan
 from shoal.run_directory import write_file
 from shoal.verification.judge import Verdict
-
-SCHEMA = 1
 
 
 def certificate(verdict: Verdict, loaded: LoadedJob, plan: Plan, parallel_seconds: float) -> dict[str, Any]:
@@ -25,7 +24,7 @@ def certificate(verdict: Verdict, loaded: LoadedJob, plan: Plan, parallel_second
     return {
         "schema": SCHEMA,
         "verdict": "verified" if verdict.verified else "diverged",
-        "job": {"function": loaded.function, "settings": loaded.settings, **loaded.job.describe()},
+        "job": loaded.describe(),
         "plan": plan.to_mapping(),
         "versions": {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "steps": verdict.num_steps,

@@ -1,0 +1,74 @@
+"""Certificates: what `shoal verify` found about a job under a plan, and whether it speaks of a given run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import CertificateError
+
+SCHEMA = 1
+# Sections of a plan that change nothing in what is computed.
+_IRRELEVANT = ("data", "prediction")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate's document and the SHA-256 of its file."""
+
+    path: Path
+    document: Mapping[str, Any]
+    sha256: str
+
+    @classmethod
+    def read(cls, path: Path) -> Certificate:
+        """From a file. Raises: CertificateError where there is none that can be read."""
+        try:
+            content = path.read_bytes()
+            document = json.loads(content)
+            schema = document["schema"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CertificateError(
+                given=f"--require-certificate {path}",
+                conflict=f"there is no certificate that can be read: {error}",
+                remedy="write one with: shoal verify JOBFILE ... --out DIR, and give DIR/certificate.json",
+            ) from None
+        if schema != SCHEMA:
+            raise CertificateError(
+                given=f"{path} of schema {schema}",
+                conflict=f"this version reads schema {SCHEMA}",
+                remedy="verify again with this version",
+            )
+        return cls(path, document, hashlib.sha256(content).hexdigest())
+
+    def check(self, job: Mapping[str, Any], plan: Mapping[str, Any], versions: Mapping[str, str]) -> None:
+        """Raises: CertificateError unless it says "verified" of this job, plan, and these versions."""
+        if self.document["verdict"] != "verified":
+            first = self.document.get("first_divergence") or {}
+            raise CertificateError(
+                given=f"--require-certificate {self.path}",
+                conflict=f"its verdict is {self.document['verdict']}: {first.get('phase')}, {first.get('name')}",
+                remedy="mend what it names, and verify again",
+            )
+        mine = {"job": dict(job), "plan": _relevant(plan), "versions": dict(versions)}
+        theirs = {**self.document, "plan": _relevant(self.document["plan"])}
+        differing = [
+            f"{part}.{key} = {theirs[part].get(key)!r}, this run has {value!r}"
+            for part, values in json.loads(json.dumps(mine)).items()
+            for key, value in values.items()
+            if theirs[part].get(key) != value
+        ]
+        if differing:
+            raise CertificateError(
+                given=f"--require-certificate {self.path}",
+                conflict="it speaks of another run: " + "; ".join(differing[:4]),
+                remedy="verify this job with this plan and these versions",
+            )
+
+
+def _relevant(plan: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: section for name, section in plan.items() if name not in _IRRELEVANT}
