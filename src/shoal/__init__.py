@@ -27,6 +27,7 @@ _HOMES = {
     "Session": "shoal.session",
     "Verdict": "shoal.verification",
     "verify": "shoal.verification",
+    "verify_session": "shoal.verification",
     "weights_sha256": "shoal.checkpoint",
 }
 
@@ -49,6 +50,7 @@ __all__ = [
     "cross_entropy",
     "mse",
     "verify",
+    "verify_session",
     "warmup_cosine",
     "weights_sha256",
 ]
@@ -61,7 +63,7 @@ if TYPE_CHECKING:
     from shoal.records import RunRecord, StepRecord
     from shoal.session import Session
     from shoal.sums import accuracy, cross_entropy, mse
-    from shoal.verification import Verdict, verify
+    from shoal.verification import Verdict, verify, verify_session
 
 
 def __getattr__(name: str) -> Any:

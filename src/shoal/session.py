@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +35,8 @@ from shoal.plan import Plan
 from shoal.plan.resolve import Wishes, apply_wishes, complete
 from shoal.precision import LossScale, Precision
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
+from shoal.recorder import Recorder
+from shoal.replay import Replay
 from shoal.run_request import cores_here
 from shoal.startup import prepare_process
 from shoal.strategies.assemble import assemble
@@ -83,6 +85,7 @@ class Session:
         self._exit = contextlib.ExitStack()
         self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
         self._precision = Precision.of(self.plan.precision, self.mesh.device)
+        self.replay = Replay.told(os.environ)
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
 
@@ -203,7 +206,9 @@ class _Loop:
         training = self._session.training
         parameters = Parameters(model)
         self._strategy = assemble(self._plan, self._mesh, parameters, self._job.grains, lambda span: None)
-        self._updater = Updater(optimizer, parameters, self._job, Observer())
+        replay = self._session.replay
+        self._observer = Recorder(Path(replay.folder), self._mesh.rank) if replay else Observer()
+        self._updater = Updater(optimizer, parameters, self._job, self._observer)
         self._buffers = StepBuffers(model)
         self._buffers.watch()
         folder = training.checkpoints
@@ -212,10 +217,17 @@ class _Loop:
         self._scale = LossScale.of(self._plan.precision.loss_scale, self._precision.compute)
         loaded = self._keeper.load(self._scale)[0] if training.resume else None
         self.state = loaded or RunState(loss_scale=self._scale)
-        self._loader.seek(self.state.step, self._plan.batch.grains_per_microbatch if training.fuse else 1)
+        fuse = training.fuse and not (replay and replay.grain_by_grain)
+        self._loader.seek(self.state.step, self._plan.batch.grains_per_microbatch if fuse else 1)
+        if isinstance(self._observer, Recorder):
+            self._observer.attach(model, optimizer, self._strategy)
+        num_steps = min(self._order.num_steps, replay.num_steps) if replay else self._order.num_steps
         try:
-            while self.state.step < self._order.num_steps:
+            while self.state.step < num_steps:
                 data = self._loader.step(self.state.step)
+                if replay:
+                    replay.start(self.state.step, model, optimizer)
+                    data = replace(data, microbatches=replay.order(data.microbatches))
                 step = Step(self, data)
                 yield step
                 if self.state.step != step.number:
@@ -233,16 +245,19 @@ class _Loop:
             self._keeper.save(self.state)
         self._strategy.begin()
         self._buffers.begin()
+        self._observer.begin(self.state.step, self._factor)
         flags = Flags()
         try:
             for number in range(data.num_microbatches):
                 self._microbatch, step._pair = next(data.microbatches), None
                 self._last = number == data.num_microbatches - 1
                 batch = self._precision.inputs(self._microbatch.batch)
+                self._observer.microbatch(self._microbatch, batch)
                 with self._scope(self._microbatch), self._precision.autocast():
                     yield batch
                 if step._pair is None:
                     raise _no_backward(step)
+                self._observer.computed()
                 self._buffers.restore()
         except GeneratorExit:
             raise
@@ -263,6 +278,7 @@ class _Loop:
             )
         if update.skipped is None:
             self._buffers.assign(sums.buffers, sums.num_samples)
+        self._observer.updated(update.skipped)
         self.state.advance(sums, update.skipped)
 
     @contextlib.contextmanager
@@ -285,8 +301,13 @@ class _Loop:
         assert self._microbatch is not None
         total, weight = pair
         sums = microbatch_sums(self._microbatch, total, weight, self._buffers.weighted(self._microbatch.num_samples))
-        factor = self.state.loss_scale.factor(self._job.global_batch)
+        self._observer.loss(total.detach(), weight)
+        factor = self._factor
         self._strategy.backward(self._microbatch, total * factor if factor != 1.0 else total, sums, self._last)
+
+    @property
+    def _factor(self) -> float:
+        return self.state.loss_scale.factor(self._job.global_batch)
 
 
 def _not_fusible(what: str) -> UserCodeError:

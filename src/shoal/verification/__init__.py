@@ -10,8 +10,9 @@ from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
 from shoal.verification.fork import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
+from shoal.verification.session import verify_session
 
-__all__ = ["Verdict", "runs", "verify"]
+__all__ = ["Verdict", "runs", "verify", "verify_session"]
 
 
 def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:

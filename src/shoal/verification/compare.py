@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.trace import PHASES, Part, StepTrace
 from shoal.verification.reference import Computed
-from shoal.verification.trace import PHASES, StepTrace
 
 # The spread of four ways is a sample of four: the chance that a fifth is so many times as far is below 10^-4 for one
 # number (four normal draws all below a MULTIPLE-th), and vanishes for a tensor.
@@ -126,10 +126,8 @@ class _Comparison:
                 if grain in seen:
                     yield self._say("data", f"grain {grain}", f"is also computed by rank {seen[grain]}", part.rank)
                 elif expected.get(grain) != ids:
-                    wanted = _some(expected.get(grain, ()))
-                    yield self._say(
-                        "data", f"grain {grain}", f"has samples {_some(ids)} instead of {wanted}", part.rank
-                    )
+                    wanted = some(expected.get(grain, ()))
+                    yield self._say("data", f"grain {grain}", f"has samples {some(ids)} instead of {wanted}", part.rank)
                 else:
                     yield self._check("data", f"grain {grain}", 0.0, 0.0, part.rank)
                 seen[grain] = part.rank
@@ -162,14 +160,14 @@ class _Comparison:
         for part in self._p.parts:
 
             def of(way: Computed, grains: tuple[int, ...] = part.grains) -> Tensor | None:
-                own = [p for p in way.trace.parts if set(p.grains) <= set(grains)]
-                complete = sum(len(p.grains) for p in own) == len(grains)
-                return torch.tensor([math.fsum(p.total for p in own)], dtype=torch.float64) if complete else None
+                own = parts_within(way, grains)
+                return torch.tensor([math.fsum(p.total for p in own)], dtype=torch.float64) if own else None
 
-            name = f"of grains {_some(part.grains)}"
-            scale = math.fsum(abs(p.total) for p in self._base.parts if set(p.grains) <= set(part.grains))
+            name = f"of grains {some(part.grains)}"
+            own = next((found for way in self._r.ways if (found := parts_within(way, part.grains))), [])
+            scale = math.fsum(abs(p.total) for p in own)
             yield self._check("loss", name, *self._judge(torch.tensor([part.total]), of, scale), part.rank)
-            weight = math.fsum(p.weight for p in self._base.parts if set(p.grains) <= set(part.grains))
+            weight = math.fsum(p.weight for p in own)
             if weight != part.weight:
                 yield self._say("loss", f"weight {name}", f"is {part.weight:g} instead of {weight:g}", part.rank)
         if not math.isclose(self._p.weight, self._base.weight, rel_tol=1e-12):
@@ -208,6 +206,8 @@ class _Comparison:
             yield self._check(phase, name, error, tolerance, rank)
 
     def _backward(self) -> Iterator[Check]:
+        if not self._r.ways[0].contributions:
+            return  # a Session's loop on one process does not tell whose gradient is whose
         for rank, found in sorted(self._p.gradients.items()):
             wanted = set(self._r.ways[0].contributions.get(rank, {}))
             yield from self._gradients("backward", rank, found, wanted)
@@ -298,6 +298,12 @@ class _Comparison:
                     yield self._say(phase, name, "is not what rank 0 holds", rank)
 
 
+def parts_within(way: Computed, grains: tuple[int, ...]) -> list[Part]:
+    """The parts that make up these grains; none where the way computed some of them together with others."""
+    own = [part for part in way.trace.parts if set(part.grains) <= set(grains)]
+    return own if sum(len(part.grains) for part in own) == len(grains) else []
+
+
 def _tensor(key: str) -> Callable[[Computed], Tensor | None]:
     return lambda way: way.trace.tensors.get(key)
 
@@ -313,6 +319,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return difference
 
 
-def _some(values: tuple[int, ...]) -> str:
+def some(values: tuple[int, ...]) -> str:
+    """The first few of them, for people."""
     shown = ", ".join(map(str, values[:6]))
     return f"{shown} ... ({len(values)})" if len(values) > 6 else shown

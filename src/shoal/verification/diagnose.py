@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.verification.compare import Check, References
+from shoal.trace import StepTrace
+from shoal.verification.compare import Check, References, parts_within, some
 from shoal.verification.reference import Computed
-from shoal.verification.trace import StepTrace
 
 # A fit explains a divergence where it leaves less than this of it.
 _LEFT = 0.02
@@ -149,11 +149,12 @@ def _loss(case: _Case) -> Iterator[str]:
     if name.startswith("weight") or "instead of" in said:
         yield "weights that are not the valid tokens or samples of the grain"
         return
+    assert case.references is not None
     for part in case.parallel.parts:
-        if f"rank {part.rank}" and case.first.rank == part.rank:
-            wanted = math.fsum(p.total for p in case.base.trace.parts if set(p.grains) <= set(part.grains))
-            factor = part.total / wanted if wanted else math.nan
-            yield f"{factor:.6g} times the loss of these grains on one process"
+        own = next((found for way in case.references.ways if (found := parts_within(way, part.grains))), [])
+        wanted = math.fsum(p.total for p in own)
+        if case.first.rank == part.rank and name == f"of grains {some(part.grains)}" and wanted:
+            yield f"{part.total / wanted:.6g} times the loss of these grains on one process"
     yield "a mean where a sum was meant: the loss of several grains is not the sum of theirs"
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -29,7 +30,16 @@ _GRACE_SECONDS = 5.0
 
 def trace_forked(job: Job, plan: Plan, folder: Path, num_steps: int) -> None:
     """Runs the plan's ranks on this host and leaves their traces. Raises: what a rank raised; RankLostError."""
-    world_size = plan.degrees.world_size
+
+    def work(environment: Environment) -> None:
+        prepare_process(plan.execution.exact, 1)
+        trace_rank(job, plan, environment, folder, num_steps)
+
+    forked(plan.degrees.world_size, work, folder)
+
+
+def forked(world_size: int, work: Callable[[Environment], None], folder: Path) -> None:
+    """Does `work` on so many ranks, each a child of this process. Raises: what a rank raised; RankLostError."""
     if torch.cuda.is_initialized():
         raise LaunchError(
             given="shoal.verify() in a process that has used a GPU",
@@ -43,7 +53,7 @@ def trace_forked(job: Job, plan: Plan, folder: Path, num_steps: int) -> None:
                 descriptor = listener.fileno() if rank == 0 else None
                 port = listener.getsockname()[1]
                 environment = Environment(rank, world_size, rank, world_size, port=port, listen_fd=descriptor)
-                children[_fork(job, plan, environment, folder, num_steps)] = rank
+                children[_fork(work, environment, folder)] = rank
             lost = _wait(children, folder)
         finally:
             for pid in children:
@@ -53,7 +63,7 @@ def trace_forked(job: Job, plan: Plan, folder: Path, num_steps: int) -> None:
     _raise_root(folder, lost)
 
 
-def _fork(job: Job, plan: Plan, environment: Environment, folder: Path, num_steps: int) -> int:
+def _fork(work: Callable[[Environment], None], environment: Environment, folder: Path) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that the parent had
         pid = os.fork()
@@ -62,8 +72,7 @@ def _fork(job: Job, plan: Plan, environment: Environment, folder: Path, num_step
     code = 1
     try:
         torch.set_num_threads(1)
-        prepare_process(plan.execution.exact, 1)
-        trace_rank(job, plan, environment, folder, num_steps)
+        work(environment)
         code = 0
     except BaseException as error:
         told = to_json(as_shoal_error(error), environment.rank, socket.gethostname())

@@ -20,11 +20,11 @@ from shoal.mesh import alone
 from shoal.plan.plan import Plan
 from shoal.precision import Precision
 from shoal.run_request import cores_here
+from shoal.trace import PHASES, StepTrace
 from shoal.verification.compare import UNIT, UNITS, Check, References, compare, distance
 from shoal.verification.diagnose import Diagnosis, diagnose
 from shoal.verification.parallel import Traced, read_outcome
 from shoal.verification.reference import Computed, Reference, Way
-from shoal.verification.trace import PHASES, StepTrace
 
 
 @dataclass
@@ -205,20 +205,7 @@ class _Judges:
 
     def _repeat(self, before: StepTrace, parallel: StepTrace, way: Way, once: Computed) -> None:
         """Raises: NotDeterministicError where the same way gives something else the second time."""
-        again = self._compute(self._plain, before, parallel, way)
-        for call, grains in once.trace.forward.items():
-            for grain, numbers in grains.items():
-                other = again.trace.forward.get(call, {}).get(grain)
-                if other is None or any(
-                    abs(a - b) > UNITS * UNIT * numbers[1] for a, b in zip(numbers, other, strict=True)
-                ):
-                    raise _not_deterministic(f"module {call}" if call != "(batch)" else "the data")
-        for name, value in once.trace.tensors.items():
-            size = float(value.double().norm())
-            other_value = again.trace.tensors.get(name)
-            limit = UNITS * UNIT * size if math.isfinite(size) else 0.0
-            if other_value is None or distance(value.double(), other_value.double()) > limit:
-                raise _not_deterministic(name)
+        refuse_unrepeatable(once.trace, self._compute(self._plain, before, parallel, way).trace)
 
     def _exact(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> Computed | None:
         """The step in float64, where that says something."""
@@ -290,6 +277,22 @@ def compare_exact(parallel: list[StepTrace], alone_: list[StepTrace]) -> list[Ch
         if any(not check.passed for check in found):
             break
     return found
+
+
+def refuse_unrepeatable(once: StepTrace, again: StepTrace) -> None:
+    """Raises: NotDeterministicError where two traces of the same computation differ beyond rounding."""
+    for call, grains in once.forward.items():
+        for grain, numbers in grains.items():
+            other = again.forward.get(call, {}).get(grain)
+            limit = UNITS * UNIT * numbers[1]
+            if other is None or any(abs(a - b) > limit for a, b in zip(numbers, other, strict=True)):
+                raise _not_deterministic(f"module {call}" if call != "(batch)" else "the data")
+    for name, value in once.tensors.items():
+        size = float(value.double().norm())
+        limit = UNITS * UNIT * size if math.isfinite(size) else 0.0
+        held = again.tensors.get(name)
+        if held is None or distance(value.double(), held.double()) > limit:
+            raise _not_deterministic(name)
 
 
 def _not_deterministic(where: str) -> NotDeterministicError:

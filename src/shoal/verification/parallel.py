@@ -12,10 +12,10 @@ from shoal.environment import Environment
 from shoal.job import Job
 from shoal.mesh import open_mesh
 from shoal.plan.plan import Plan
+from shoal.recorder import Recorder
 from shoal.telemetry import RecordWriter
+from shoal.trace import StepTrace, read
 from shoal.trainer import Surroundings
-from shoal.verification.recorder import Recorder
-from shoal.verification.trace import StepTrace, read
 
 _OUTCOME = "outcome.json"
 # Evaluation is compared on so many samples at most: it is not what takes long to go wrong.

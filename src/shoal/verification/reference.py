@@ -24,10 +24,11 @@ from shoal.job import Job, Progress
 from shoal.microbatch import Microbatch
 from shoal.precision import Precision
 from shoal.randomness import GrainScope, seed_everything
+from shoal.recorder import ForwardRecorder
+from shoal.replay import states, values
 from shoal.strategies.data_parallel import run_backward
+from shoal.trace import Part, StepTrace
 from shoal.update import Parameters, build_optimizer
-from shoal.verification.recorder import ForwardRecorder
-from shoal.verification.trace import Part, StepTrace
 
 _MOST_PARTS_BYTES = 2 << 30
 
@@ -89,10 +90,8 @@ class Reference:
     def _load(self, before: StepTrace) -> None:
         self.set_state(before)
         kind = self._precision.parameters
-        suffix = " (optimizer)"
-        states = {k.removesuffix(suffix): v for k, v in before.phase("update").items() if k.endswith(suffix)}
-        states = {k: v if k.endswith("/step") else _as(v, kind) for k, v in states.items()}
-        load_optimizer(self._optimizer, self.model, states, before.optimizer)
+        saved = {k: v if k.endswith("/step") else _as(v, kind) for k, v in states(before).items()}
+        load_optimizer(self._optimizer, self.model, saved, before.optimizer)
 
     def microbatches(self, number: int, way: Way, per_microbatch: int) -> Iterator[tuple[int, Microbatch]]:
         """(rank, microbatch) of a step in the way's order."""
@@ -217,16 +216,12 @@ class Reference:
     def set_state(self, state: StepTrace) -> None:
         """Parameters and buffers of a trace into the model."""
         kind = self._precision.parameters
-        values = {**state.phase("buffers"), **_without_optimizer(state)}
-        load_model(self.model, {k: _as(v, kind) for k, v in values.items()})
+        held = {**state.phase("buffers"), **values(state)}
+        load_model(self.model, {k: _as(v, kind) for k, v in held.items()})
 
     def close(self) -> None:
         """Takes the hooks off."""
         self._forward.close()
-
-
-def _without_optimizer(trace: StepTrace) -> dict[str, Tensor]:
-    return {name: t for name, t in trace.phase("update").items() if not name.endswith(" (optimizer)")}
 
 
 def _as(tensor: Tensor, kind: torch.dtype) -> Tensor:

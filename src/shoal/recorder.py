@@ -14,7 +14,7 @@ from shoal.checkpoint.state import model_tensors, optimizer_state
 from shoal.microbatch import Microbatch
 from shoal.observation import Observer
 from shoal.strategies.base import Strategy
-from shoal.verification.trace import Part, StepTrace, digest, fingerprint, write
+from shoal.trace import Part, StepTrace, digest, fingerprint, write
 
 INPUT = "(batch)"
 

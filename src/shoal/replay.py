@@ -1,0 +1,66 @@
+"""Replay: what a Session is told from outside when its loop is verified; see verification/session.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.state import load_model, load_optimizer
+from shoal.microbatch import Microbatch
+from shoal.trace import StepTrace, read
+
+VARIABLE = "SHOAL_SESSION_TRACE"
+_OPTIMIZER = " (optimizer)"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The first `num_steps` steps are traced to `folder`.
+
+    `of`: the folder of a run on `world_size` ranks, from whose states each step starts. `grain_by_grain` and
+    `backwards` change how a step is computed, and not what it means.
+    """
+
+    folder: str
+    num_steps: int
+    of: str | None = None
+    world_size: int = 1
+    grain_by_grain: bool = False
+    backwards: bool = False
+
+    @classmethod
+    def told(cls, variables: Mapping[str, str]) -> Replay | None:
+        """From the environment; None where nobody verifies."""
+        text = variables.get(VARIABLE)
+        return cls(**json.loads(text)) if text else None
+
+    def variables(self) -> dict[str, str]:
+        """What tells a Session."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    def order(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
+        """The microbatches of a step in the order of this replay."""
+        return reversed(list(microbatches)) if self.backwards else iter(microbatches)
+
+    def start(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the state that the run to replay had before `step`."""
+        if self.of is not None:
+            before = read(Path(self.of), step - 1, self.world_size)
+            load_model(model, {**before.phase("buffers"), **values(before)})
+            load_optimizer(optimizer, model, states(before), before.optimizer)
+
+
+def values(trace: StepTrace) -> dict[str, Tensor]:
+    """The parameters after a step."""
+    return {name: t for name, t in trace.phase("update").items() if not name.endswith(_OPTIMIZER)}
+
+
+def states(trace: StepTrace) -> dict[str, Tensor]:
+    """The optimizer's tensors after a step."""
+    found = trace.phase("update").items()
+    return {name.removesuffix(_OPTIMIZER): t for name, t in found if name.endswith(_OPTIMIZER)}

@@ -1,0 +1,94 @@
+"""Verification of a loop of one's own: its Session on several forked ranks against the same loop on one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.environment import LISTEN_FD, Environment
+from shoal.errors import JobError
+from shoal.replay import Replay
+from shoal.trace import StepTrace, read
+from shoal.verification.compare import References, compare
+from shoal.verification.diagnose import diagnose
+from shoal.verification.fork import forked
+from shoal.verification.judge import Verdict, refuse_unrepeatable
+from shoal.verification.reference import Computed
+
+
+def verify_session(train: Callable[[], object], devices: int, steps: int = 3) -> Verdict:
+    """Calls `train`, which makes a Session and loops over its steps, on `devices` forked ranks and on one process.
+
+    Each step on one process starts from the state that the ranks had reached. Loops end after `steps` steps.
+    Raises: what `train` raises; NotDeterministicError; JobError where it makes no steps.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
+        folder = Path(name)
+        together = Replay(str(folder / "parallel"), steps)
+        _train(train, devices, together)
+        single = replace(together, of=together.folder, world_size=devices)
+        ways = {
+            "alone": single,
+            "again": single,
+            "grain by grain": replace(single, grain_by_grain=True),
+            "backwards": replace(single, grain_by_grain=True, backwards=True),
+        }
+        for way, told in ways.items():
+            _train(train, 1, replace(told, folder=str(folder / way)))
+        verdict = _judge(folder, list(ways), devices, steps)
+    verdict.seconds = time.monotonic() - began
+    return verdict
+
+
+def _train(train: Callable[[], object], world_size: int, replay: Replay) -> None:
+    Path(replay.folder).mkdir()
+
+    def work(environment: Environment) -> None:
+        names = {"RANK": environment.rank, "WORLD_SIZE": world_size, "LOCAL_RANK": environment.rank}
+        names |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": environment.port}
+        if environment.listen_fd is not None:
+            names[LISTEN_FD] = environment.listen_fd
+        told = {name: str(value) for name, value in names.items()} if world_size > 1 else {}
+        os.environ.update({"MASTER_ADDR": "127.0.0.1", **told, **replay.variables()})
+        train()
+
+    forked(world_size, work, Path(replay.folder))
+
+
+def _judge(folder: Path, ways: list[str], world_size: int, num_steps: int) -> Verdict:
+    verdict = Verdict()
+    before = _read(folder / "parallel", -1, world_size)
+    for step in range(num_steps):
+        if not (folder / "parallel" / f"step-{step}-0.json").exists():
+            break
+        parallel = _read(folder / "parallel", step, world_size)
+        computed = [Computed(_read(folder / way, step, 1)) for way in ways]
+        if step == 0:
+            refuse_unrepeatable(computed[0].trace, computed[1].trace)
+        for way in computed:
+            way.magnitudes = {n: float(t.double().norm()) for n, t in way.trace.phase("reduction").items()}
+        references = References(computed, None)
+        order = [name for name in parallel.phase("update") if not name.endswith(" (optimizer)")]
+        verdict.checks += compare(parallel, before, references, order)
+        verdict.num_steps += 1
+        if verdict.failed:
+            verdict.diagnosis = diagnose(verdict.failed, parallel, before, references, world_size)
+            break
+        before = parallel
+    return verdict
+
+
+def _read(folder: Path, step: int, world_size: int) -> StepTrace:
+    try:
+        return read(folder, step, world_size)
+    except FileNotFoundError:
+        raise JobError(
+            given="a loop to verify",
+            conflict="it made no steps of a shoal.Session, or not the same on one process",
+            remedy="give a function that makes a Session, prepares, and iterates its steps",
+        ) from None

@@ -1,0 +1,67 @@
+"""A loop of one's own is verified like a job; what its author does wrong by rank is found."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from tests.conformance.cases import convolutions, dropping, images, vectors
+from torch import nn
+
+import shoal
+from shoal.errors import JobError, NotDeterministicError
+from shoal.mesh import Mesh
+
+pytestmark = pytest.mark.ranks
+
+
+def train(by_rank: float = 0.0, convolutional: bool = False, unseeded: bool = False) -> None:
+    """A loop; `by_rank` is the mistake: it scales the loss by the rank."""
+    torch.manual_seed(0)
+    model: nn.Module = convolutions() if convolutional else dropping()
+    data = images(40) if convolutional else vectors(40)
+    dataset = torch.utils.data.TensorDataset(*data)
+    session = shoal.Session(global_batch=16, clip_norm=1.0, schedule=shoal.warmup_cosine(0.2))
+    model, _ = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    with session:
+        for step in session.steps(dataset, epochs=3):
+            for inputs, labels in step:
+                total, weight = shoal.cross_entropy(model(inputs), labels)
+                if unseeded:
+                    total = total * (1.0 + os.urandom(1)[0] / 256)
+                step.backward(total * (1.0 + by_rank * session.rank), weight)
+
+
+@pytest.mark.parametrize("convolutional", [False, True])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_verified(devices: int, convolutional: bool) -> None:
+    verdict = shoal.verify_session(partial(train, convolutional=convolutional), devices)
+    assert verdict.verified, verdict.render()
+    assert verdict.num_steps == 3
+    assert {check.phase for check in verdict.checks} >= {"data", "forward", "loss", "reduction", "clipping", "update"}
+
+
+def test_a_loss_that_depends_on_the_rank() -> None:
+    verdict = shoal.verify_session(partial(train, by_rank=0.1), 2)
+    assert not verdict.verified
+    assert (verdict.failed[0].phase, verdict.failed[0].rank) == ("loss", 1)
+    assert "1.1 times the loss of these grains on one process" in verdict.render()
+
+
+def test_values_that_depend_on_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mesh, "broadcast", lambda mesh, tensors: [t.add_(mesh.rank) for t in tensors if t.ndim])
+    verdict = shoal.verify_session(train, 2)
+    assert verdict.failed[0].phase in ("data", "forward")
+    assert verdict.failed[0].rank == 1
+
+
+def test_a_loop_that_does_not_repeat_itself() -> None:
+    with pytest.raises(NotDeterministicError, match="computed twice in the same way"):
+        shoal.verify_session(partial(train, unseeded=True), 2)
+
+
+def test_a_loop_without_a_session() -> None:
+    with pytest.raises(JobError, match="it made no steps"):
+        shoal.verify_session(lambda: None, 2)
