@@ -188,7 +188,7 @@ def _launch(request: object, given: list[str]) -> int:
     )
     if error is not None:
         print(_rebuild(error).render(), file=sys.stderr)
-        if error.get("traceback"):
+        if error.get("traceback") and (Path(request.out) / "errors").is_dir():
             print(f"  traceback:      {Path(request.out) / 'errors'}", file=sys.stderr)
     return code
 

@@ -146,8 +146,9 @@ class Computer:
         fuse: bool | None = False
         randomness = "opaque"
         # What the model warns of here it warns of in the step as well, or only because of no_grad.
-        with _restoring(buffers), torch.no_grad(), contextlib.suppress(NotFusibleError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _restoring(buffers), torch.no_grad(), contextlib.suppress(NotFusibleError), _quiet() as stack:
+            if self._precision.device.type == "cuda":  # TF32 convolutions, the default, round more coarsely
+                stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
             fused, calls, leaked = self._scoped(microbatch)
             parts = []
             for part in microbatch.split():
@@ -175,6 +176,13 @@ def _restoring(buffers: StepBuffers) -> Iterator[None]:
         yield
     finally:
         buffers.restore()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield stack
 
 
 @contextlib.contextmanager

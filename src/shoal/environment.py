@@ -9,6 +9,7 @@ from shoal.errors import LaunchError
 
 LISTEN_FD = "SHOAL_LISTEN_FD"  # a socket bound and listening for rank 0, inherited from the local launcher
 REPORT_FILE = "SHOAL_REPORT_FILE"  # where a worker writes how it ended, for the local launcher
+LAUNCHER_PID = "SHOAL_LAUNCHER_PID"  # the local launcher, without which a worker must not live on
 STARTED_AT = "SHOAL_STARTED_AT"  # time.time() at which the command began
 
 

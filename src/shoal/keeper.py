@@ -117,8 +117,7 @@ class Keeper:
 
     def _confirm(self, store: Store) -> None:
         """Raises: StorageError where the last save failed. Collective: all ranks, one JSON gather."""
-        if self._writer is not None:
-            self._writer.wait()
+        together(self._mesh, lambda: self._writer.wait() if self._writer is not None else None)
         failure = self._writer.failure if self._writer is not None else None
         told = self._mesh.gather_json(str(failure) if failure is not None else None)[0]
         if told is not None:
@@ -130,6 +129,9 @@ class Keeper:
 
     def _start(self, state: RunState) -> None:
         streams = self._mesh.gather_json(self._trained.loader.state())
+        together(self._mesh, lambda: self._hand_over(state, streams))
+
+    def _hand_over(self, state: RunState, streams: list[Any]) -> None:
         if self._writer is None:
             return
         tensors, document = optimizer_state(self._trained.optimizer, self._trained.model)
@@ -190,6 +192,8 @@ class Keeper:
         load_optimizer(trained.optimizer, trained.model, snapshot.tensors["optimizer"], document["optimizer"])
         trained.loader.restore(document["streams"])
         self._newest = snapshot.step
+        if self._writer is not None:
+            self._writer.failure = None  # that of a snapshot that is no longer the newest
         return RunState.from_json(document["run"], loss_scale)
 
     def close(self) -> None:

@@ -28,19 +28,26 @@ class Search:
 
         Buffers may be written: the caller restores them. Collective: all ranks, one JSON gather.
         """
-        grains: list[int] = []
-        samples: list[int] = []
-        for microbatch in microbatches:
-            for part in microbatch.split():
-                if self._is_finite(part):
-                    continue
-                grains.append(part.grains[0].index)
-                samples += self._bad_samples(part)
+        try:
+            grains, samples = self._search(microbatches)
+        except Exception:  # samples that cannot be read again, say: all of them are under suspicion
+            grains = [grain.index for m in microbatches for grain in m.grains]
+            samples = [i for m in microbatches for ids in m.ids for i in ids.tolist()]
         told = mesh.gather_json({"rank": mesh.rank, "host": mesh.host, "grains": grains, "samples": samples})
         culprits = [t for t in told if t["grains"]]
         if culprits:
             return {**culprits[0], "other_ranks": [t["rank"] for t in culprits[1:]]}
         return {"rank": None, "host": None, "grains": [], "samples": [], "other_ranks": []}
+
+    def _search(self, microbatches: list[Microbatch]) -> tuple[list[int], list[int]]:
+        grains: list[int] = []
+        samples: list[int] = []
+        for microbatch in microbatches:
+            for part in microbatch.split():
+                if not self._is_finite(part):
+                    grains.append(part.grains[0].index)
+                    samples += self._bad_samples(part)
+        return grains, samples
 
     def _bad_samples(self, part: Microbatch) -> list[int]:
         ids: list[int] = part.ids[0].tolist()
@@ -58,5 +65,8 @@ class Search:
             total, _ = self._computer.loss(self._precision.inputs(microbatch.batch))
         if not bool(torch.isfinite(total)):
             return False
-        gradients = torch.autograd.grad(total, self._parameters, allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(total, self._parameters, allow_unused=True)
+        except RuntimeError:  # reentrant checkpointing: no gradients but into .grad, whose hooks send them; loss alone
+            return True
         return all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)

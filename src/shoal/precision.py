@@ -24,6 +24,7 @@ class Precision:
     compute: torch.dtype
     reduce: torch.dtype
     device: torch.device
+    widens: bool = False  # inputs of fewer bits too
 
     @classmethod
     def of(cls, section: PrecisionSection, device: torch.device) -> Precision:
@@ -37,7 +38,7 @@ class Precision:
 
     def wide(self) -> Precision:
         """The same in float32."""
-        return Precision(torch.float32, torch.float32, torch.float32, self.device)
+        return Precision(torch.float32, torch.float32, torch.float32, self.device, widens=True)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of a forward: autocast where compute differs from the parameters."""
@@ -53,6 +54,8 @@ class Precision:
         if not isinstance(value, Tensor):
             return value
         value = value.to(self.device, non_blocking=True)
+        if self.widens and value.is_floating_point() and value.itemsize < 4:
+            return value.float()
         narrow = self.parameters != torch.float32 and value.is_floating_point()
         return value.to(self.parameters) if narrow else value
 

@@ -20,7 +20,7 @@ from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
 from shoal.engine import Engine, Options, build
 from shoal.environment import Environment
-from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError
+from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError, StorageError
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
 from shoal.mesh import Mesh, open_mesh
@@ -116,12 +116,20 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
         outcome = engine.trainer(state, num_steps, around, records).train()
         result = _result(engine, outcome, request, course)
-        if mesh.rank == 0:
-            write_file(directory.result, result.to_json())
+        unsaved = outcome.unsaved
+        try:
+            if mesh.rank == 0:
+                write_file(directory.result, result.to_json())
+        except OSError as error:
+            unsaved = unsaved or StorageError(
+                given=str(directory.result),
+                conflict=f"it could not be written: {error}",
+                remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
+            )
         course.concluded = True
         _conclude(reporter, result, request.out)
-        if outcome.unsaved is not None:
-            raise outcome.unsaved
+        if unsaved is not None:
+            raise unsaved
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
@@ -275,14 +283,12 @@ def _note_failure(request: RunRequest, environment: Environment, error: ShoalErr
     """The traceback of this rank, and on rank 0 a result file; only where the run had begun."""
     if error.rank is None and environment.world_size > 1:
         error.rank = environment.rank
-    if not course.started:
-        return
     directory = RunDirectory(request.out)
     with contextlib.suppress(OSError):
         if error.traceback_text:
-            directory.errors.mkdir(exist_ok=True)
+            directory.errors.mkdir(exist_ok=True, parents=True)
             write_file(directory.errors / f"rank-{environment.rank}.txt", error.traceback_text)
-        if environment.rank == 0 and not course.concluded:
+        if environment.rank == 0 and course.started and not course.concluded:
             result = RunRecord(
                 status="failed",
                 steps=course.steps,

@@ -22,7 +22,7 @@ from shoal.data.loader import MapLoader, Place
 from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source
 from shoal.environment import Environment, joined
-from shoal.errors import JobError, NonFiniteError, ShoalError, UserCodeError
+from shoal.errors import JobError, NonFiniteError, ShoalError, StorageError, UserCodeError
 from shoal.evaluation import Evaluator
 from shoal.faults import as_shoal_error
 from shoal.grains import random_key
@@ -37,7 +37,6 @@ from shoal.precision import LossScale, Precision
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.recorder import Recorder
 from shoal.replay import Replay
-from shoal.run_request import cores_here
 from shoal.startup import prepare_process
 from shoal.strategies.assemble import assemble
 from shoal.strategies.base import NUM_SUMS, Flags, microbatch_sums
@@ -81,10 +80,11 @@ class Session:
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
         self.plan = complete(plan, self._job.grains, self._job.grain_size)
-        prepare_process(self.plan.execution.exact, max(1, cores_here() // environment.local_world_size))
+        prepare_process(self.plan.execution.exact, num_threads=None)
         self._exit = contextlib.ExitStack()
         self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
         self._precision = Precision.of(self.plan.precision, self.mesh.device)
+        self._stepped = False
         self.replay = Replay.told(os.environ)
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -123,6 +123,13 @@ class Session:
             )
         goal = length if length is not None else Epochs(epochs if epochs is not None else 1)
         order = Order(len(source), self._job.global_batch, self._job.grains, self._job.seed, self._job.shuffle, goal)
+        if self._stepped:
+            raise JobError(
+                given="session.steps() a second time",
+                conflict="a Session is one training: its order, schedule and checkpoints go on through all epochs",
+                remedy="write one loop over session.steps(dataset, epochs=N); step.epoch tells which it is in",
+            )
+        self._stepped = True
         yield from _Loop(self, self._job, source, order).run(self._model, self._optimizer)
 
     def evaluate(self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]]) -> tuple[dict[str, float], int]:
@@ -213,6 +220,8 @@ class _Loop:
         self._buffers.watch()
         folder = training.checkpoints
         store = None if folder is None else Store(Path(folder))
+        if store is not None and self._mesh.rank == 0:
+            store.clean()
         self._keeper = Keeper(self._mesh, store, Trained(model, optimizer, self._loader), None)
         self._scale = LossScale.of(self._plan.precision.loss_scale, self._precision.compute)
         loaded = self._keeper.load(self._scale)[0] if training.resume else None
@@ -232,7 +241,8 @@ class _Loop:
                 yield step
                 if self.state.step != step.number:
                     raise _not_iterated(step)
-            self._keeper.save(self.state, wait=True)
+            with contextlib.suppress(StorageError):  # the writer has warned; what comes after the loop is the user's
+                self._keeper.save(self.state, wait=True)
         finally:
             self._keeper.close()
             self._loader.close()

@@ -22,9 +22,14 @@ class Signals:
     impatient: bool
     received: list[int] = field(default_factory=list)
 
+    @property
+    def twice(self) -> bool:
+        """Whether one kind has arrived again."""
+        return len(set(self.received)) < len(self.received)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.received.append(number)
-        if self.impatient and self.received.count(number) > 1:
+        if self.impatient and self.twice:
             os._exit(ExitCode.INTERRUPTED)
 
     @contextlib.contextmanager

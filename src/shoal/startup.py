@@ -26,17 +26,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES, _MMAP_BYTES = 1 << 30, 32 << 20  # 32 MiB is the most that glibc takes
 
 
-def prepare_process(exact: bool, num_threads: int) -> None:
+def prepare_process(exact: bool, num_threads: int | None) -> None:
     """Threads, determinism and allocator of this process, for the rest of its life.
 
-    Exact: one thread, since kernels divide their sums by threads. Else `num_threads`, unless OMP_NUM_THREADS is set.
+    Exact: one thread, since kernels divide their sums by threads. Else `num_threads`, where that is a number and
+    OMP_NUM_THREADS is not set.
     """
     if exact:
         torch.set_num_threads(1)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    elif "OMP_NUM_THREADS" not in os.environ:
+    elif num_threads is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(num_threads)
     _keep_freed_memory()
 

@@ -16,7 +16,6 @@ from shoal.errors import IntegrityError, NonFiniteError, StorageError
 from shoal.evaluation import Evaluator
 from shoal.job import Job, Progress
 from shoal.keeper import Keeper, RunState
-from shoal.microbatch import StepData
 from shoal.nonfinite import Search
 from shoal.records import StepRecord
 from shoal.step import StepParts, StepRunner
@@ -97,38 +96,39 @@ class Trainer:
         parts.model.train()
         if parts.job.on_nonfinite == "rollback" and self.state.step == 0:
             parts.keeper.save(self.state, wait=True)
-        status = "completed"
+        try:
+            status = self._steps()
+        except Exception:
+            if self._record is not None:  # the last good step's, of which the other ranks' measures are still to come
+                self._parts.records.write(self._record)
+                self._around.on_step(self._record, self._mesh.rank)
+            raise
+        self._flush()
+        return self._finish(status)
+
+    def _steps(self) -> str:
+        """All the steps that are left, or until a stop: completed or preempted."""
+        parts = self._parts
         while self.state.step < parts.num_steps:
             self._clock.begin()
             data = self._runner.fetch(self.state.step)
             agreement = self._agree(data is not None)
             self._agreed = None
             if agreement.stop:
-                status = "preempted"
-                break
+                return "preempted"
             if not agreement.any_data:
                 break
             if agreement.checkpoint:
                 self._clock.mark("checkpoint")
                 parts.keeper.save(self.state)
-            sums = self._run(data)
+            sums = self._runner.run(data, self._factor, self._say)
             if self._runner.has_next and sums.rows is not None:
                 agreement = from_rows(sums.rows)
                 self._write_record(agreement)
                 long = agreement.spreads["step_seconds"].max > _LONG_STEP_SECONDS
                 self._agreed = None if long else agreement
             self._apply(sums)
-        self._flush()
-        return self._finish(status)
-
-    def _run(self, data: StepData | None) -> StepSums:
-        try:
-            return self._runner.run(data, self._factor, self._say)
-        except Exception:
-            if self._record is not None:  # the last good step's, of which the other ranks' measures are still to come
-                self._parts.records.write(self._record)
-                self._around.on_step(self._record, self._mesh.rank)
-            raise
+        return "completed"
 
     def _finish(self, status: str) -> Outcome:
         parts = self._parts

@@ -50,7 +50,7 @@ def test_exact_mode_is_held_to_the_bit(tmp_path: Path) -> None:
         ("bare", 2, "without its weight a mean cannot be put together over grains"),
         ("seeded", 1, "randomness that depends on the rank"),
         ("tied_late", 2, "tensors that are not trainable parameters of the model"),
-        ("unseeded", 2, "module first came out differently"),
+        ("unseeded", 2, "module last came out differently"),
     ],
 )
 def test_mistakes_in_the_users_own_code(job: str, code: int, said: str, tmp_path: Path) -> None:

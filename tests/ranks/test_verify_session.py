@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch._dynamo  # which a first optimizer imports: once here, not in each forked rank
 from tests.conformance.cases import convolutions, dropping, images, vectors
 from torch import nn
 

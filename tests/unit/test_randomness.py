@@ -242,3 +242,17 @@ def test_seeding_reaches_every_generator() -> None:
     assert python_generators() == states
     random.random()
     assert python_generators() != states
+
+
+def test_a_mask_does_not_depend_on_strides() -> None:
+    """Rows of one sample are contiguous alone and not among others: the draws must be the same ones."""
+    sizes, key = [3, 1], 5
+    grains = [Grain(0, 0, 3), Grain(1, 3, 1)]
+    x = torch.ones(7, sum(sizes), 6).transpose(0, 1)  # samples second in memory, as an LSTM leaves them
+    with GrainScope(key, 0, grains):
+        together = F.dropout(x, 0.5)
+    alone = []
+    for grain, part in zip(grains, x.split(sizes), strict=True):
+        with GrainScope(key, 0, [grain]):
+            alone.append(F.dropout(part, 0.5))
+    assert torch.equal(together, torch.cat(alone))

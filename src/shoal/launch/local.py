@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.environment import LISTEN_FD, REPORT_FILE, STARTED_AT
+from shoal.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE, STARTED_AT
 from shoal.errors import ExitCode, LaunchError, RankLostError
 from shoal.signals import Signals
 
@@ -111,6 +111,7 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
         "MASTER_PORT": str(listener.getsockname()[1]),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         REPORT_FILE: str(report),
+        LAUNCHER_PID: str(os.getpid()),
         STARTED_AT: repr(run.started_at),
     }
     if rank == 0:
@@ -135,11 +136,13 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
 
 def _watch(workers: list[_Worker], signals: Signals) -> None:
     """Waits until all have ended; hands signals on, and ends the rest once one has died without a word."""
-    handed_on, failed_at = 0, math.inf
+    handed_on: signal.Signals | None = None
+    failed_at = math.inf
     while any(w.process.poll() is None for w in workers):
-        if len(signals.received) > handed_on:
-            handed_on = len(signals.received)
-            _end(workers, signal.SIGTERM if handed_on == 1 else signal.SIGKILL)
+        wanted = signal.SIGKILL if signals.twice else signal.SIGTERM if signals.received else None
+        if wanted is not None and wanted != handed_on:
+            handed_on = wanted
+            _end(workers, wanted)
         failed = [w for w in workers if w.process.poll() not in (None, 0, ExitCode.PREEMPTED)]
         if failed:
             failed_at = min(failed_at, time.monotonic())
@@ -150,16 +153,16 @@ def _watch(workers: list[_Worker], signals: Signals) -> None:
 
 
 def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, dict[str, Any] | None]:
-    if len(signals.received) > 1:
-        return ExitCode.INTERRUPTED, None
     ends = [(worker, worker.how_it_ended()) for worker in workers]
+    if signals.twice and not all(end for _, end in ends):
+        return ExitCode.INTERRUPTED, None
     told = [end["error"] for _, end in ends if end and end.get("error")]
     roots = [error for error in told if error["kind"] != "PeerError"]
     if roots:
         code = next(end["exit_code"] for _, end in ends if end and end.get("error") == roots[0])
         return code, roots[0]
     lost = [worker for worker, end in ends if end is None]
-    if lost and signals.received and all(w.process.returncode == -signal.SIGTERM for w in lost):
+    if signals.received and any(w.process.returncode == -signal.SIGTERM for w in lost):
         return ExitCode.INTERRUPTED, None  # told to stop before it could listen: nothing had begun
     if lost:
         return ExitCode.RANK_LOST, _lost(lost[0])

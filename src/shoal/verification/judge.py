@@ -106,12 +106,12 @@ def judge(job: Job, plan: Plan, traced: Traced, steps: list[StepTrace], device: 
     verdict = Verdict(num_steps=traced.num_steps)
     judges = _Judges(job, plan, traced, device, verdict.notes)
     try:
-        verdict.checks += judges.initial_values(steps[0]) + judges.sum_over_grains()
+        verdict.checks += judges.initial_values(steps[0])
         for before, parallel in itertools.pairwise(steps):
             if verdict.failed:
                 break
             found, references = judges.step(before, parallel)
-            verdict.checks += found
+            verdict.checks += (judges.sum_over_grains() if parallel.step == 0 else []) + found
             if verdict.failed:
                 verdict.diagnosis = diagnose(verdict.failed, parallel, before, references, judges.world_size)
         if not verdict.failed:
