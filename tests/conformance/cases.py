@@ -291,12 +291,6 @@ CASES: dict[str, Case] = {
     "a loss over pairs": Case(partial(job, loss=contrastive, fuse=False, metrics={}), (2, 3)),
     "randomness outside torch": Case(partial(job, model=Opaque), (2,)),
     "odd sizes": Case(partial(job, model=odd, global_batch=15, grains=5), (3,)),
-    "exact": Case(partial(language, dropout=0.3), (3,), {"execution": {"exact": True}}),
-    "exact batch normalisation": Case(
-        partial(job, model=convolutions, train_data=partial(images, 100), eval_data=partial(images, 30, 2)),
-        (2,),
-        {"execution": {"exact": True}},
-    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -143,7 +144,11 @@ class _Judges:
         self._precision = Precision.of(plan.precision, device)
         self._plain = Reference(job, self._precision, source, self._order, ranks)
         double = Precision(torch.float64, torch.float64, torch.float64, device)
-        self._double: Reference | None = Reference(job, double, source, self._order, ranks)
+        self._double: Reference | None = None
+        if _fits(sum(p.numel() for p in self._plain.model.parameters()), ranks, device):
+            self._double = Reference(job, double, source, self._order, ranks)
+        else:
+            notes.append("no float64 reference: a copy of the model in it does not fit; tolerances come from the ways")
 
     def initial_values(self, initial: StepTrace) -> list[Check]:
         """Whether the parallel run began with the job's own values."""
@@ -277,6 +282,15 @@ def compare_exact(parallel: list[StepTrace], alone_: list[StepTrace]) -> list[Ch
         if any(not check.passed for check in found):
             break
     return found
+
+
+def _fits(num_parameters: int, num_ranks: int, device: torch.device) -> bool:
+    """Whether a float64 reference fits in free memory: values, gradients, sums, state, and the shares of the ranks."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return num_parameters * 8 * (6 + num_ranks) < free / 2
 
 
 def refuse_unrepeatable(once: StepTrace, again: StepTrace) -> None:
