@@ -172,7 +172,11 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
         if code:  # stopped by a signal
             raise SystemExit(code)
 
-    return verify(wanted, start)
+    try:
+        return verify(wanted, start)
+    except ShoalError as error:
+        print(error.render(), file=sys.stderr)
+        return int(ExitCode.USER)  # whatever it was: 1 says that the run diverged
 
 
 def _launch(request: object, given: list[str]) -> int:

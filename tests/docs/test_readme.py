@@ -24,12 +24,12 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the README's job file was written and its `shoal run` lines were run."""
+    """A folder in which the README's job file was written and its `shoal` commands were run."""
     folder = tmp_path_factory.mktemp("readme")
     job = next(block for block in blocks("python") if block.startswith("# digits_job.py"))
     (folder / "digits_job.py").write_text(job)
-    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("shoal run")]
-    assert len(commands) == 3
+    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("shoal ")]
+    assert [words.split()[1] for words in commands] == ["run", "run", "run", "verify", "run"]
     for line in commands:
         words = line.split("#")[0].split()
         done = subprocess.run(
@@ -51,6 +51,12 @@ def test_exact_runs_agree(runs: Path) -> None:
     assert two["weights_sha256"] == three["weights_sha256"]
     assert two["sample_digest"] == three["sample_digest"]
     assert (two["world_size"], three["world_size"]) == (2, 3)
+
+
+def test_the_certified_run_is_certified(runs: Path) -> None:
+    """The last command trains under the certificate that the one before it wrote."""
+    assert json.loads((runs / "runs" / "verify" / "certificate.json").read_text())["verdict"] == "verified"
+    assert len(str(result(runs, "certified")["certificate"])) == 64
 
 
 def test_settings_reach_the_job(runs: Path) -> None:

@@ -63,13 +63,15 @@ Start = Callable[[Path, bool], None]
 
 
 def verify(request: VerifyRequest, start: Start) -> ExitCode:
-    """Verifies. Raises: ShoalError where it cannot."""
+    """Verifies. Raises: ShoalError where it cannot, an InternalError where that is our own doing."""
     out = request.run.out
     out.mkdir(parents=True, exist_ok=True)
     folder = out / "traces"
     shutil.rmtree(folder, ignore_errors=True)
     try:
         return _verify(request, start, folder)
+    except Exception as error:
+        raise as_shoal_error(error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
