@@ -26,6 +26,9 @@ from shoal.verification.reference import Computed
 MULTIPLE = 8.0
 # Two computations that round independently are sqrt(2) apart where each is one away from the truth.
 PRECISION_SHARE = 2.0
+# Steps after the first are computed in one way, and take over what each tensor moved by, relative to its size, in the
+# first, so many times: rounding relative to size hardly changes from one step to the next.
+CARRIED = 2.0
 # Units in the last place of float32 relative to the sum of sizes, where the ways happen to agree to the last bit.
 UNITS = 16.0
 UNIT = 2.0**-24
@@ -60,10 +63,14 @@ class Check:
 
 @dataclass(frozen=True)
 class References:
-    """One step on one process: `ways` in the plan's precision, `exact` in float64 where that could be computed."""
+    """One step on one process: `ways` in the plan's precision, `exact` in float64 where that was computed.
+
+    `complete`: whether these are all the ways there are.
+    """
 
     ways: list[Computed]
     exact: Computed | None
+    complete: bool
 
     def tensors(self, of: Callable[[Computed], Tensor | None]) -> tuple[list[Tensor], Tensor | None]:
         """One tensor from all of them, as float64."""
@@ -72,16 +79,29 @@ class References:
         return found, None if true is None else true.double()
 
 
-def compare(parallel: StepTrace, before: StepTrace, references: References, order: list[str]) -> list[Check]:
-    """Every check of a step, in the order of its dataflow; `order` names the parameters in the order of the model."""
-    comparison = _Comparison(parallel, before, references, order)
+def compare(
+    parallel: StepTrace, before: StepTrace, references: References, order: list[str], measured: dict[str, float]
+) -> list[Check]:
+    """Every check of a step, in the order of its dataflow; `order` names the parameters in the order of the model.
+
+    `measured` takes what each tensor moves by, relative to its size, and gives it to later steps of fewer ways.
+    """
+    comparison = _Comparison(parallel, before, references, order, measured)
     found = [check for phase in comparison.phases() for check in phase]
     return sorted(found, key=lambda check: PHASES.index(check.phase))
 
 
 class _Comparison:
-    def __init__(self, parallel: StepTrace, before: StepTrace, references: References, order: list[str]) -> None:
+    def __init__(
+        self,
+        parallel: StepTrace,
+        before: StepTrace,
+        references: References,
+        order: list[str],
+        measured: dict[str, float],
+    ) -> None:
         self._p, self._before, self._r, self._order = parallel, before, references, order
+        self._measured = measured
         self._base = references.ways[0].trace
         self._relative: dict[str, float] = {}  # what each parameter's gradient may be off by, relative to its size
         self._norm_tolerance = 0.0
@@ -106,8 +126,15 @@ class _Comparison:
     def _say(self, phase: str, name: str, said: str, rank: int | None = None) -> Check:
         return Check(self._p.step, phase, name, rank, math.inf, 0.0, said)
 
-    def _judge(self, value: Tensor, of: Callable[[Computed], Tensor | None], scale: float) -> tuple[float, float]:
-        """(error, tolerance) of one tensor."""
+    def _judge(
+        self,
+        where: str,
+        value: Tensor,
+        of: Callable[[Computed], Tensor | None],
+        scale: float,
+        size: float | None = None,
+    ) -> tuple[float, float]:
+        """(error, tolerance) of one tensor; what a step moves by is taken relative to `size`, which is else `scale`."""
         runs, true = self._r.tensors(of)
         value = value.double()
         if any(r.shape != value.shape for r in runs) or not runs:
@@ -115,7 +142,21 @@ class _Comparison:
         error = min(distance(value, r) for r in runs)
         spread = max(distance(r, runs[0]) for r in runs)
         rounding = max(distance(r, true) for r in runs) if true is not None else 0.0
-        return error, MULTIPLE * spread + PRECISION_SHARE * rounding + UNITS * UNIT * scale
+        moves = MULTIPLE * spread + PRECISION_SHARE * rounding
+        if not math.isfinite(moves):
+            return error, 0.0
+        return error, self._moves(where, moves, scale if size is None else size) + UNITS * UNIT * scale
+
+    def _moves(self, where: str, moves: float, size: float) -> float:
+        """What a tensor moves by; in a step without all the ways as in the first, relative to its size."""
+        if self._r.complete:
+            self._measured[where] = moves / size if size else 0.0
+            return moves
+        known = self._measured.get(where)
+        if known is None:
+            phase = where.partition("/")[0]
+            known = max((m for key, m in self._measured.items() if key.startswith(f"{phase}/")), default=0.0)
+        return max(moves, CARRIED * known * size)
 
     def _data(self) -> Iterator[Check]:
         """Every grain once, with its samples."""
@@ -151,7 +192,9 @@ class _Comparison:
                     return torch.tensor([found[g] for g in mine]) if all(g in found for g in mine) else None
 
                 value = torch.tensor([grains[g] for g in mine], dtype=torch.float64)
-                check = self._check(phase, call, *self._judge(value, of, float(value[:, 1].norm())), rank)
+                check = self._check(
+                    phase, call, *self._judge(f"forward/{call}", value, of, float(value[:, 1].norm())), rank
+                )
                 worst = check if worst is None or check.ratio > worst.ratio else worst
             if worst is not None:
                 yield worst
@@ -166,7 +209,9 @@ class _Comparison:
             name = f"of grains {some(part.grains)}"
             own = next((found for way in self._r.ways if (found := parts_within(way, part.grains))), [])
             scale = math.fsum(abs(p.total) for p in own)
-            yield self._check("loss", name, *self._judge(torch.tensor([part.total]), of, scale), part.rank)
+            yield self._check(
+                "loss", name, *self._judge("loss/total", torch.tensor([part.total]), of, scale), part.rank
+            )
             weight = math.fsum(p.weight for p in own)
             if weight != part.weight:
                 yield self._say("loss", f"weight {name}", f"is {part.weight:g} instead of {weight:g}", part.rank)
@@ -176,7 +221,7 @@ class _Comparison:
         if math.isfinite(self._base.loss):
             scale = abs(self._base.loss)
             yield self._check(
-                "reduction", "loss", *self._judge(loss, lambda way: torch.tensor([way.trace.loss]), scale)
+                "reduction", "loss", *self._judge("loss/mean", loss, lambda way: torch.tensor([way.trace.loss]), scale)
             )
 
     def _gradients(
@@ -198,7 +243,7 @@ class _Comparison:
                 )
 
             magnitude = self._r.ways[0].magnitudes.get(name, 0.0)
-            error, tolerance = self._judge(found[name], of, magnitude)
+            error, tolerance = self._judge(f"{phase}/{name}", found[name], of, magnitude)
             if rank is None:
                 size = float(self._base.tensors[f"reduction/{name}"].double().norm())
                 self._relative[name] = tolerance / size if size else 0.0
@@ -232,7 +277,9 @@ class _Comparison:
 
     def _clipping(self) -> Iterator[Check]:
         norm = torch.tensor([self._p.norm])
-        error, tolerance = self._judge(norm, lambda way: torch.tensor([way.trace.norm]), self._base.norm)
+        error, tolerance = self._judge(
+            "clipping/(norm)", norm, lambda way: torch.tensor([way.trace.norm]), self._base.norm
+        )
         tolerance += self._norm_tolerance
         yield self._check("clipping", "global norm", error, tolerance)
         relative = tolerance / self._base.norm if self._base.norm else 0.0
@@ -241,7 +288,7 @@ class _Comparison:
             if value is None:
                 continue
             key = f"clipping/{name}"
-            error, tolerance = self._judge(value, _tensor(key), float(value.double().norm()))
+            error, tolerance = self._judge(key, value, _tensor(key), float(value.double().norm()))
             size = float(self._base.tensors[key].double().norm()) if key in self._base.tensors else 0.0
             yield self._check("clipping", name, error, tolerance + size * (relative + self._relative.get(name, 0.0)))
         yield from self._replicas("clipping")
@@ -261,7 +308,7 @@ class _Comparison:
                 yield self._check("update", name, 0.0, 0.0) if same else self._say("update", name, "has another value")
                 continue
             size = float(value.double().norm())
-            error, tolerance = self._judge(value, _tensor(key), size)
+            error, tolerance = self._judge(key, value, _tensor(key), size)
             owner = name.rpartition("/")[0]
             yield self._check("update", name, error, tolerance + 2.0 * size * self._relative.get(owner, 0.0))
         for name in sorted(self._base.phase("update").keys() - found.keys()):
@@ -278,14 +325,14 @@ class _Comparison:
             return None if found is None else found.double() - old
 
         unit = torch.finfo(value.dtype).eps / 2.0 / UNIT if value.is_floating_point() else 1.0
-        error, tolerance = self._judge(change, of, float(old.norm()) * unit)
+        error, tolerance = self._judge(key, change, of, float(old.norm()) * unit, float(change.norm()))
         return self._check("update", name, error, tolerance + float(change.norm()) * self._relative.get(name, 0.0))
 
     def _buffers(self) -> Iterator[Check]:
         for name, value in self._p.phase("buffers").items():
             key = f"buffers/{name}"
             size = float(value.double().norm())
-            yield self._check("buffers", name, *self._judge(value, _tensor(key), size))
+            yield self._check("buffers", name, *self._judge(key, value, _tensor(key), size))
         yield from self._replicas("buffers")
 
     def _replicas(self, phase: str) -> Iterator[Check]:

@@ -72,9 +72,9 @@ def _judge(folder: Path, ways: list[str], world_size: int, num_steps: int) -> Ve
             refuse_unrepeatable(computed[0].trace, computed[1].trace)
         for way in computed:
             way.magnitudes = {n: float(t.double().norm()) for n, t in way.trace.phase("reduction").items()}
-        references = References(computed, None)
+        references = References(computed, None, complete=True)
         order = [name for name in parallel.phase("update") if not name.endswith(" (optimizer)")]
-        verdict.checks += compare(parallel, before, references, order)
+        verdict.checks += compare(parallel, before, references, order, {})
         verdict.num_steps += 1
         if verdict.failed:
             verdict.diagnosis = diagnose(verdict.failed, parallel, before, references, world_size)
