@@ -34,6 +34,9 @@ UNITS = 16.0
 UNIT = 2.0**-24
 
 
+Of = Callable[[Computed], Tensor | None]  # a tensor of a reference, where it has that
+
+
 @dataclass(frozen=True)
 class Check:
     """One tensor of one step: how far it is and how far it may be. `rank` where one rank alone is meant."""
@@ -72,7 +75,7 @@ class References:
     exact: Computed | None
     complete: bool
 
-    def tensors(self, of: Callable[[Computed], Tensor | None]) -> tuple[list[Tensor], Tensor | None]:
+    def tensors(self, of: Of) -> tuple[list[Tensor], Tensor | None]:
         """One tensor from all of them, as float64."""
         found = [t.double() for way in self.ways if (t := of(way)) is not None]
         true = of(self.exact) if self.exact is not None else None
@@ -130,7 +133,7 @@ class _Comparison:
         self,
         where: str,
         value: Tensor,
-        of: Callable[[Computed], Tensor | None],
+        of: Of,
         scale: float,
         size: float | None = None,
     ) -> tuple[float, float]:
@@ -150,7 +153,7 @@ class _Comparison:
     def _moves(self, where: str, moves: float, size: float) -> float:
         """What a tensor moves by; in a step without all the ways as in the first, relative to its size."""
         if self._r.complete:
-            self._measured[where] = moves / size if size else 0.0
+            self._measured[where] = max(self._measured.get(where, 0.0), moves / size if size else 0.0)
             return moves
         known = self._measured.get(where)
         if known is None:
@@ -351,7 +354,7 @@ def parts_within(way: Computed, grains: tuple[int, ...]) -> list[Part]:
     return own if sum(len(part.grains) for part in own) == len(grains) else []
 
 
-def _tensor(key: str) -> Callable[[Computed], Tensor | None]:
+def _tensor(key: str) -> Of:
     return lambda way: way.trace.tensors.get(key)
 
 
