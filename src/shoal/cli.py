@@ -115,7 +115,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exact", action="store_true", default=None, help="bit-identical on any number of devices")
     parser.add_argument("--precision", metavar="P", help="fp32, bf16, bf16-pure or fp16")
     parser.add_argument("--set", metavar="K=V", action="append", default=[], help="set a parameter of the job function")
-    parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/NAME)")
+    parser.add_argument("--out", metavar="DIR", help="output directory (default: runs/NAME or runs/NAME-verify)")
     parser.add_argument("--max-microbatch", metavar="N", help="the most samples in one forward")
     parser.add_argument("--workers", metavar="N", help="data-loading processes per rank (default: 0)")
 
@@ -158,6 +158,8 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
 
     trace = Path(options.trace) if options.trace else None
     wanted = VerifyRequest(request, int(steps), trace, options.alone)
+    if trace is None:
+        request.check()  # a directory that holds a run is not written to
     environment = joined(os.environ)
     if trace is not None and environment is not None:
         return rank(wanted, environment)

@@ -127,7 +127,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
                 remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
             )
         course.concluded = True
-        _conclude(reporter, result, request.out)
+        _conclude(reporter, result, f"{request.job.path}:{loaded.function}", request.out)
         if unsaved is not None:
             raise unsaved
     finally:
@@ -221,9 +221,9 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
     mode = (
         "exact: grain by grain, one thread, fixed tree"
         if plan.execution.exact
-        else "fast: fused grains, overlapped sums"
+        else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
     )
-    reporter.note(f"  summation   {mode}, {plan.collectives.all_reduce} all-reduce")
+    reporter.note(f"  summation   {mode}")
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
     reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
     samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
@@ -267,12 +267,12 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
     )
 
 
-def _conclude(reporter: Reporter, result: RunRecord, out: Path) -> None:
+def _conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:
     values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
     reporter.note(f"{result.status} after step {result.steps}, {result.wall_seconds:.1f} s{evaluated}")
     if result.status == "preempted":
-        reporter.note(f"resume with: shoal run ... --resume --out {out}")
+        reporter.note(f"resume with: shoal run {job} --resume --out {out}")
 
 
 def _versions() -> dict[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shoal.certificate import Certificate
 from shoal.errors import CommandError
 from shoal.job_file import JobRequest, parse_target
 from shoal.plan import Plan
@@ -70,8 +71,10 @@ class RunRequest:
         )
 
     def check(self) -> None:
-        """Raises: RunDirectoryError where the run directory cannot be used."""
+        """Raises: RunDirectoryError where the run directory cannot be used, CertificateError where there is none."""
         RunDirectory(self.out).check(self.resume)
+        if self.certificate is not None:
+            Certificate.read(self.certificate)
 
     def with_devices(self, count: Callable[[], int]) -> RunRequest:
         """The request with a number of devices, counted where neither plan nor option says."""

@@ -218,13 +218,13 @@ class _Loop:
         self._updater = Updater(optimizer, parameters, self._job, self._observer)
         self._buffers = StepBuffers(model)
         self._buffers.watch()
-        folder = training.checkpoints
+        folder = training.checkpoints if replay is None else None  # a verification leaves the user's own alone
         store = None if folder is None else Store(Path(folder))
         if store is not None and self._mesh.rank == 0:
             store.clean()
         self._keeper = Keeper(self._mesh, store, Trained(model, optimizer, self._loader), None)
         self._scale = LossScale.of(self._plan.precision.loss_scale, self._precision.compute)
-        loaded = self._keeper.load(self._scale)[0] if training.resume else None
+        loaded = self._keeper.load(self._scale)[0] if training.resume and replay is None else None
         self.state = loaded or RunState(loss_scale=self._scale)
         fuse = training.fuse and not (replay and replay.grain_by_grain)
         self._loader.seek(self.state.step, self._plan.batch.grains_per_microbatch if fuse else 1)

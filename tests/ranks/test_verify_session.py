@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,13 +19,17 @@ from shoal.mesh import Mesh
 pytestmark = pytest.mark.ranks
 
 
-def train(by_rank: float = 0.0, convolutional: bool = False, unseeded: bool = False) -> None:
+def train(
+    by_rank: float = 0.0, convolutional: bool = False, unseeded: bool = False, checkpoints: Path | None = None
+) -> None:
     """A loop; `by_rank` is the mistake: it scales the loss by the rank."""
     torch.manual_seed(0)
     model: nn.Module = convolutions() if convolutional else dropping()
     data = images(40) if convolutional else vectors(40)
     dataset = torch.utils.data.TensorDataset(*data)
-    session = shoal.Session(global_batch=16, clip_norm=1.0, schedule=shoal.warmup_cosine(0.2))
+    session = shoal.Session(
+        global_batch=16, clip_norm=1.0, schedule=shoal.warmup_cosine(0.2), checkpoints=checkpoints, resume=True
+    )
     model, _ = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     with session:
         for step in session.steps(dataset, epochs=3):
@@ -66,3 +71,17 @@ def test_a_loop_that_does_not_repeat_itself() -> None:
 def test_a_loop_without_a_session() -> None:
     with pytest.raises(JobError, match="it made no steps"):
         shoal.verify_session(lambda: None, 2)
+
+
+def test_nothing_compared_is_nothing_verified(tmp_path: Path) -> None:
+    for devices, steps in ((0, 3), (2, 0)):
+        with pytest.raises(JobError, match="nothing would be compared"):
+            shoal.verify_session(train, devices, steps)
+    with pytest.raises(JobError, match="call the job function"):
+        shoal.verify(lambda: None, shoal.Plan())  # type: ignore[arg-type]
+
+
+def test_the_users_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    verdict = shoal.verify_session(partial(train, checkpoints=tmp_path / "ckpt"), 2)
+    assert verdict.verified
+    assert not (tmp_path / "ckpt").exists()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from shoal.errors import JobError
 from shoal.job import Job
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
 from shoal.verification.fork import trace_forked
-from shoal.verification.judge import Verdict, judge_traces
+from shoal.verification.judge import Verdict, at_least_one, judge_traces
 from shoal.verification.session import verify_session
 
 __all__ = ["Verdict", "runs", "verify", "verify_session"]
@@ -20,6 +21,13 @@ def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
 
     Raises: what the job or the plan raises; NotDeterministicError where one process alone does not repeat itself.
     """
+    if not isinstance(job, Job):
+        raise JobError(
+            given=f"shoal.verify({job!r:.60}, ...)",
+            conflict=f"that is a {type(job).__name__}, and no Job",
+            remedy="call the job function: shoal.verify(job(), plan)",
+        )
+    at_least_one("steps", steps)
     plan = complete(plan, job.grains, job.grain_size)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)

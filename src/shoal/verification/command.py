@@ -78,11 +78,18 @@ def verify(request: VerifyRequest, start: Start) -> ExitCode:
 
 def _verify(request: VerifyRequest, start: Start, folder: Path) -> ExitCode:
     began = time.monotonic()
+    world_size = request.run.world_size
+    print(
+        f"verifying          {request.run.job.path}: {request.num_steps} steps on {world_size} process(es)", flush=True
+    )
+    if world_size == 1:
+        print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
     exact = request.run.plan.execution.exact
     start(folder / "parallel", False)
     if exact and request.run.world_size > 1:
         start(folder / "alone", True)
     parallel_seconds = time.monotonic() - began
+    print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
     prepare_process(exact, cores_here())
     loaded = load(request.run.job)
     plan = complete(request.run.plan, loaded.job.grains, loaded.job.grain_size, request.run.wishes.max_microbatch)
@@ -101,8 +108,7 @@ def _print(verdict: Verdict, loaded: LoadedJob, plan: Plan, parallel_seconds: fl
     print(f"layout             {degrees or 'one process'}; {mode}; parameters {kind}; {verdict.num_steps} steps")
     for note in verdict.notes:
         print(f"note               {note}")
-    print(verdict.render())
     cost = f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references"
     print(f"cost               {cost}")
-    print("verdict            " + ("verified" if verdict.verified else "DIVERGED"))
+    print(verdict.render())
     sys.stdout.flush()

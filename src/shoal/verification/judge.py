@@ -40,8 +40,8 @@ class Verdict:
 
     @property
     def verified(self) -> bool:
-        """Whether everything was the same."""
-        return not self.failed
+        """Whether something was compared, and all of it was the same."""
+        return bool(self.num_steps) and not self.failed
 
     @property
     def failed(self) -> list[Check]:
@@ -51,6 +51,8 @@ class Verdict:
     def add_exact(self, checks: list[Check]) -> None:
         """Takes up the bitwise checks of exact mode; one of them that fails is the first divergence where none was."""
         self.checks += checks
+        equal = sum(check.passed for check in checks)
+        self.notes.append(f"exact: {equal} of {len(checks)} tensors are bit for bit those of the engine on one process")
         if self.diagnosis is None and self.failed:
             causes = ["a sum whose order depends on the layout, or a kernel whose result depends on the batch's shape"]
             self.diagnosis = Diagnosis(self.failed[0], causes)
@@ -68,9 +70,10 @@ class Verdict:
 
     def render(self) -> str:
         """The table, and where something diverged what it looks like; for people."""
-        lines = [f"{'phase':<12} {'checks':>7} {'failed':>7}  worst error / tolerance", *self.table()]
+        lines = [f"{'phase':<12} {'checks':>7} {'failed':>7}  worst error / tolerance, and of what", *self.table()]
         if self.diagnosis is not None:
             lines.append(self.diagnosis.render(len(self.failed) - 1))
+        lines.append("verdict            " + ("verified" if self.verified else "DIVERGED"))
         return "\n".join(lines)
 
     def worst(self) -> dict[str, float]:
@@ -290,6 +293,12 @@ def _fits(num_parameters: int, num_ranks: int, device: torch.device) -> bool:
     return num_parameters * 8 * (6 + num_ranks) < free / 2
 
 
+def at_least_one(name: str, value: int) -> None:
+    """Raises: JobError for a count below one, of which nothing could be said."""
+    if value < 1:
+        raise JobError(given=f"{name}={value}", conflict="nothing would be compared", remedy=f"write {name}=1 or more")
+
+
 def refuse_unrepeatable(once: StepTrace, again: StepTrace) -> None:
     """Raises: NotDeterministicError where two traces of the same computation differ beyond rounding."""
     for call, grains in once.forward.items():
@@ -298,6 +307,11 @@ def refuse_unrepeatable(once: StepTrace, again: StepTrace) -> None:
             limit = UNITS * UNIT * numbers[1]
             if other is None or any(abs(a - b) > limit for a, b in zip(numbers, other, strict=True)):
                 raise _not_deterministic(f"module {call}" if call != "(batch)" else "the data")
+    totals = {(part.rank, part.grains): part.total for part in again.parts}
+    for part in once.parts:
+        other_total = totals.get((part.rank, part.grains), math.nan)
+        if math.isfinite(part.total) and not abs(other_total - part.total) <= UNITS * UNIT * abs(part.total):
+            raise _not_deterministic("the loss")
 
 
 def _not_deterministic(where: str) -> NotDeterministicError:

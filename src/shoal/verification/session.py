@@ -16,7 +16,7 @@ from shoal.trace import StepTrace, read
 from shoal.verification.compare import References, compare
 from shoal.verification.diagnose import diagnose
 from shoal.verification.fork import forked
-from shoal.verification.judge import Verdict, refuse_unrepeatable
+from shoal.verification.judge import Verdict, at_least_one, refuse_unrepeatable
 from shoal.verification.reference import Computed
 
 
@@ -26,6 +26,8 @@ def verify_session(train: Callable[[], object], devices: int, steps: int = 3) ->
     Each step on one process starts from the state that the ranks had reached. Loops end after `steps` steps.
     Raises: what `train` raises; NotDeterministicError; JobError where it makes no steps.
     """
+    at_least_one("devices", devices)
+    at_least_one("steps", steps)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
@@ -64,7 +66,7 @@ def _judge(folder: Path, ways: list[str], world_size: int, num_steps: int) -> Ve
     verdict = Verdict()
     before = _read(folder / "parallel", -1, world_size)
     for step in range(num_steps):
-        if not (folder / "parallel" / f"step-{step}-0.json").exists():
+        if step and not (folder / "parallel" / f"step-{step}-0.json").exists():
             break
         parallel = _read(folder / "parallel", step, world_size)
         computed = [Computed(_read(folder / way, step, 1)) for way in ways]
