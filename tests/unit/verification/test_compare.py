@@ -1,0 +1,90 @@
+"""The rule: what lies within what a step moves by passes, what lies outside does not."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.trace import Part, StepTrace
+from shoal.verification.compare import MULTIPLE, Check, References, compare, distance
+from shoal.verification.reference import Computed
+
+
+def trace(gradient: Tensor, step: int = 0) -> StepTrace:
+    """A step of plain gradient descent on one parameter, with rate 1."""
+    found = StepTrace(step, loss=1.0, weight=4.0, norm=float(gradient.norm()))
+    found.parts = [Part(0, (0, 1), ((0, 1), (2, 3)), 4.0, 4.0)]
+    found.gradients = {0: {"w": gradient}}
+    found.tensors = {"reduction/w": gradient, "clipping/w": gradient, "update/w": 1.0 - gradient}
+    found.digests = {0: {}}
+    return found
+
+
+def computed(gradient: Tensor) -> Computed:
+    return Computed(trace(gradient), contributions={0: {"w": gradient}}, magnitudes={"w": float(gradient.norm())})
+
+
+BEFORE = StepTrace(-1, tensors={"update/w": torch.ones(100)})
+GRADIENT = torch.linspace(1, 2, 100)
+MOVE = 1e-4 * torch.cos(torch.arange(100.0))
+
+
+def failed(value: Tensor, measured: dict[str, float] | None = None, complete: bool = True) -> list[Check]:
+    ways = [computed(GRADIENT), computed(GRADIENT + MOVE)] if complete else [computed(GRADIENT)]
+    references = References(ways, None, complete)
+    checks = compare(trace(value), BEFORE, references, ["w"], {} if measured is None else measured)
+    assert {check.phase for check in checks} >= {"data", "loss", "backward", "reduction", "clipping", "update"}
+    return [check for check in checks if not check.passed]
+
+
+@pytest.mark.parametrize(("times", "passes"), [(0.0, True), (1.0, True), (MULTIPLE, True), (MULTIPLE + 2, False)])
+def test_within_a_multiple_of_what_the_ways_differ_by(times: float, passes: bool) -> None:
+    found = failed(GRADIENT + times * MOVE)
+    assert (not found) is passes
+    if not passes:
+        assert found[0].phase == "backward"
+        assert {check.name for check in found} == {"w"}
+
+
+def test_a_later_step_takes_over_what_the_first_measured() -> None:
+    measured: dict[str, float] = {}
+    assert not failed(GRADIENT, measured)
+    assert measured["reduction/w"] > 0
+    assert not failed(GRADIENT + MULTIPLE * MOVE, measured, complete=False)
+    assert failed(GRADIENT + 3 * MULTIPLE * MOVE, measured, complete=False)
+    assert failed(GRADIENT + MOVE, None, complete=False), "without that it may differ by rounding only"
+
+
+def test_nan_is_not_close_to_anything() -> None:
+    bad = GRADIENT.clone()
+    bad[3] = math.nan
+    assert failed(bad)
+    assert distance(bad, bad) == 0.0
+    assert distance(bad, GRADIENT) == math.inf
+
+
+def test_a_gradient_more_or_less_is_told() -> None:
+    more = trace(GRADIENT)
+    more.gradients[0]["v"] = GRADIENT
+    less = replace(trace(GRADIENT), gradients={0: {}})
+    references = References([computed(GRADIENT)], None, complete=True)
+    for parallel, name in ((more, "v"), (less, "w")):
+        checks = compare(parallel, BEFORE, references, ["w", "v"], {})
+        (found,) = [check for check in checks if not check.passed]
+        assert (found.phase, found.name, found.ratio) == ("backward", name, math.inf)
+        assert "gradient" in (found.said or "")
+
+
+def test_samples_and_grains_have_to_be_the_same() -> None:
+    references = References([computed(GRADIENT)], None, complete=True)
+    for part in (
+        Part(0, (0, 1), ((0, 1), (2, 4)), 4.0, 4.0),
+        Part(0, (0, 0), ((0, 1), (0, 1)), 4.0, 4.0),
+        Part(0, (0,), ((0, 1),), 4.0, 4.0),
+    ):
+        parallel = trace(GRADIENT)
+        parallel.parts = [part]
+        checks = compare(parallel, BEFORE, references, ["w"], {})
+        assert next(check for check in checks if not check.passed).phase == "data"
