@@ -1,4 +1,4 @@
-"""The bug zoo: realistic bugs, each one that some framework shipped, planted into the ranks of a parallel run.
+"""The bug zoo: realistic bugs, nearly all of them shipped by some framework, planted into the ranks of a parallel run.
 
 `plant` patches the engine in the process that forks the ranks; the references are computed without it.
 """
@@ -36,7 +36,7 @@ from shoal.update import Updater
 
 @dataclass(frozen=True)
 class Bug:
-    """What is planted, who shipped it, the job that shows it, and what the first divergence should say."""
+    """What is planted, who shipped it (a report, where one is known), the job that shows it, and what should be said."""
 
     plant: Callable[[pytest.MonkeyPatch], None]
     shipped: str
@@ -426,7 +426,7 @@ ZOO: dict[str, Bug] = {
     "last microbatch left out of the sum": Bug(
         last_microbatch_left_out, "DeepSpeed #7985", "reduction", ".*", sections=grouped(2)
     ),
-    "divided by the world size twice": Bug(on_gradients(scale_all(0.5)), "Accelerate #2651", "reduction", ".*"),
+    "divided by the world size twice": Bug(on_gradients(scale_all(0.5)), "transformers #34242", "reduction", ".*"),
     "summed where it is averaged": Bug(on_gradients(scale_all(2.0)), "transformers #34242", "reduction", ".*"),
     "mean of means on ragged tokens": Bug(
         mean_of_means, "transformers #34191", "backward", ".*", partial(language, tied=False)
@@ -441,26 +441,30 @@ ZOO: dict[str, Bug] = {
         keeps_a_parameter(2, 1), "PyTorch #176076", "update", "0.bias", ranks=3
     ),
     "scheduler stepped once a process": Bug(schedule_per_process, "Accelerate #2926", "update", "0.weight"),
-    "sampler without set_epoch": Bug(no_set_epoch, "Lightning #6789", "data", "grain 0", two_epochs),
-    "the same dropout mask on each rank": Bug(mask_by_place, "Megatron-LM #1446", "forward", "2", dropping),
+    "sampler without set_epoch": Bug(
+        no_set_epoch, "PyTorch DistributedSampler, by its own warning", "data", "grain 0", two_epochs
+    ),
+    "the same dropout mask on each rank": Bug(mask_by_place, "Megatron-LM #7452", "forward", "2", dropping),
     "dropout mask by rank": Bug(mask_by_rank, "Megatron-LM #7452", "forward", "2", dropping),
     "stale gathered shard": Bug(stale_parameter, "DeepSpeed #8195", "forward", "0"),
-    "bf16 where float32 was meant": Bug(on_gradients(through_bf16), "DeepSpeed #7839", "reduction", ".*"),
+    "bf16 where float32 was meant": Bug(on_gradients(through_bf16), "none known", "reduction", ".*"),
     "buffers of rank 0 for all": Bug(
         buffers_of_rank_0, "PyTorch DDP broadcast_buffers", "buffers", "1.running.*", normalised
     ),
-    "buffers updated on rank 0 only": Bug(buffers_on_rank_0, "Lightning #5583", "buffers", "1.*", normalised),
-    "statistics over the rank's batch": Bug(statistics_of_the_microbatch, "PyTorch #2584", "forward", "1", normalised),
+    "buffers updated on rank 0 only": Bug(buffers_on_rank_0, "libreyolo #531", "buffers", "1.*", normalised),
+    "statistics over the rank's batch": Bug(statistics_of_the_microbatch, "PyTorch #62967", "forward", "1", normalised),
     "last stage's gradient scaled per stage": Bug(
         on_gradients(last_layer_twice), "DeepSpeed #8154", "reduction", "2.*"
     ),
     "shard boundary off by one": Bug(on_gradients(lost_row), "Megatron-LM #1754", "reduction", "0.weight"),
-    "a parameter that is not reduced": Bug(not_reduced, "DeepSpeed #7967", "reduction", "0.weight"),
+    "a parameter that is not reduced": Bug(not_reduced, "Megatron-LM #1446", "reduction", "0.weight"),
     "gradients not cleared": Bug(not_cleared, "torchtitan #1732", "reduction", ".*"),
-    "the tail of the batch dropped": Bug(requests_changed(without_last_grain), "Lightning #21023", "data", "grain 7"),
+    "the tail of the batch dropped": Bug(
+        requests_changed(without_last_grain), "PyTorch DistributedSampler(drop_last=True)", "data", "grain 7"
+    ),
     "padded with samples seen before": Bug(
         requests_changed(padded_with_the_first),
-        "Lightning #2398",
+        "PyTorch #25162",
         "data",
         "grain 7",
         partial(job, train_data=partial(vectors, 96)),
@@ -468,17 +472,15 @@ ZOO: dict[str, Bug] = {
     "augmentation by rank": Bug(
         augmented_by_rank, "PyTorch #5059", "data", r"\(batch\)", partial(job, train_data=Noisy)
     ),
-    "two optimizer steps": Bug(twice, "Accelerate #2773", "update", "0.weight"),
-    "weight decay on what has none": Bug(
-        decays_everything, "Megatron-LM #1446", "update", ".*bias|norm.weight", language
-    ),
+    "two optimizer steps": Bug(twice, "Accelerate #2773, of the scheduler", "update", "0.weight"),
+    "weight decay on what has none": Bug(decays_everything, "none known", "update", ".*bias|norm.weight", language),
     "weight counts the padding": Bug(weight_counts_padding, "transformers #34198", "loss", "weight.*", language),
-    "optimizer state of one rank": Bug(state_of_one_rank, "DeepSpeed #7981", "update", ".*exp_avg.*", language),
+    "optimizer state of one rank": Bug(state_of_one_rank, "KempnerForge #114", "update", ".*exp_avg.*", language),
     "initial values by rank": Bug(own_initial_values, "DeepSpeed #8089", "data", "initial.*"),
-    "one rank leaves a step out": Bug(one_rank_skips, "Accelerate #2393", "update", ".*"),
-    "evaluation mode on one rank": Bug(evaluating_on_one_rank, "Lightning #4550", "forward", "2", dropping),
+    "one rank leaves a step out": Bug(one_rank_skips, "none known", "update", ".*"),
+    "evaluation mode on one rank": Bug(evaluating_on_one_rank, "none known", "forward", "2", dropping),
     "samples evaluated twice": Bug(evaluates_twice, "Lightning #2398", "metrics", "samples"),
-    "metrics averaged over ranks": Bug(mean_of_metrics, "Accelerate #2393", "metrics", ".*"),
+    "metrics averaged over ranks": Bug(mean_of_metrics, "Accelerate #287", "metrics", ".*"),
 }
 
 
