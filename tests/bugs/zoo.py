@@ -36,7 +36,7 @@ from shoal.update import Updater
 
 @dataclass(frozen=True)
 class Bug:
-    """What is planted, who shipped it (a report, where one is known), the job that shows it, and what should be said."""
+    """What is planted, who shipped it (a report, where one is known), the job that shows it, what should be said."""
 
     plant: Callable[[pytest.MonkeyPatch], None]
     shipped: str

@@ -48,7 +48,7 @@ def test_exact_mode_is_held_to_the_bit(tmp_path: Path) -> None:
     [
         ("ragged", 1, "a mean over tokens or samples taken for a sum"),
         ("bare", 2, "without its weight a mean cannot be put together over grains"),
-        ("seeded", 1, "randomness that depends on the rank"),
+        ("seeded", 1, "randomness by rank or by place in the batch"),
         ("tied_late", 2, "tensors that are not trainable parameters of the model"),
         ("unseeded", 2, "module last came out differently"),
     ],

@@ -82,6 +82,11 @@ class _Case:
         assert self.references is not None
         return self.references.ways[0]
 
+    def largest(self, phase: str) -> str:
+        """The name of the largest tensor of a phase that is off: a few numbers fit any explanation."""
+        names = [c.name for c in self.named(phase) if f"{phase}/{c.name}" in self.parallel.tensors and c.said is None]
+        return max(names, key=lambda name: self.parallel.tensors[f"{phase}/{name}"].numel())
+
     def named(self, phase: str) -> list[Check]:
         return [check for check in self.failed if check.phase == phase]
 
@@ -117,27 +122,21 @@ def _data(case: _Case) -> Iterator[str]:
 
 
 def _forward(case: _Case) -> Iterator[str]:
-    call, rank = case.first.name, case.first.rank
-    ranks = sorted({c.rank for c in case.named("forward") if c.name == call and c.rank is not None})
-    base, mine = case.base.trace.forward.get(call, {}), case.parallel.forward.get(call, {})
-    if case.parallel.step > 0 and not case.named("data"):
-        stale = "a stale or untied copy of a parameter: what the forward uses is not what the last update left"
-    else:
-        stale = "other parameters than the job's in this module"
-    if "drop" in call.lower() or any(
-        _near(mine[g], base[h]) for g in mine for h in base if g != h and not _near(base[g], base[h])
-    ):
-        yield f"randomness that depends on the rank or on the place in the microbatch (rank {rank}), not on the grain"
-        yield stale
-    else:
-        yield stale
-        yield f"randomness that depends on the rank (rank {rank}), not on the grain"
+    call, rank = case.first.name.partition("#")[0], case.first.rank
+    ranks = sorted({c.rank for c in case.named("forward") if c.name == case.first.name and c.rank is not None})
+    parameters = any(name.startswith(f"{call}.") for name in case.parallel.phase("update"))
+    buffers = any(name.startswith(f"{call}.") for name in case.parallel.phase("buffers"))
+    if not parameters:
+        yield "a module without parameters: randomness by rank or by place in the batch, and not by grain"
+        yield "or evaluation mode where training is meant"
+    elif buffers:
+        yield "batch statistics over other samples than the grain's: those of the rank or of the microbatch"
+    if parameters and case.parallel.step > 0:
+        yield "a stale or untied copy of a parameter: what the forward uses is not what the last update left"
+    elif parameters:
+        yield "other parameters than the job's in this module, or randomness that depends on the rank"
     if len(ranks) == 1:
         yield f"only rank {rank} is off"
-
-
-def _near(a: list[float], b: list[float]) -> bool:
-    return all(abs(x - y) <= 1e-6 * max(abs(a[1]), 1e-30) for x, y in zip(a, b, strict=True))
 
 
 def _loss(case: _Case) -> Iterator[str]:
@@ -177,13 +176,17 @@ def _reduction(case: _Case) -> Iterator[str]:
     if case.first.name in ("weight", "loss"):
         yield "weights or losses that are not summed over all ranks and microbatches"
         return
-    name = case.first.name
-    mine, wanted = case.parallel.tensors.get(f"reduction/{name}"), case.base.trace.tensors.get(f"reduction/{name}")
-    if mine is None or wanted is None:
-        yield f"{name} is left out of the reduction, or a rank without it is not agreed on"
+    if case.first.said is not None:
+        yield f"{case.first.name} is left out of the reduction, or a rank without it is not agreed on"
         return
+    name = case.largest("reduction")
+    mine, wanted = case.parallel.tensors[f"reduction/{name}"], case.base.trace.tensors[f"reduction/{name}"]
     if not bool(torch.isfinite(mine).all()) and bool(torch.isfinite(wanted).all()):
         yield "an overflow in the reduction: summed in a dtype of too few bits, or scaled the wrong way"
+        return
+    off = float((mine.double() - wanted.double()).norm()) / max(float(wanted.double().norm()), 1e-300)
+    if off < 2 * torch.finfo(torch.bfloat16).eps:
+        yield "gradients added up or sent in a dtype of fewer bits than the plan's reduce dtype"
         return
     factor, left = _fit(mine, wanted)
     if left < _LEFT:
@@ -197,9 +200,6 @@ def _reduction(case: _Case) -> Iterator[str]:
     if means and _fit(mine, torch.stack(means).mean(0))[1] < _LEFT / 4 and len(set(weights.values())) > 1:
         yield "a mean of the ranks' means: each rank divides by its own weight, though the weights differ"
     few = len(case.named("reduction"))
-    rough = torch.finfo(torch.bfloat16).eps
-    if float((mine.double() - wanted.double()).norm()) < 4 * rough * float(wanted.double().norm()):
-        yield "gradients added up or sent in a dtype of fewer bits than the plan's reduce dtype"
     if few < 4:
         yield f"only {few} parameter(s) are off: a shard boundary, a tied copy, or one bucket"
     else:
@@ -307,8 +307,10 @@ def _update(case: _Case) -> Iterator[str]:
         return
     factor, left = _fit(change, wanted)
     if left < _LEFT:
-        yield f"the change is {factor:.6g} times what it should be: another learning rate, as from a schedule that is "
-        yield "stepped once a process or microbatch, or an optimizer that steps more than once"
+        yield (
+            f"the change is {factor:.6g} times what it should be: another learning rate, as from a schedule that is "
+            "stepped once a process or microbatch, or an optimizer that steps more than once"
+        )
         return
     decay, left = _fit(change - wanted, old)
     if left < 5 * _LEFT:
