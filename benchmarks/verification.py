@@ -1,4 +1,6 @@
-"""Claim: CLAIM
+"""Claim: 34 of 34 planted bugs are caught and placed; 0 false alarms in 316 runs of correct code (4 seeds).
+
+2 CPU cores, torch 2.13.0; the table is docs/verify-results.md.
 
 Repeat with `python -m benchmarks.verification [--seeds 20] [--out docs/verify-results.md]`. Every case of
 tests/conformance with every strategy under 20 seeds, and every bug of tests/bugs. A bug counts as placed where the
