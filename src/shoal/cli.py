@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.errors import CommandError, ExitCode, ShoalError
+from shoal.errors import CommandError, ExitCode, ShoalError, from_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,7 +169,7 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
         number, threads = 1 if alone else request.world_size, request.threads_per_process
         code, error = launch(LocalRun(own, number, threads, started_at, request.out / "logs"))
         if error is not None:
-            raise _rebuild(error)
+            raise from_json(error)
         if code:  # stopped by a signal
             raise SystemExit(code)
 
@@ -193,17 +192,7 @@ def _launch(request: object, given: list[str]) -> int:
         LocalRun(arguments, request.world_size, request.threads_per_process, request.started_at, request.out / "logs")
     )
     if error is not None:
-        print(_rebuild(error).render(), file=sys.stderr)
+        print(from_json(error).render(), file=sys.stderr)
         if error.get("traceback") and (Path(request.out) / "errors").is_dir():
             print(f"  traceback:      {Path(request.out) / 'errors'}", file=sys.stderr)
     return code
-
-
-def _rebuild(document: dict[str, object]) -> ShoalError:
-    import shoal.errors as errors
-
-    kind = getattr(errors, str(document["kind"]), errors.InternalError)
-    texts = {name: str(document[name]) for name in ("given", "conflict", "remedy")}
-    error: ShoalError = kind(**texts)
-    error.rank, error.host = json.loads(json.dumps(document["rank"])), str(document["host"])
-    return error

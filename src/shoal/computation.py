@@ -146,9 +146,7 @@ class Computer:
         fuse: bool | None = False
         randomness = "opaque"
         # What the model warns of here it warns of in the step as well, or only because of no_grad.
-        with _restoring(buffers), torch.no_grad(), contextlib.suppress(NotFusibleError), _quiet() as stack:
-            if self._precision.device.type == "cuda":  # TF32 convolutions, the default, round more coarsely
-                stack.enter_context(torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
+        with _restoring(buffers), _quiet(), _without_tf32(self._precision.device), contextlib.suppress(NotFusibleError):
             fused, calls, leaked = self._scoped(microbatch)
             parts = []
             for part in microbatch.split():
@@ -179,10 +177,17 @@ def _restoring(buffers: StepBuffers) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+def _quiet() -> Iterator[None]:
+    with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield stack
+        yield
+
+
+def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """TF32 convolutions, CUDA's default, round too coarsely to tell a sum."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
 @contextlib.contextmanager

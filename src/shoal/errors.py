@@ -5,7 +5,9 @@ The beats are what a person needs to go on: what was given, what that conflicts 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -165,3 +167,11 @@ def nearest(name: str, known: list[str]) -> str:
 
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def from_json(document: Mapping[str, Any]) -> ShoalError:
+    """An error from the JSON value that `faults.to_json` made of it in another process."""
+    kind: type[ShoalError] = globals().get(document["kind"], InternalError)
+    error = kind(**{name: str(document[name]) for name in ("given", "conflict", "remedy")})
+    error.rank, error.host, error.traceback_text = document["rank"], document["host"], document.get("traceback")
+    return error

@@ -75,7 +75,7 @@ def as_shoal_error(error: BaseException) -> ShoalError:
 
 
 def to_json(error: ShoalError, rank: int, host: str) -> dict[str, Any]:
-    """The error as a JSON value that `from_json` reads on another rank or in the launcher."""
+    """The error as a JSON value that `errors.from_json` reads on another rank or in the launcher."""
     return {
         "kind": type(error).__name__,
         "given": error.given,

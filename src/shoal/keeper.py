@@ -104,7 +104,7 @@ class Keeper:
     def save(self, state: RunState, wait: bool = False) -> None:
         """Takes a snapshot after `state.step` steps and starts writing it.
 
-        Collective: all ranks, one JSON gather, two where it waits. Raises: StorageError, on every rank, where it waits
+        Collective: all ranks, a few JSON gathers. Raises: StorageError, on every rank, where it waits
         and the newest snapshot could not be written.
         """
         if self._store is None:
@@ -116,7 +116,7 @@ class Keeper:
             self._confirm(self._store)
 
     def _confirm(self, store: Store) -> None:
-        """Raises: StorageError where the last save failed. Collective: all ranks, one JSON gather."""
+        """Raises: StorageError where the last save failed. Collective: all ranks, JSON gathers."""
         together(self._mesh, lambda: self._writer.wait() if self._writer is not None else None)
         failure = self._writer.failure if self._writer is not None else None
         told = self._mesh.gather_json(str(failure) if failure is not None else None)[0]

@@ -14,7 +14,7 @@ from shoal.checkpoint.state import model_tensors, optimizer_state
 from shoal.microbatch import Microbatch
 from shoal.observation import Observer
 from shoal.strategies.base import Strategy
-from shoal.trace import Part, StepTrace, digest, fingerprint, write
+from shoal.trace import Part, StepTrace, digest, fingerprint, state_by_key, write
 
 INPUT = "(batch)"
 
@@ -158,13 +158,10 @@ class Recorder(Observer):
                 self._keep(f"{phase}/{name}", self._strategy.whole(parameter.grad) * scale)
 
     def _state(self) -> None:
-        values = model_tensors(self._model)
-        parameters = dict(self._model.named_parameters())
-        for name, value in values.items():
-            self._keep(f"update/{name}" if name in parameters else f"buffers/{name}", self._strategy.whole(value))
         tensors, self._trace.optimizer = optimizer_state(self._optimizer, self._model)
-        for name, value in tensors.items():
-            self._keep(f"update/{name} (optimizer)", self._strategy.whole(value))
+        parameters = dict(self._model.named_parameters())
+        for key, value in state_by_key(model_tensors(self._model), parameters, tensors).items():
+            self._keep(key, self._strategy.whole(value))
 
     def _keep(self, key: str, value: Tensor) -> None:
         self._trace.digests.setdefault(self._rank, {})[key] = digest(value)

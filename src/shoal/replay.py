@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.checkpoint.state import load_model, load_optimizer
 from shoal.microbatch import Microbatch
-from shoal.trace import StepTrace, read
+from shoal.trace import read
 
 VARIABLE = "SHOAL_SESSION_TRACE"
-_OPTIMIZER = " (optimizer)"
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,5 @@ class Replay:
         """Sets the state that the run to replay had before `step`."""
         if self.of is not None:
             before = read(Path(self.of), step - 1, self.world_size)
-            load_model(model, {**before.phase("buffers"), **values(before)})
-            load_optimizer(optimizer, model, states(before), before.optimizer)
-
-
-def values(trace: StepTrace) -> dict[str, Tensor]:
-    """The parameters after a step."""
-    return {name: t for name, t in trace.phase("update").items() if not name.endswith(_OPTIMIZER)}
-
-
-def states(trace: StepTrace) -> dict[str, Tensor]:
-    """The optimizer's tensors after a step."""
-    found = trace.phase("update").items()
-    return {name.removesuffix(_OPTIMIZER): t for name, t in found if name.endswith(_OPTIMIZER)}
+            load_model(model, {**before.phase("buffers"), **before.parameters})
+            load_optimizer(optimizer, model, before.optimizer_tensors, before.optimizer)

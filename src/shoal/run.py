@@ -32,7 +32,7 @@ from shoal.records import RunRecord, StepRecord
 from shoal.run_directory import RunDirectory, read_json, write_file
 from shoal.run_request import RunRequest, cores_here
 from shoal.signals import Signals
-from shoal.startup import prepare_process
+from shoal.startup import prepare_process, versions
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Outcome, Surroundings
 from shoal.worker import die_with_launcher, tell
@@ -170,7 +170,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[st
         "train_samples": engine.num_train_samples,
         "parameters": sum(p.numel() for p in engine.model.parameters()),
         "parameter_shapes_sha256": weights_sha256({"shapes": torch.tensor(list("\n".join(shapes).encode()))}),
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -183,7 +183,7 @@ def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None
     if request.certificate is None:
         return None
     certificate = Certificate.read(request.certificate)
-    certificate.check(loaded.describe(), plan.to_mapping(), _versions())
+    certificate.check(loaded.describe(), plan.to_mapping(), versions())
     return certificate.sha256
 
 
@@ -263,7 +263,7 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         resumed_from=course.resumed_from,
         skipped_steps=state.skipped_steps,
         certificate=course.certificate,
-        versions=_versions(),
+        versions=versions(),
     )
 
 
@@ -273,10 +273,6 @@ def _conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> Non
     reporter.note(f"{result.status} after step {result.steps}, {result.wall_seconds:.1f} s{evaluated}")
     if result.status == "preempted":
         reporter.note(f"resume with: shoal run {job} --resume --out {out}")
-
-
-def _versions() -> dict[str, str]:
-    return {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _note_failure(request: RunRequest, environment: Environment, error: ShoalError, course: _Course) -> None:
@@ -303,7 +299,7 @@ def _note_failure(request: RunRequest, environment: Environment, error: ShoalErr
                 wall_seconds=time.time() - request.started_at,
                 resumed_from=course.resumed_from,
                 error=_error_fields(error, environment.rank),
-                versions=_versions(),
+                versions=versions(),
             )
             write_file(directory.result, result.to_json())
 

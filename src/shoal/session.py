@@ -224,7 +224,7 @@ class _Loop:
             store.clean()
         self._keeper = Keeper(self._mesh, store, Trained(model, optimizer, self._loader), None)
         self._scale = LossScale.of(self._plan.precision.loss_scale, self._precision.compute)
-        loaded = self._keeper.load(self._scale)[0] if training.resume and replay is None else None
+        loaded = self._keeper.load(self._scale)[0] if training.resume else None
         self.state = loaded or RunState(loss_scale=self._scale)
         fuse = training.fuse and not (replay and replay.grain_by_grain)
         self._loader.seek(self.state.step, self._plan.batch.grains_per_microbatch if fuse else 1)

@@ -11,12 +11,15 @@ import contextlib
 import ctypes
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+
+import shoal
 
 _NAME = "torch._dynamo"
 
@@ -40,6 +43,11 @@ def prepare_process(exact: bool, num_threads: int | None) -> None:
     elif num_threads is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(num_threads)
     _keep_freed_memory()
+
+
+def versions() -> dict[str, str]:
+    """What this process runs: of shoal, torch and Python."""
+    return {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _keep_freed_memory() -> None:

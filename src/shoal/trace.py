@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 # In the order of the dataflow. `backward` is each rank's own gradient, `reduction` the mean over all of them.
-PHASES = ("data", "forward", "loss", "backward", "reduction", "clipping", "update", "buffers", "replicas", "metrics")
+PHASES = ("data", "forward", "loss", "backward", "reduction", "clipping", "update", "buffers", "metrics")
+
+
+# Marks the optimizer's own tensors among what an update changes.
+_OPTIMIZER = " (optimizer)"
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Part:
 class StepTrace:
     """One step. `forward` holds fingerprints: call name -> grain -> numbers, in the order of the calls.
 
-    `gradients` are each rank's own, `tensors` everything else by key. `finite` is False where the update was left out.
+    `gradients` are each rank's own, `tensors` everything else by key; `skipped` says why the update was left out.
     """
 
     step: int
@@ -51,9 +55,28 @@ class StepTrace:
     optimizer: dict[str, Any] = field(default_factory=dict)
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
 
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters after the step."""
+        return {name: t for name, t in self.phase("update").items() if not name.endswith(_OPTIMIZER)}
+
+    @property
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's tensors after the step."""
+        found = self.phase("update").items()
+        return {name.removesuffix(_OPTIMIZER): t for name, t in found if name.endswith(_OPTIMIZER)}
+
     def phase(self, name: str) -> dict[str, Tensor]:
         """The tensors of one phase by name."""
         return {key.partition("/")[2]: t for key, t in self.tensors.items() if key.startswith(f"{name}/")}
+
+
+def state_by_key(
+    model: Mapping[str, Tensor], parameters: Container[str], optimizer: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """A training state by a trace's keys: the model's values, some of them parameters, and the optimizer's."""
+    found = {f"update/{name}" if name in parameters else f"buffers/{name}": value for name, value in model.items()}
+    return found | {f"update/{name}{_OPTIMIZER}": value for name, value in optimizer.items()}
 
 
 def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:

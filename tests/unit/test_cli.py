@@ -10,8 +10,8 @@ import pytest
 
 import shoal
 import shoal.errors
-from shoal.cli import _rebuild, main
-from shoal.errors import ExitCode
+from shoal.cli import main
+from shoal.errors import ExitCode, from_json
 
 
 def failed(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str:
@@ -107,10 +107,10 @@ def test_numbers_are_checked(capsys: pytest.CaptureFixture[str], tmp_path: Path,
 
 def test_an_error_of_a_worker_is_built_again() -> None:
     document = {"kind": "DataError", "given": "a", "conflict": "b", "remedy": "c", "rank": 1, "host": "h"}
-    error = _rebuild(json.loads(json.dumps(document)))
+    error = from_json(json.loads(json.dumps(document)))
     assert type(error) is shoal.errors.DataError
     assert error.render().startswith("error on rank 1 (h): DataError\n  you gave:       a\n")
-    assert type(_rebuild({**document, "kind": "Nowhere"})) is shoal.errors.InternalError
+    assert type(from_json({**document, "kind": "Nowhere"})) is shoal.errors.InternalError
 
 
 def test_a_closed_pipe_is_no_traceback() -> None:

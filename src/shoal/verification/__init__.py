@@ -11,6 +11,7 @@ from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
 from shoal.verification.fork import trace_forked
 from shoal.verification.judge import Verdict, at_least_one, judge_traces
+from shoal.verification.parallel import runs
 from shoal.verification.session import verify_session
 
 __all__ = ["Verdict", "runs", "verify", "verify_session"]
@@ -35,11 +36,3 @@ def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
             (folder / kind).mkdir()
             trace_forked(job, ranks, folder / kind, steps)
         return judge_traces(job, plan, folder)
-
-
-def runs(plan: Plan) -> dict[str, Plan]:
-    """The runs to trace: the plan's, and in exact mode the same on one process."""
-    found = {"parallel": plan}
-    if plan.execution.exact and plan.degrees.world_size > 1:
-        found["alone"] = plan.with_sections(layout={"data": 1, "shard": 1})
-    return found

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import shoal
 from shoal.certificate import SCHEMA
 from shoal.job_file import LoadedJob
 from shoal.plan.plan import Plan
 from shoal.run_directory import write_file
+from shoal.startup import versions
 from shoal.verification.judge import Verdict
 
 
@@ -26,7 +23,7 @@ def certificate(verdict: Verdict, loaded: LoadedJob, plan: Plan, parallel_second
         "verdict": "verified" if verdict.verified else "diverged",
         "job": loaded.describe(),
         "plan": plan.to_mapping(),
-        "versions": {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "steps": verdict.num_steps,
         "seconds": {"parallel": round(parallel_seconds, 2), "references": round(verdict.seconds, 2)},
         "notes": verdict.notes,

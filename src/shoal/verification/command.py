@@ -19,7 +19,7 @@ from shoal.run_request import RunRequest, cores_here
 from shoal.startup import prepare_process
 from shoal.verification.certificate import certificate, write_certificate
 from shoal.verification.judge import Verdict, judge_traces
-from shoal.verification.parallel import trace_rank
+from shoal.verification.parallel import runs, trace_rank
 from shoal.worker import die_with_launcher, tell
 
 
@@ -37,8 +37,8 @@ class VerifyRequest:
 
     @property
     def plan(self) -> Plan:
-        """The run's plan, or that of one process."""
-        return self.run.plan.with_sections(layout={"data": 1, "shard": 1}) if self.alone else self.run.plan
+        """The run's plan, or that of the same on one process."""
+        return runs(self.run.plan)["alone" if self.alone else "parallel"]
 
 
 def rank(request: VerifyRequest, environment: Environment) -> ExitCode:
@@ -84,13 +84,11 @@ def _verify(request: VerifyRequest, start: Start, folder: Path) -> ExitCode:
     )
     if world_size == 1:
         print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
-    exact = request.run.plan.execution.exact
-    start(folder / "parallel", False)
-    if exact and request.run.world_size > 1:
-        start(folder / "alone", True)
+    for kind in runs(request.run.plan):
+        start(folder / kind, kind == "alone")
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
-    prepare_process(exact, cores_here())
+    prepare_process(request.run.plan.execution.exact, cores_here())
     loaded = load(request.run.job)
     plan = complete(request.run.plan, loaded.job.grains, loaded.job.grain_size, request.run.wishes.max_microbatch)
     verdict = judge_traces(loaded.job, plan, folder)

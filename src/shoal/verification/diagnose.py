@@ -291,7 +291,7 @@ def _update(case: _Case) -> Iterator[str]:
     if case.first.said is not None:
         yield "ranks do not agree on leaving a step out, or state that should be there is not"
         return
-    if name.endswith("(optimizer)"):
+    if name not in case.parallel.parameters:
         mine, wanted = case.parallel.tensors[f"update/{name}"], case.base.trace.tensors.get(f"update/{name}")
         if wanted is not None:
             factor, left = _fit(mine, wanted)
@@ -301,7 +301,7 @@ def _update(case: _Case) -> Iterator[str]:
     old = case.before.tensors[f"update/{name}"].double()
     change = case.parallel.tensors[f"update/{name}"].double() - old
     wanted = case.base.trace.tensors[f"update/{name}"].double() - old
-    number = len([c for c in case.named("update") if not c.name.endswith("(optimizer)")])
+    number = len([c for c in case.named("update") if c.name in case.parallel.parameters])
     if float(change.norm()) == 0.0 and float(wanted.norm()) > 0.0:
         yield f"{name} was not updated at all: not in the optimizer here, or an untied copy was updated instead"
         return

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-import shoal.errors
 from shoal.environment import Environment
-from shoal.errors import LaunchError, RankLostError, ShoalError
+from shoal.errors import LaunchError, RankLostError, from_json
 from shoal.faults import as_shoal_error, to_json
 from shoal.job import Job
 from shoal.plan.plan import Plan
@@ -106,10 +105,7 @@ def _raise_root(folder: Path, lost: RankLostError | None) -> None:
     if not own and lost is not None:
         raise lost
     for document in own or told:
-        kind: type[ShoalError] = getattr(shoal.errors, document["kind"], shoal.errors.InternalError)
-        error = kind(**{name: document[name] for name in ("given", "conflict", "remedy")})
-        error.rank, error.host, error.traceback_text = (document[name] for name in ("rank", "host", "traceback"))
-        raise error
+        raise from_json(document)
 
 
 def _lost(rank: int, status: int) -> RankLostError:

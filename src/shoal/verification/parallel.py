@@ -22,6 +22,14 @@ _OUTCOME = "outcome.json"
 EVAL_SAMPLES = 1000
 
 
+def runs(plan: Plan) -> dict[str, Plan]:
+    """The runs to trace: the plan's, and in exact mode the same on one process."""
+    found = {"parallel": plan}
+    if plan.execution.exact and plan.degrees.world_size > 1:
+        found["alone"] = plan.with_sections(layout={"data": 1, "shard": 1})
+    return found
+
+
 @dataclass(frozen=True)
 class Traced:
     """What the ranks left in a folder besides the steps' traces."""

@@ -25,9 +25,8 @@ from shoal.microbatch import Microbatch
 from shoal.precision import Precision
 from shoal.randomness import GrainScope, seed_everything
 from shoal.recorder import ForwardRecorder
-from shoal.replay import states, values
 from shoal.strategies.data_parallel import run_backward
-from shoal.trace import Part, StepTrace
+from shoal.trace import Part, StepTrace, state_by_key
 from shoal.update import Parameters, build_optimizer
 
 _MOST_PARTS_BYTES = 2 << 30
@@ -90,7 +89,7 @@ class Reference:
     def _load(self, before: StepTrace) -> None:
         self.set_state(before)
         kind = self._precision.parameters
-        saved = {k: v if k.endswith("/step") else _as(v, kind) for k, v in states(before).items()}
+        saved = {k: v if k.endswith("/step") else _as(v, kind) for k, v in before.optimizer_tensors.items()}
         load_optimizer(self._optimizer, self.model, saved, before.optimizer)
 
     def microbatches(self, number: int, way: Way, per_microbatch: int) -> Iterator[tuple[int, Microbatch]]:
@@ -136,7 +135,6 @@ class Reference:
             trace.parts.append(part)
         trace.forward = dict(self._forward.found)
         self._sums, self._buffer_means = sums, {n: b / max(1, samples) for n, b in buffers.items()}
-        self._samples = samples
 
     def _compute(self, computer: Computer, microbatch: Microbatch, rank: int, trace: StepTrace) -> Part:
         batch = self._precision.inputs(microbatch.batch)
@@ -193,11 +191,9 @@ class Reference:
                 buffer.copy_(value if buffer.is_floating_point() else value.round())
 
     def _capture(self, trace: StepTrace) -> None:
-        parameters = dict(self.model.named_parameters())
-        for name, value in model_tensors(self.model).items():
-            trace.tensors[f"update/{name}" if name in parameters else f"buffers/{name}"] = value
         tensors, trace.optimizer = optimizer_state(self._optimizer, self.model)
-        trace.tensors |= {f"update/{name} (optimizer)": value for name, value in tensors.items()}
+        parameters = dict(self.model.named_parameters())
+        trace.tensors |= state_by_key(model_tensors(self.model), parameters, tensors)
         trace.tensors = {k: v.detach().cpu() for k, v in trace.tensors.items()}
 
     def loss_of_grains(self) -> tuple[float, float]:
@@ -216,7 +212,7 @@ class Reference:
     def set_state(self, state: StepTrace) -> None:
         """Parameters and buffers of a trace into the model."""
         kind = self._precision.parameters
-        held = {**state.phase("buffers"), **values(state)}
+        held = {**state.phase("buffers"), **state.parameters}
         load_model(self.model, {k: _as(v, kind) for k, v in held.items()})
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ def _judge(folder: Path, ways: list[str], world_size: int, num_steps: int) -> Ve
         for way in computed:
             way.magnitudes = {n: float(t.double().norm()) for n, t in way.trace.phase("reduction").items()}
         references = References(computed, None, complete=True)
-        order = [name for name in parallel.phase("update") if not name.endswith(" (optimizer)")]
+        order = list(parallel.parameters)
         verdict.checks += compare(parallel, before, references, order, {})
         verdict.num_steps += 1
         if verdict.failed:
