@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -99,8 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_training_options(verify)
     verify.add_argument("--steps", metavar="K", default="3", help="steps to compare (default: 3)")
-    verify.add_argument("--trace", metavar="DIR", help=argparse.SUPPRESS)
-    verify.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
@@ -144,7 +143,6 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
 
 def _verify(options: argparse.Namespace, given: list[str], started_at: float) -> int:
     from shoal.environment import joined
-    from shoal.launch.local import LocalRun, launch
     from shoal.run_request import RunRequest, devices_here
 
     steps = options.steps
@@ -153,31 +151,27 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
         options.out = f"runs/{Path(options.job.partition(':')[0]).stem}-verify"
     request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)
     request = request.with_devices(devices_here)
-    from shoal.verification.command import VerifyRequest, rank, verify
-
-    trace = Path(options.trace) if options.trace else None
-    wanted = VerifyRequest(request, int(steps), trace, options.alone)
-    if trace is None:
-        request.check()  # a directory that holds a run is not written to
+    request.check()  # a directory that holds a run is not written to
     environment = joined(os.environ)
-    if trace is not None and environment is not None:
-        return rank(wanted, environment)
-
-    def start(folder: Path, alone: bool) -> None:
-        folder.mkdir(parents=True)
-        own = [*given, "--out", str(request.out), "--trace", str(folder), *(["--alone"] if alone else [])]
-        number, threads = 1 if alone else request.world_size, request.threads_per_process
-        code, error = launch(LocalRun(own, number, threads, started_at, request.out / "logs"))
-        if error is not None:
-            raise from_json(error)
-        if code:  # stopped by a signal
-            raise SystemExit(code)
+    if environment is not None:
+        raise CommandError(
+            given=f"shoal verify under a launcher (RANK={environment.rank}, WORLD_SIZE={environment.world_size})",
+            conflict="it starts its ranks itself, all on this host",
+            remedy=f"call it once and without the launcher: shoal verify ... --devices {environment.world_size}",
+        )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)  # in order: the traces are removed
+    from shoal.verification.command import verify
 
     try:
-        return verify(wanted, start)
+        return verify(request, int(steps))
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
         return int(ExitCode.USER)  # whatever it was: 1 says that the run diverged
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    raise SystemExit(ExitCode.INTERRUPTED)
 
 
 def _launch(request: object, given: list[str]) -> int:

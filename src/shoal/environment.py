@@ -34,6 +34,14 @@ class Environment:
         """Whether all the ranks are on this host."""
         return self.local_world_size == self.world_size
 
+    def variables(self) -> dict[str, str]:
+        """What `joined` reads this from."""
+        found = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank}
+        found |= {"LOCAL_WORLD_SIZE": self.local_world_size, "MASTER_PORT": self.port}
+        if self.listen_fd is not None:
+            found[LISTEN_FD] = self.listen_fd
+        return {"MASTER_ADDR": self.address} | {name: str(value) for name, value in found.items()}
+
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

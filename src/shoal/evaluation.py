@@ -26,6 +26,8 @@ from shoal.randomness import seed_everything
 
 # Samples in one forward of an evaluation, where the global batch is larger: the cut must not depend on the layout.
 MAX_CHUNK = 256
+# And where only some samples are evaluated: few, and still more than one chunk.
+SAMPLED_CHUNK = 8
 
 
 class Evaluator:
@@ -44,7 +46,7 @@ class Evaluator:
         self._job, self._mesh, self._precision, self._source = job, mesh, precision, source
         self._metrics = dict(metrics)
         self._most = most_samples
-        self._chunk = min(job.global_batch, MAX_CHUNK)
+        self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
 
     def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
         """Each metric's sum over its count, and how many samples were evaluated.

@@ -19,10 +19,9 @@ def verdict_on(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verdi
     job = bug.job()
     plan = shoal.Plan().with_sections(layout={"data": bug.ranks}, **bug.sections)
     plan = complete(plan, job.grains, job.grain_size)
-    (folder / "parallel").mkdir()
     with monkeypatch.context() as patch:
         bug.plant(patch)
-        trace_forked(job, plan, folder / "parallel", 3)
+        trace_forked(lambda plan: (job, plan), plan, folder, 3)
     return judge_traces(job, plan, folder)
 
 

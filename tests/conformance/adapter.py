@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol
 
 import shoal
-from shoal.verification import runs
 from shoal.verification.fork import trace_forked
 
 
@@ -26,9 +25,7 @@ class Shoal:
     """shoal itself, in forked processes."""
 
     def trace(self, job: shoal.Job, plan: shoal.Plan, folder: Path, num_steps: int) -> None:
-        for kind, ranks in runs(plan).items():
-            (folder / kind).mkdir()
-            trace_forked(job, ranks, folder / kind, num_steps)
+        trace_forked(lambda plan: (job, plan), plan, folder, num_steps)
 
 
 def chosen() -> Adapter:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE, STARTED_AT
+from shoal.environment import LAUNCHER_PID, REPORT_FILE, STARTED_AT, Environment
 from shoal.errors import ExitCode, LaunchError, RankLostError
 from shoal.signals import Signals
 
@@ -101,21 +101,16 @@ def _listener() -> Iterator[socket.socket]:
 def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _Worker:
     report = folder / f"report-{rank}.json"
     threads = str(run.num_threads)
+    number, port = run.num_processes, listener.getsockname()[1]
+    environment = Environment(rank, number, rank, number, port=port, listen_fd=listener.fileno() if rank == 0 else None)
     variables = {
         **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(run.num_processes),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(run.num_processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(listener.getsockname()[1]),
+        **environment.variables(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         REPORT_FILE: str(report),
         LAUNCHER_PID: str(os.getpid()),
         STARTED_AT: repr(run.started_at),
     }
-    if rank == 0:
-        variables[LISTEN_FD] = str(listener.fileno())
     log = None if rank == 0 else folder / f"log-{rank}.txt"
     output = None if log is None else log.open("wb")
     try:

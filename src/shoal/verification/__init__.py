@@ -11,10 +11,9 @@ from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
 from shoal.verification.fork import trace_forked
 from shoal.verification.judge import Verdict, at_least_one, judge_traces
-from shoal.verification.parallel import runs
 from shoal.verification.session import verify_session
 
-__all__ = ["Verdict", "runs", "verify", "verify_session"]
+__all__ = ["Verdict", "verify", "verify_session"]
 
 
 def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
@@ -32,7 +31,5 @@ def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
     plan = complete(plan, job.grains, job.grain_size)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
-        for kind, ranks in runs(plan).items():
-            (folder / kind).mkdir()
-            trace_forked(job, ranks, folder / kind, steps)
+        trace_forked(lambda plan: (job, plan), plan, folder, steps)
         return judge_traces(job, plan, folder)

@@ -3,48 +3,74 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-from shoal.environment import Environment
+from shoal.environment import LAUNCHER_PID, Environment
 from shoal.errors import LaunchError, RankLostError, from_json
 from shoal.faults import as_shoal_error, to_json
 from shoal.job import Job
 from shoal.plan.plan import Plan
 from shoal.startup import prepare_process
-from shoal.verification.parallel import trace_rank
+from shoal.verification.parallel import runs, trace_rank
+from shoal.worker import die_with_launcher
 
 _POLL_SECONDS = 0.005
 # After one rank has failed the others learn of it in their next collective, or are ended.
 _GRACE_SECONDS = 5.0
 
 
-def trace_forked(job: Job, plan: Plan, folder: Path, num_steps: int) -> None:
-    """Runs the plan's ranks on this host and leaves their traces. Raises: what a rank raised; RankLostError."""
-
-    def work(environment: Environment) -> None:
-        prepare_process(plan.execution.exact, 1)
-        trace_rank(job, plan, environment, folder, num_steps)
-
-    forked(plan.degrees.world_size, work, folder)
+# In a rank: its job, and the plan that it is given completed for that job.
+Make = Callable[[Plan], tuple[Job, Plan]]
 
 
-def forked(world_size: int, work: Callable[[Environment], None], folder: Path) -> None:
-    """Does `work` on so many ranks, each a child of this process. Raises: what a rank raised; RankLostError."""
+def trace_forked(make: Make, plan: Plan, folder: Path, num_steps: int, num_threads: int = 1) -> None:
+    """Does the plan's `runs` on this host and leaves their traces in new folders of their names.
+
+    Raises: what a rank raised; RankLostError.
+    """
+
+    def trace(ranks: Plan, into: Path, environment: Environment) -> None:
+        prepare_process(ranks.execution.exact, num_threads)
+        trace_rank(*make(ranks), environment, into, num_steps)
+
+    with contextlib.ExitStack() as groups:
+        waits = []
+        for kind, ranks in runs(plan).items():
+            work = functools.partial(trace, ranks, folder / kind)
+            group = forked(ranks.degrees.world_size, work, folder / kind, aloud=kind == "parallel")
+            waits.append(groups.enter_context(group))
+            if torch.cuda.device_count():  # one after the other: two models may be too much for a GPU
+                waits.pop()()
+        for wait in waits:
+            wait()
+
+
+@contextlib.contextmanager
+def forked(
+    world_size: int, work: Callable[[Environment], None], folder: Path, aloud: bool = True
+) -> Iterator[Callable[[], None]]:
+    """A context in which so many ranks, children of this process, do `work`; gives the function that waits for them.
+
+    `folder` is new and for what they leave; rank 0 prints where it is `aloud`.
+    Raises: what a rank raised; RankLostError.
+    """
     if torch.cuda.is_initialized():
         raise LaunchError(
             given="shoal.verify() in a process that has used a GPU",
             conflict="its ranks are forked, and CUDA does not survive a fork",
             remedy="call it before anything touches the GPU, or use the command: shoal verify JOBFILE",
         )
+    folder.mkdir(parents=True)
     children: dict[int, int] = {}
     with socket.create_server(("127.0.0.1", 0)) as listener:
         try:
@@ -52,17 +78,17 @@ def forked(world_size: int, work: Callable[[Environment], None], folder: Path) -
                 descriptor = listener.fileno() if rank == 0 else None
                 port = listener.getsockname()[1]
                 environment = Environment(rank, world_size, rank, world_size, port=port, listen_fd=descriptor)
-                children[_fork(work, environment, folder)] = rank
-            lost = _wait(children, folder)
+                log = None if rank == 0 and aloud else _log(folder, rank)
+                children[_fork(work, environment, folder, log)] = rank
+            yield lambda: _wait(children, folder)
         finally:
             for pid in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-    _raise_root(folder, lost)
 
 
-def _fork(work: Callable[[Environment], None], environment: Environment, folder: Path) -> int:
+def _fork(work: Callable[[Environment], None], environment: Environment, folder: Path, log: Path | None) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that the parent had
         pid = os.fork()
@@ -70,7 +96,15 @@ def _fork(work: Callable[[Environment], None], environment: Environment, folder:
         return pid
     code = 1
     try:
-        torch.set_num_threads(1)
+        os.environ[LAUNCHER_PID] = str(os.getppid())
+        die_with_launcher()
+        if environment.world_size > 1:
+            os.environ.update(environment.variables())
+        if log is not None:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        torch.set_num_threads(1)  # whatever threads the parent had are not here
         work(environment)
         code = 0
     except BaseException as error:
@@ -80,8 +114,11 @@ def _fork(work: Callable[[Environment], None], environment: Environment, folder:
         os._exit(code)
 
 
-def _wait(children: dict[int, int], folder: Path) -> RankLostError | None:
-    """Waits until all have ended, or one has failed and the others do not end; removes those that have."""
+def _wait(children: dict[int, int], folder: Path) -> None:
+    """Waits until all have ended, or one has failed and the others do not end; removes those that have.
+
+    Raises: a rank's own error before its peers' complaints, and a silent death before those.
+    """
     lost: RankLostError | None = None
     deadline: float | None = None
     while children and (deadline is None or time.monotonic() < deadline):
@@ -93,13 +130,8 @@ def _wait(children: dict[int, int], folder: Path) -> RankLostError | None:
             if status:
                 deadline = deadline or time.monotonic() + _GRACE_SECONDS
                 if not (folder / f"error-{rank}.json").exists():
-                    lost = lost or _lost(rank, status)
+                    lost = lost or _lost(rank, status, folder)
         time.sleep(_POLL_SECONDS)
-    return lost
-
-
-def _raise_root(folder: Path, lost: RankLostError | None) -> None:
-    """Raises: a rank's own error before its peers' complaints, and a silent death before those."""
     told = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("error-*.json"))]
     own = [t for t in told if t["kind"] != "PeerError"]
     if not own and lost is not None:
@@ -108,9 +140,16 @@ def _raise_root(folder: Path, lost: RankLostError | None) -> None:
         raise from_json(document)
 
 
-def _lost(rank: int, status: int) -> RankLostError:
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"log-{rank}.txt"
+
+
+def _lost(rank: int, status: int, folder: Path) -> RankLostError:
+    log = _log(folder, rank)
+    lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
+    said = "".join(f"\n{line[:200]}" for line in lines)
     return RankLostError(
         given=f"rank {rank} of the run to verify",
-        conflict=f"it ended with code {os.waitstatus_to_exitcode(status)} and without a word",
+        conflict=f"it ended with code {os.waitstatus_to_exitcode(status)} and without a word{said}",
         remedy="try the plan with shoal run",
     )

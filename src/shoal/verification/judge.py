@@ -201,13 +201,16 @@ class _Judges:
 
     def _ways(self, first: bool) -> list[Way]:
         """The first two compute the same microbatches, so that whatever differs there but by sums is not repeatable."""
-        planned, cores = Way("as planned", fused=True, threads=1), cores_here()
-        return [
-            planned,
-            replace(planned, name="as planned, every third first", order=3),
+        cores = cores_here()
+        ways = [
+            Way("as planned", fused=True, threads=cores),
+            Way("as planned, every third first", order=3, fused=True, threads=cores),
             Way("grain by grain", threads=cores),
-            Way("grain by grain, backwards", order=-1, threads=cores),
-        ][: 4 if first else 1]
+            Way("grain by grain, backwards, on one thread", order=-1, threads=1),
+        ]
+        if self._computation.effective_grains == 1:
+            del ways[2]  # as planned
+        return ways if first else ways[:1]
 
     def _compute(self, reference: Reference, before: StepTrace, parallel: StepTrace, way: Way) -> Computed:
         return reference.step(parallel.step, before, parallel, self._computation, way)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.environment import LISTEN_FD, Environment
+from shoal.environment import Environment
 from shoal.errors import JobError
 from shoal.replay import Replay
 from shoal.trace import StepTrace, read
@@ -48,18 +48,12 @@ def verify_session(train: Callable[[], object], devices: int, steps: int = 3) ->
 
 
 def _train(train: Callable[[], object], world_size: int, replay: Replay) -> None:
-    Path(replay.folder).mkdir()
-
     def work(environment: Environment) -> None:
-        names = {"RANK": environment.rank, "WORLD_SIZE": world_size, "LOCAL_RANK": environment.rank}
-        names |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_PORT": environment.port}
-        if environment.listen_fd is not None:
-            names[LISTEN_FD] = environment.listen_fd
-        told = {name: str(value) for name, value in names.items()} if world_size > 1 else {}
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", **told, **replay.variables()})
+        os.environ.update(replay.variables())
         train()
 
-    forked(world_size, work, Path(replay.folder))
+    with forked(world_size, work, Path(replay.folder), aloud=replay.of is None) as wait:
+        wait()
 
 
 def _judge(folder: Path, ways: list[str], world_size: int, num_steps: int) -> Verdict:
