@@ -92,6 +92,11 @@ class Computer:
     @contextlib.contextmanager
     def scope(self, microbatch: Microbatch) -> Iterator[None]:
         """The context of one microbatch's forward and backward. Raises: RedoError where it proves too careless."""
+        with self._precision.products(), self._randomness(microbatch):
+            yield
+
+    @contextlib.contextmanager
+    def _randomness(self, microbatch: Microbatch) -> Iterator[None]:
         kind = self.computation.randomness
         key = random_key(self._job.seed, "model", microbatch.step, microbatch.grains[0].index)
         if kind == "opaque":

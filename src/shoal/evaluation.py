@@ -27,7 +27,7 @@ from shoal.randomness import seed_everything
 # Samples in one forward of an evaluation, where the global batch is larger: the cut must not depend on the layout.
 MAX_CHUNK = 256
 # And where only some samples are evaluated: few, and still more than one chunk.
-SAMPLED_CHUNK = 8
+SAMPLED_CHUNK = 4
 
 
 class Evaluator:
@@ -81,7 +81,7 @@ class Evaluator:
                 sums["samples"].append(size)
                 for name, function in self._metrics.items():
                     try:
-                        with self._precision.autocast():
+                        with self._precision.products(), self._precision.autocast():
                             pair = function(model, batch)
                     except ShoalError:
                         raise

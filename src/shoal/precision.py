@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from shoal.narrow import ProductsInFloat32, is_slow
 from shoal.plan.plan import PrecisionSection
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,6 +46,11 @@ class Precision:
         if self.compute == self.parameters:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute)
+
+    def products(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of forward and backward: float32 products where the processor is no good at narrower ones."""
+        slow = self.device.type == "cpu" and any(map(is_slow, {self.parameters, self.compute}))
+        return ProductsInFloat32() if slow else contextlib.nullcontext()
 
     def inputs(self, batch: Any) -> Any:
         """The batch on the device; floating tensors in the parameters' dtype where that is not float32."""

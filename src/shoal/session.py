@@ -263,7 +263,7 @@ class _Loop:
                 self._last = number == data.num_microbatches - 1
                 batch = self._precision.inputs(self._microbatch.batch)
                 self._observer.microbatch(self._microbatch, batch)
-                with self._scope(self._microbatch), self._precision.autocast():
+                with self._precision.products(), self._scope(self._microbatch), self._precision.autocast():
                     yield batch
                 if step._pair is None:
                     raise _no_backward(step)

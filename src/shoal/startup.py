@@ -98,6 +98,8 @@ def compiler_deferred() -> Iterator[None]:
             del torch._dynamo
 
 
-def is_torch_optimizer(kind: type) -> bool:
-    """Whether a class is one of torch.optim's own."""
-    return kind.__module__.startswith("torch.optim.")
+def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Its `step`, without the compiler where it is one of torch.optim's own."""
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    with compiler_deferred() if own else contextlib.nullcontext():
+        optimizer.step()

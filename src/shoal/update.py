@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from shoal.job import Job, Progress
 from shoal.observation import Observer
 from shoal.precision import LossScale
 from shoal.randomness import seed_everything
-from shoal.startup import compiler_deferred, is_torch_optimizer
+from shoal.startup import compiler_deferred, step_optimizer
 
 # torch.nn.utils.clip_grad_norm_'s own guard against a division by zero.
 _CLIP_EPSILON = 1e-6
@@ -108,7 +107,6 @@ class Updater:
                 conflict="a schedule multiplies the learning rates of the optimizer's groups",
                 remedy="leave the schedule out, or use an optimizer with a learning rate",
             )
-        self._deferred = compiler_deferred if is_torch_optimizer(type(optimizer)) else contextlib.nullcontext
 
     def step(self, loss: float, weight: float, loss_scale: LossScale, progress: Progress) -> Update:
         """Divides the summed gradients by `weight` and by the loss's factor, clips their norm, and steps.
@@ -134,8 +132,7 @@ class Updater:
         self._observer.clipped(norm)
         seed_everything(random_key(self._job.seed, "optimizer", progress.step))  # some add noise: the same on all ranks
         try:
-            with self._deferred():
-                self.optimizer.step()
+            step_optimizer(self.optimizer)
         except Exception as error:
             raise user_error("the optimizer", error) from error
         return Update(norm, rate, None)

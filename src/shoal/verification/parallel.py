@@ -19,7 +19,7 @@ from shoal.trainer import Surroundings
 
 _OUTCOME = "outcome.json"
 # Evaluation is compared on so many samples at most: six chunks, of which the last is short.
-EVAL_SAMPLES = 45
+EVAL_SAMPLES = 21
 
 
 def runs(plan: Plan) -> dict[str, Plan]:

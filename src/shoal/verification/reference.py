@@ -25,6 +25,7 @@ from shoal.microbatch import Microbatch
 from shoal.precision import Precision
 from shoal.randomness import GrainScope, seed_everything
 from shoal.recorder import ForwardRecorder
+from shoal.startup import step_optimizer
 from shoal.strategies.data_parallel import run_backward
 from shoal.trace import Part, StepTrace, state_by_key
 from shoal.update import Parameters, build_optimizer
@@ -180,7 +181,7 @@ class Reference:
                 elif "lr" in group:
                     group["lr"] = rate * multiplier
             seed_everything(random_key(job.seed, "optimizer", trace.step))
-            self._optimizer.step()
+            step_optimizer(self._optimizer)
             self._set_buffers()
         self._capture(trace)
 
