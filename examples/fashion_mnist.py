@@ -59,7 +59,7 @@ def resnet18(
     momentum: float = 0.9,
     weight_decay: float = 5e-4,
     epochs: int = 10,
-    batch: int = 256,
+    batch: int = 128,
     seed: int = 0,
     train_samples: int = 0,
     eval_samples: int = 0,

@@ -38,11 +38,21 @@ def prepare_process(exact: bool, num_threads: int | None) -> None:
     if exact:
         torch.set_num_threads(1)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        _use_deterministic_algorithms()
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     elif num_threads is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(num_threads)
     _keep_freed_memory()
+
+
+def _use_deterministic_algorithms() -> None:
+    """torch.use_deterministic_algorithms, which loads the compiler to set an option of it: here by its environment."""
+    setter = getattr(torch._C, "_set_deterministic_algorithms", None)
+    if setter is None or "torch._inductor.config" in sys.modules:
+        torch.use_deterministic_algorithms(True)
+    else:
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+        setter(True, warn_only=False)
 
 
 def versions() -> dict[str, str]:

@@ -123,14 +123,15 @@ def write(folder: Path, trace: StepTrace, rank: int) -> None:
     (folder / f"step-{trace.step}-{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def read(folder: Path, step: int, world_size: int) -> StepTrace:
-    """The step as all ranks saw it together."""
+def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> StepTrace:
+    """The step as all ranks saw it together, with its tensors or only their digests."""
     whole = StepTrace(step)
     for rank in reversed(range(world_size)):  # rank 0 last: its view of what all share stays
         facts = json.loads((folder / f"step-{step}-{rank}.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / f"step-{step}-{rank}.safetensors")
-        whole.gradients[rank] = _under("gradient/", tensors)
-        whole.tensors |= _under("tensor/", tensors)
+        if tensors:
+            held = load_file(folder / f"step-{step}-{rank}.safetensors")
+            whole.gradients[rank] = _under("gradient/", held)
+            whole.tensors |= _under("tensor/", held)
         whole.parts[:0] = [_part(part) for part in facts["parts"]]
         for call, grains in facts["forward"].items():
             whole.forward.setdefault(call, {}).update({int(g): numbers for g, numbers in grains.items()})

@@ -4,9 +4,7 @@ import subprocess
 import sys
 import textwrap
 
-import torch
-
-from shoal.startup import compiler_deferred, is_torch_optimizer
+from shoal.startup import compiler_deferred
 
 # A fresh process, since this one may have loaded the compiler already.
 PRELUDE = """
@@ -54,8 +52,31 @@ def test_a_loaded_compiler_stays() -> None:
             del sys.modules["torch._dynamo"]
 
 
-def test_only_torchs_own_optimizers_are_known_to_compile_nothing() -> None:
-    class Own(torch.optim.SGD): ...
+def test_only_torchs_own_optimizers_step_without_it() -> None:
+    code = """
+        from shoal.startup import step_optimizer
+        class Own(torch.optim.SGD):
+            def step(self):
+                self.stood_in = "torch._dynamo" in sys.modules
+        with compiler_deferred():
+            plain, own = torch.optim.SGD([weight], lr=0.5), Own([weight], lr=0.5)
+        step_optimizer(plain)
+        print(weight.tolist(), "torch._dynamo" in sys.modules)
+        step_optimizer(own)
+        print(own.stood_in)
+    """
+    assert python(code).splitlines() == ["[0.5, 0.5, 0.5] False", "False"]
 
-    assert is_torch_optimizer(torch.optim.AdamW)
-    assert not is_torch_optimizer(Own)
+
+def test_exact_mode_is_deterministic_without_the_compiler_and_with_it() -> None:
+    code = """
+        from shoal.startup import prepare_process
+        prepare_process(True, None)
+        print(torch.are_deterministic_algorithms_enabled(), "torch._inductor.config" in sys.modules)
+        import torch._inductor.config
+        print(torch._inductor.config.deterministic)
+        torch._inductor.config.deterministic = False
+        prepare_process(True, None)
+        print(torch._inductor.config.deterministic)
+    """
+    assert python(code).splitlines() == ["True False", "True", "True"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -91,16 +91,17 @@ def judge_traces(job: Job, plan: Plan, folder: Path) -> Verdict:
     Raises: as `judge`.
     """
     traced = read_outcome(folder / "parallel")
-    steps = traced.steps(folder / "parallel")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    verdict = judge(job, plan, traced, steps, device)
+    verdict = judge(job, plan, traced, traced.steps(folder / "parallel"), device)
     verdict.notes += traced.notes
     if (folder / "alone").exists():
-        verdict.add_exact(compare_exact(steps, read_outcome(folder / "alone").steps(folder / "alone")))
+        own = traced.steps(folder / "parallel", tensors=False)
+        single = read_outcome(folder / "alone").steps(folder / "alone", tensors=False)
+        verdict.add_exact(compare_exact(own, single))
     return verdict
 
 
-def judge(job: Job, plan: Plan, traced: Traced, steps: list[StepTrace], device: torch.device) -> Verdict:
+def judge(job: Job, plan: Plan, traced: Traced, steps: Iterator[StepTrace], device: torch.device) -> Verdict:
     """Computes each step on one process and compares; stops after the first step that diverges.
 
     `steps` starts with the state before the first. Raises: NotDeterministicError where one process alone does not
@@ -110,20 +111,22 @@ def judge(job: Job, plan: Plan, traced: Traced, steps: list[StepTrace], device: 
     verdict = Verdict(num_steps=traced.num_steps)
     judges = _Judges(job, plan, traced, device, verdict.notes)
     try:
-        verdict.checks += judges.initial_values(steps[0])
-        for before, parallel in itertools.pairwise(steps):
+        before = next(steps)
+        verdict.checks += judges.initial_values(before)
+        for parallel in steps:
             if verdict.failed:
                 break
             found, references = judges.step(before, parallel)
             verdict.checks += (judges.sum_over_grains() if parallel.step == 0 else []) + found
             if verdict.failed:
                 verdict.diagnosis = diagnose(verdict.failed, parallel, before, references, judges.world_size)
+            before = parallel
         if not verdict.failed:
-            verdict.checks += judges.metrics(steps[-1])
+            verdict.checks += judges.metrics(before)
     finally:
         judges.close()
     if verdict.failed and verdict.diagnosis is None:
-        verdict.diagnosis = diagnose(verdict.failed, steps[-1], steps[-1], None, judges.world_size)
+        verdict.diagnosis = diagnose(verdict.failed, before, before, None, judges.world_size)
     verdict.seconds = time.monotonic() - began
     return verdict
 
@@ -268,7 +271,7 @@ class _Judges:
             self._double.close()
 
 
-def compare_exact(parallel: list[StepTrace], alone_: list[StepTrace]) -> list[Check]:
+def compare_exact(parallel: Iterable[StepTrace], alone_: Iterable[StepTrace]) -> list[Check]:
     """Exact mode's demand: every number of every step the same, to the bit, as from one process."""
     found: list[Check] = []
     for mine, single in zip(parallel, alone_, strict=True):

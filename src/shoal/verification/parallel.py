@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,10 @@ class Traced:
     computation: dict[str, Any]
     notes: list[str]
 
-    def steps(self, folder: Path) -> list[StepTrace]:
-        """The state before the first step, then every step."""
-        return [read(folder, step, self.world_size) for step in range(-1, self.num_steps)]
+    def steps(self, folder: Path, tensors: bool = True) -> Iterator[StepTrace]:
+        """The state before the first step, then every step; read one by one."""
+        for step in range(-1, self.num_steps):
+            yield read(folder, step, self.world_size, tensors)
 
 
 def trace_rank(job: Job, plan: Plan, environment: Environment, folder: Path, num_steps: int) -> None:
