@@ -55,11 +55,11 @@ lenet = job
 
 
 def resnet18(
-    lr: float = 0.1,
+    lr: float = 0.05,
     momentum: float = 0.9,
     weight_decay: float = 5e-4,
     epochs: int = 10,
-    batch: int = 128,
+    batch: int = 64,
     seed: int = 0,
     train_samples: int = 0,
     eval_samples: int = 0,
