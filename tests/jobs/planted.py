@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from functools import partial
 from typing import Any
 
@@ -87,3 +88,21 @@ class Unseeded(nn.Module):
 
 
 unseeded = partial(mlp, model=Unseeded)
+
+
+class Dying(nn.Module):
+    """Ends its process on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.environ.get("RANK") == "1":
+            print("these are my last", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        out: Tensor = self.last(x)
+        return out
+
+
+dying = partial(mlp, model=Dying)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 
 import pytest
-from tests.launching import JOBS, Ended, Run, run, start_command
+from tests.launching import JOBS, Ended, Gate, Run, run, start_command
 
 pytestmark = pytest.mark.ranks
 
@@ -58,3 +59,35 @@ def test_mistakes_in_the_users_own_code(job: str, code: int, said: str, tmp_path
     assert ended.code == code, ended.output
     assert said in ended.output
     assert "Traceback" not in ended.output
+
+
+def test_a_launcher_is_refused(tmp_path: Path) -> None:
+    launcher = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    command = [sys.executable, "-m", "shoal", "verify", str(JOBS / "tiny.py"), "--out", str(tmp_path / "verify")]
+    with start_command(command, tmp_path / "verify", launcher) as started:
+        ended = started.wait().expect(2)
+    assert "shoal verify under a launcher (RANK=0, WORLD_SIZE=2)" in ended.stderr
+    assert "--devices 2" in ended.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_it_and_its_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    out, gate = tmp_path / "verify", Gate(tmp_path / "gate", 1)
+    command = [sys.executable, "-m", "shoal", "verify", str(JOBS / "tiny.py"), "--devices", "2", "--out", str(out)]
+    with start_command(command, out, gate.environment) as started:
+        started.until(lambda: gate.reached(2), "both ranks at the gate")
+        started.send(number)
+        ended = started.wait()
+    assert ended.code == (-number if number == signal.SIGKILL else 130)
+    assert "Traceback" not in ended.output
+    # After a SIGKILL the next verification removes them.
+    assert (out / "traces").exists() == (number == signal.SIGKILL)
+
+
+def test_a_rank_that_dies_without_a_word_is_named_with_its_last_ones(tmp_path: Path) -> None:
+    ended = verify("planted.py:dying", tmp_path / "verify", "--devices", "3")
+    assert ended.code == 2
+    assert "rank 1 of the run to verify" in ended.stderr
+    assert "it ended with code -9 and without a word\n" in ended.stderr
+    assert "these are my last" in ended.stderr
+    assert "these are my last" not in ended.stdout  # only rank 0 speaks

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from shoal.buffers import StepBuffers
 from shoal.computation import Computation, Computer, RedoError, check_pair
@@ -19,6 +20,7 @@ from shoal.data.source import MapSource, open_source
 from shoal.errors import LossError, UserCodeError
 from shoal.job import Job, Steps
 from shoal.microbatch import Microbatch
+from shoal.narrow import ProductsInFloat32
 from shoal.plan.plan import PrecisionSection
 from shoal.precision import Precision
 from shoal.sums import mse
@@ -235,3 +237,14 @@ def test_what_is_no_pair_is_refused_with_the_fix(pair: Any, given: str) -> None:
 def test_a_total_that_is_no_number_is_refused(total: Any) -> None:
     with pytest.raises(LossError):
         check_pair("loss", (total, 3))
+
+
+@pytest.mark.parametrize("randomness", ["none", "scoped", "opaque"])
+def test_the_scope_of_forward_and_backward_holds_the_processors_products(
+    randomness: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.precision.is_slow", lambda kind: kind == torch.bfloat16)
+    narrow = computer(nn.Linear(3, 1), computation=Computation(4, randomness), compute="bfloat16")
+    with narrow.scope(first_batch()):
+        assert isinstance(_get_current_dispatch_mode(), ProductsInFloat32)
+    assert _get_current_dispatch_mode() is None
