@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         help="prove that a parallel run computes what one process computes",
         description="Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
-        epilog="exit codes: 0 verified, 1 diverged, 2 could not run",
+        epilog="exit codes: 0 verified, 1 diverged, 2 could not run, 130 stopped by a signal",
     )
     _add_training_options(verify)
     verify.add_argument("--steps", metavar="K", default="3", help="steps to compare (default: 3)")
@@ -142,35 +142,37 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
 
 
 def _verify(options: argparse.Namespace, given: list[str], started_at: float) -> int:
-    from shoal.environment import joined
+    from shoal.job_file import parse_target
     from shoal.run_request import RunRequest, devices_here
 
     steps = options.steps
     run = {"resume": False, "checkpoint_every": None, "no_telemetry": True, "require_certificate": None}
     if options.out is None:
-        options.out = f"runs/{Path(options.job.partition(':')[0]).stem}-verify"
+        options.out = f"runs/{parse_target(options.job, options.set).name}-verify"
     request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)
     request = request.with_devices(devices_here)
     request.check()  # a directory that holds a run is not written to
-    environment = joined(os.environ)
-    if environment is not None:
-        raise CommandError(
-            given=f"shoal verify under a launcher (RANK={environment.rank}, WORLD_SIZE={environment.world_size})",
-            conflict="it starts its ranks itself, all on this host",
-            remedy=f"call it once and without the launcher: shoal verify ... --devices {environment.world_size}",
-        )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)  # in order: the traces are removed
     from shoal.verification.command import verify
 
+    handlers = {number: signal.signal(number, _leave) for number in _STOPS}  # in order: the traces are removed
     try:
         return verify(request, int(steps))
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
+        if error.traceback_text:
+            print(f"  traceback:      {request.out / 'errors' / 'verify.txt'}", file=sys.stderr)
         return int(ExitCode.USER)  # whatever it was: 1 says that the run diverged
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def _leave(number: int, frame: object) -> NoReturn:
+    for again in _STOPS:
+        signal.signal(again, signal.SIG_IGN)
     raise SystemExit(ExitCode.INTERRUPTED)
 
 

@@ -48,7 +48,8 @@ class ProductsInFloat32(TorchDispatchMode):
         kind = _kind(args) if func in _PRODUCTS else None
         if kind is None:
             return func(*args, **(kwargs or {}))
-        found = func(*tree_map(lambda value: _cast(value, kind, torch.float32), args), **(kwargs or {}))
+        args, kwargs = tree_map(lambda value: _cast(value, kind, torch.float32), (args, kwargs or {}))
+        found = func(*args, **kwargs)
         # The logarithms of attention's sums stay in float32, as in torch's own narrow kernel.
         if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
             return _cast(found[0], torch.float32, kind), *found[1:]
@@ -67,11 +68,11 @@ def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
 
 
 _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    torch.bfloat16: lambda: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+    torch.float16: lambda: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
 }
 
 
 def is_slow(kind: torch.dtype) -> bool:
     """Whether this processor has no instructions for a dtype that is narrower than float32."""
-    return kind in _SUPPORTED and not _SUPPORTED[kind]()
+    return kind in _SUPPORTED and torch.backends.mkldnn.is_available() and not _SUPPORTED[kind]()

@@ -255,6 +255,20 @@ def grouped(num: int) -> dict[str, dict[str, Any]]:
     return {"batch": {"grains_per_microbatch": num}}
 
 
+def marked(num_samples: int) -> tuple[Tensor, Tensor]:
+    """As `vectors`, the first 16 with a mark in their first column."""
+    inputs, labels = vectors(num_samples)
+    inputs[:16, 0] = 100.0
+    return inputs, labels
+
+
+def without_first(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Cross entropy over the samples without the mark."""
+    inputs, labels = batch
+    kept = labels.masked_fill(inputs[:, 0] == 100.0, IGNORED)
+    return shoal.cross_entropy(model(inputs), kept, ignore_index=IGNORED)
+
+
 BF16 = {"precision": {"parameters": "float32", "compute": "bfloat16"}}
 PURE = {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}}
 FP16 = {"precision": {"compute": "float16", "loss_scale": "dynamic"}}
@@ -290,6 +304,9 @@ CASES: dict[str, Case] = {
     "reentrant checkpointing": Case(partial(job, model=partial(Recomputed, True)), (2,), grouped(2)),
     "a loss over pairs": Case(partial(job, loss=contrastive, fuse=False, metrics={}), (2, 3)),
     "randomness outside torch": Case(partial(job, model=Opaque), (2,)),
+    "a first batch without weight": Case(
+        partial(job, loss=without_first, train_data=partial(marked, 100), shuffle=False), (2, 3)
+    ),
     "odd sizes": Case(partial(job, model=odd, global_batch=15, grains=5), (3,)),
 }
 

@@ -29,7 +29,7 @@ def test_a_certificate_opens_the_way_for_its_own_run_only(tmp_path: Path) -> Non
     assert certificate["plan"]["layout"]["data"] == 2
     assert {name.partition("/")[0] for name in certificate["worst"]} >= {"forward", "reduction", "update"}
     assert max(certificate["worst"].values()) <= 1.0
-    assert not (tmp_path / "verify" / "traces").exists()
+    assert not (tmp_path / "verify" / ".traces").exists()
     demand = ("--require-certificate", str(path), "--steps", "2")
     job = f"{JOBS / 'tiny.py'}:gpt"
     trained = run(Run(job, tmp_path / "run", 2, arguments=demand)).expect(0)
@@ -66,8 +66,8 @@ def test_a_launcher_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shoal", "verify", str(JOBS / "tiny.py"), "--out", str(tmp_path / "verify")]
     with start_command(command, tmp_path / "verify", launcher) as started:
         ended = started.wait().expect(2)
-    assert "shoal verify under a launcher (RANK=0, WORLD_SIZE=2)" in ended.stderr
-    assert "--devices 2" in ended.stderr
+    assert "a verification under a launcher (RANK=0, WORLD_SIZE=2)" in ended.stderr
+    assert "for 2 devices" in ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -81,7 +81,7 @@ def test_a_signal_ends_it_and_its_ranks(number: signal.Signals, tmp_path: Path) 
     assert ended.code == (-number if number == signal.SIGKILL else 130)
     assert "Traceback" not in ended.output
     # After a SIGKILL the next verification removes them.
-    assert (out / "traces").exists() == (number == signal.SIGKILL)
+    assert (out / ".traces").exists() == (number == signal.SIGKILL)
 
 
 def test_a_rank_that_dies_without_a_word_is_named_with_its_last_ones(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.conformance.cases import convolutions, dropping, images, vectors
 from torch import nn
 
 import shoal
-from shoal.errors import JobError, NotDeterministicError
+from shoal.errors import JobError, LaunchError, NotDeterministicError, UserCodeError
 from shoal.mesh import Mesh
 
 pytestmark = pytest.mark.ranks
@@ -85,3 +86,21 @@ def test_the_users_checkpoints_are_left_alone(tmp_path: Path) -> None:
     verdict = shoal.verify_session(partial(train, checkpoints=tmp_path / "ckpt"), 2)
     assert verdict.verified
     assert not (tmp_path / "ckpt").exists()
+
+
+def fails() -> None:
+    raise ValueError("my own mistake")
+
+
+def test_what_the_loop_raises_is_told_as_its_own() -> None:
+    with pytest.raises(UserCodeError, match="my own mistake"):
+        shoal.verify_session(fails, 2)
+    with pytest.raises(UserCodeError, match=r"sys\.exit"):
+        shoal.verify_session(sys.exit, 2)
+
+
+def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match="it starts its ranks itself"):
+        shoal.verify_session(train, 2)

@@ -20,6 +20,11 @@ def attention(x: Tensor, w: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
 
+def masked(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+    heads = (x @ w).view(2, 4, 8, 4) / 4.0  # large scores would enlarge their own rounding
+    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+
+
 def convolution(x: Tensor, w: Tensor) -> Tensor:
     return F.conv2d(x.view(1, 16, 4, 4), w[:, :, None, None].expand(16, 16, 3, 3), w[0], padding=1)
 
@@ -33,6 +38,8 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         x.view(1, 16, 4, 4), w[:, :, None, None].expand(16, 16, 3, 3), w[0], padding=1
     ),
     "attention": attention,
+    "attention under a mask of numbers": lambda x, w: masked(x, w, x.detach().view(2, 1, 8, 16)[..., :8]),
+    "attention under a mask of truths": lambda x, w: masked(x, w, torch.ones(8, 8).tril().bool()),
 }
 
 

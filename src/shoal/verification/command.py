@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -13,6 +14,7 @@ from shoal.job import Job
 from shoal.job_file import LoadedJob, load
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
+from shoal.run_directory import RunDirectory, write_file
 from shoal.run_request import RunRequest, cores_here
 from shoal.startup import prepare_process
 from shoal.verification.certificate import certificate, write_certificate
@@ -22,12 +24,17 @@ from shoal.verification.judge import Verdict, judge_traces
 
 def verify(request: RunRequest, num_steps: int) -> ExitCode:
     """Verifies the run that is asked for. Raises: ShoalError where it cannot."""
-    folder = request.out / "traces"
+    folder = request.out / ".traces"
     shutil.rmtree(folder, ignore_errors=True)
     try:
         return _verify(request, num_steps, folder)
     except Exception as error:
-        raise as_shoal_error(error) from error
+        told = as_shoal_error(error)
+        if told.traceback_text:
+            errors = RunDirectory(request.out).errors
+            errors.mkdir(exist_ok=True, parents=True)
+            write_file(errors / "verify.txt", told.traceback_text)
+        raise told from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -46,7 +53,8 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
         loaded, plan = made(plan)
         return loaded.job, plan
 
-    trace_forked(make, request.plan, folder, num_steps, request.threads_per_process)
+    num_threads = int(os.environ.get("OMP_NUM_THREADS", request.threads_per_process))
+    trace_forked(make, request.plan, folder, num_steps, num_threads)
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
     prepare_process(request.plan.execution.exact, cores_here())

@@ -112,6 +112,10 @@ class _Comparison:
     def phases(self) -> Iterator[list[Check]]:
         """The checks, a phase at a time."""
         yield list(self._data())
+        if self._base.skipped == self._p.skipped == "weightless":  # nothing was divided by it
+            yield list(self._loss())
+            yield list(self._skipped())
+            return
         yield list(self._forward())
         yield list(self._loss())
         yield list(self._backward())

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.environment import LAUNCHER_PID, Environment
+from shoal.environment import LAUNCHER_PID, Environment, joined
 from shoal.errors import LaunchError, RankLostError, from_json
 from shoal.faults import as_shoal_error, to_json
 from shoal.job import Job
@@ -25,6 +26,8 @@ from shoal.verification.parallel import runs, trace_rank
 from shoal.worker import die_with_launcher
 
 _POLL_SECONDS = 0.005
+# Where the driver shows GPUs; to ask CUDA would make a fork unusable for it.
+_GPUS = Path("/proc/driver/nvidia/gpus")
 # After one rank has failed the others learn of it in their next collective, or are ended.
 _GRACE_SECONDS = 5.0
 
@@ -40,7 +43,9 @@ def trace_forked(make: Make, plan: Plan, folder: Path, num_steps: int, num_threa
     """
 
     def trace(ranks: Plan, into: Path, environment: Environment) -> None:
-        prepare_process(ranks.execution.exact, num_threads)
+        prepare_process(ranks.execution.exact, None)
+        if not ranks.execution.exact:
+            torch.set_num_threads(num_threads)
         trace_rank(*make(ranks), environment, into, num_steps)
 
     with contextlib.ExitStack() as groups:
@@ -49,7 +54,7 @@ def trace_forked(make: Make, plan: Plan, folder: Path, num_steps: int, num_threa
             work = functools.partial(trace, ranks, folder / kind)
             group = forked(ranks.degrees.world_size, work, folder / kind, aloud=kind == "parallel")
             waits.append(groups.enter_context(group))
-            if torch.cuda.device_count():  # one after the other: two models may be too much for a GPU
+            if _GPUS.exists():  # one after the other: two models may be too much for a GPU
                 waits.pop()()
         for wait in waits:
             wait()
@@ -64,12 +69,15 @@ def forked(
     `folder` is new and for what they leave; rank 0 prints where it is `aloud`.
     Raises: what a rank raised; RankLostError.
     """
-    if torch.cuda.is_initialized():
+    launched = joined(os.environ)
+    if launched is not None:
         raise LaunchError(
-            given="shoal.verify() in a process that has used a GPU",
-            conflict="its ranks are forked, and CUDA does not survive a fork",
-            remedy="call it before anything touches the GPU, or use the command: shoal verify JOBFILE",
+            given=f"a verification under a launcher (RANK={launched.rank}, WORLD_SIZE={launched.world_size})",
+            conflict="it starts its ranks itself, all on this host",
+            remedy=f"call it once and without the launcher, for {launched.world_size} devices",
         )
+    if torch.cuda.is_initialized():
+        raise _cuda_in_use()
     folder.mkdir(parents=True)
     children: dict[int, int] = {}
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -89,6 +97,9 @@ def forked(
 
 
 def _fork(work: Callable[[Environment], None], environment: Environment, folder: Path, log: Path | None) -> int:
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that the parent had
         pid = os.fork()
@@ -96,8 +107,10 @@ def _fork(work: Callable[[Environment], None], environment: Environment, folder:
         return pid
     code = 1
     try:
-        os.environ[LAUNCHER_PID] = str(os.getppid())
+        os.environ[LAUNCHER_PID] = str(parent)
         die_with_launcher()
+        if torch.cuda._is_in_bad_fork():  # as after torch.cuda.is_available()
+            raise _cuda_in_use()
         if environment.world_size > 1:
             os.environ.update(environment.variables())
         if log is not None:
@@ -111,6 +124,9 @@ def _fork(work: Callable[[Environment], None], environment: Environment, folder:
         told = to_json(as_shoal_error(error), environment.rank, socket.gethostname())
         (folder / f"error-{environment.rank}.json").write_text(json.dumps(told), encoding="utf-8")
     finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
@@ -138,6 +154,14 @@ def _wait(children: dict[int, int], folder: Path) -> None:
         raise lost
     for document in own or told:
         raise from_json(document)
+
+
+def _cuda_in_use() -> LaunchError:
+    return LaunchError(
+        given="a verification in a process that has asked or used CUDA",
+        conflict="its ranks are forked, and CUDA does not survive a fork",
+        remedy="call it before anything touches the GPU, or use the command: shoal verify JOBFILE",
+    )
 
 
 def _log(folder: Path, rank: int) -> Path:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.engine import Options, build
 from shoal.environment import Environment
+from shoal.evaluation import SAMPLED_CHUNK
 from shoal.job import Job
 from shoal.mesh import open_mesh
 from shoal.plan.plan import Plan
@@ -19,7 +20,7 @@ from shoal.trace import StepTrace, read
 from shoal.trainer import Surroundings
 
 _OUTCOME = "outcome.json"
-# Evaluation is compared on so many samples at most: six chunks, of which the last is short.
+# Evaluation is compared on so many samples at most: six chunks or one a rank, and a short one.
 EVAL_SAMPLES = 21
 
 
@@ -54,7 +55,10 @@ def trace_rank(job: Job, plan: Plan, environment: Environment, folder: Path, num
     around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
     with open_mesh(environment, plan.degrees) as mesh:
         recorder = Recorder(folder, mesh.rank)
-        engine = build(job, plan, mesh, Options(telemetry=False, eval_samples=EVAL_SAMPLES, observer=recorder))
+        samples = max(EVAL_SAMPLES, SAMPLED_CHUNK * mesh.num_data_ranks + 1)
+        if job.on_nonfinite == "rollback":  # there is no checkpoint to go back to
+            job = replace(job, on_nonfinite="skip")
+        engine = build(job, plan, mesh, Options(telemetry=False, eval_samples=samples, observer=recorder))
         try:
             recorder.attach(engine.model, engine.updater.optimizer, engine.strategy)
             last = min(num_steps, engine.order.num_steps)

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.environment import Environment
-from shoal.errors import JobError
+from shoal.errors import JobError, ShoalError
+from shoal.faults import user_error
 from shoal.replay import Replay
 from shoal.trace import StepTrace, read
 from shoal.verification.compare import References, compare
@@ -50,7 +51,14 @@ def verify_session(train: Callable[[], object], devices: int, steps: int = 3) ->
 def _train(train: Callable[[], object], world_size: int, replay: Replay) -> None:
     def work(environment: Environment) -> None:
         os.environ.update(replay.variables())
-        train()
+        try:
+            train()
+        except ShoalError:
+            raise
+        except SystemExit as error:
+            raise user_error("a sys.exit()", error) from error
+        except Exception as error:
+            raise user_error("the loop", error) from error
 
     with forked(world_size, work, Path(replay.folder), aloud=replay.of is None) as wait:
         wait()
