@@ -23,7 +23,7 @@ from tests.bugs.test_zoo import verdict_on as verdict_on_bug
 from tests.bugs.zoo import ZOO
 from tests.conformance.cases import CASES
 from tests.conformance.strategies import STRATEGIES
-from tests.conformance.test_conformance import applies, plan_of, verdict_on
+from tests.conformance.test_conformance import applies, verdict_on
 
 Run = tuple[str, str, int, int]
 
@@ -35,7 +35,7 @@ def check_case(run: Run) -> tuple[Run, bool, float, str]:
     case = CASES[name]
     job = replace(case.job(), seed=seed)
     with tempfile.TemporaryDirectory() as folder:
-        verdict = verdict_on(job, plan_of(case, ranks, STRATEGIES[strategy]), Path(folder), case.steps)
+        verdict = verdict_on(job, STRATEGIES[strategy].plan(ranks, case.sections), Path(folder), case.steps)
     worst = max((check.ratio for check in verdict.checks), default=0.0)
     return run, verdict.verified, worst, "" if verdict.verified else verdict.render()
 
@@ -64,8 +64,8 @@ def main() -> None:
     runs = [
         (name, strategy, ranks, seed)
         for name, case in CASES.items()
-        for strategy in STRATEGIES
-        if applies(case, strategy)
+        for strategy, use in STRATEGIES.items()
+        if applies(case, use)
         for ranks in case.ranks
         for seed in range(options.seeds)
     ]

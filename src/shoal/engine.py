@@ -140,8 +140,10 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
+    clock = StepClock(mesh.device, options.telemetry)
+    strategy = assemble(plan, mesh, parameters, job.grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
-    updater = Updater(optimizer, parameters, job, options.observer)
+    updater = Updater(optimizer, parameters, job, options.observer, strategy)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
     is_map = isinstance(source, MapSource)
@@ -155,8 +157,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
     loader = together(mesh, lambda: _loader(job, plan, mesh, source, order))
     store = Store(options.checkpoints) if options.checkpoints is not None else None
-    keeper = Keeper(mesh, store, Trained(model, optimizer, loader), options.checkpoint_every)
-    clock = StepClock(mesh.device, options.telemetry)
+    keeper = Keeper(mesh, store, Trained(model, optimizer, loader, strategy), options.checkpoint_every)
     return Engine(
         job=job,
         plan=plan,
@@ -164,7 +165,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
         precision=precision,
         model=model,
         parameters=parameters,
-        strategy=assemble(plan, mesh, parameters, job.grains, clock.mark),
+        strategy=strategy,
         updater=updater,
         loader=loader,
         order=order,

@@ -19,7 +19,7 @@ from shoal.errors import IntegrityError, ShoalError, StorageError
 from shoal.ledger import EMPTY_DIGEST, chain_digest
 from shoal.mesh import Mesh
 from shoal.precision import LossScale
-from shoal.strategies.base import StepSums
+from shoal.strategies.base import OptimizerState, StepSums, Strategy
 
 
 @dataclass
@@ -85,6 +85,7 @@ class Trained:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loader: Loader
+    strategy: Strategy
 
 
 class Keeper:
@@ -129,12 +130,20 @@ class Keeper:
 
     def _start(self, state: RunState) -> None:
         streams = self._mesh.gather_json(self._trained.loader.state())
-        together(self._mesh, lambda: self._hand_over(state, streams))
+        own = together(self._mesh, self._own_state)
+        held = self._trained.strategy.collect(own) if self._trained.strategy.divides_state else own
+        together(self._mesh, lambda: self._hand_over(state, streams, held))
 
-    def _hand_over(self, state: RunState, streams: list[Any]) -> None:
+    def _own_state(self) -> OptimizerState:
+        """The optimizer's state on this rank, where it is needed."""
+        if self._writer is None and not self._trained.strategy.divides_state:
+            return {}, {}
+        return optimizer_state(self._trained.optimizer, self._trained.model)
+
+    def _hand_over(self, state: RunState, streams: list[Any], held: OptimizerState) -> None:
         if self._writer is None:
             return
-        tensors, document = optimizer_state(self._trained.optimizer, self._trained.model)
+        tensors, document = held
         model = model_tensors(self._trained.model)
         document = {
             "run": state.to_json(),
@@ -189,7 +198,11 @@ class Keeper:
     def _restore(self, snapshot: Snapshot, loss_scale: LossScale) -> RunState:
         trained, document = self._trained, snapshot.document
         load_model(trained.model, snapshot.tensors["model"])
-        load_optimizer(trained.optimizer, trained.model, snapshot.tensors["optimizer"], document["optimizer"])
+        parameters = dict(trained.model.named_parameters())
+        state = document["optimizer"]["state"].items()
+        own = {name: values for name, values in state if trained.strategy.updates(parameters[name])}
+        saved = {**document["optimizer"], "state": own}
+        load_optimizer(trained.optimizer, trained.model, snapshot.tensors["optimizer"], saved)
         trained.loader.restore(document["streams"])
         self._newest = snapshot.step
         if self._writer is not None:

@@ -7,8 +7,8 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal.environment import Environment
 from shoal.errors import LaunchError
-from shoal.plan.layout import Layout
+from shoal.plan.layout import AXES, Layout
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -39,6 +39,15 @@ class Mesh:
     rank: int
     device: torch.device
     host: str
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The process group of the ranks that differ from this one along `axis` only; None stands for all ranks."""
+        return self.groups.get(axis)
+
+    def ranks(self, axis: str) -> list[int]:
+        """The ranks of that group, in the order of the axis."""
+        return next(ranks for ranks in self.layout.groups(axis) if self.rank in ranks)
 
     @property
     def world_size(self) -> int:
@@ -123,9 +132,21 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
     except (dist.DistError, RuntimeError) as error:
         raise _not_assembled(environment, error) from error
     try:
-        yield mesh
+        yield replace(mesh, groups=_groups(layout, environment.rank))
     finally:
         dist.destroy_process_group()
+
+
+def _groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
+    """A group for each axis that neither is unused nor takes in all ranks. Collective: all ranks."""
+    found = {}
+    for axis in AXES:
+        if 1 < layout.degree(axis) < layout.world_size:
+            for ranks in layout.groups(axis):
+                group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
+                if rank in ranks:
+                    found[axis] = group
+    return found
 
 
 def choose_device(environment: Environment) -> torch.device:

@@ -158,10 +158,11 @@ class Recorder(Observer):
                 self._keep(f"{phase}/{name}", self._strategy.whole(parameter.grad) * scale)
 
     def _state(self) -> None:
-        tensors, self._trace.optimizer = optimizer_state(self._optimizer, self._model)
+        own = optimizer_state(self._optimizer, self._model)
+        tensors, self._trace.optimizer = self._strategy.collect(own)
         parameters = dict(self._model.named_parameters())
         for key, value in state_by_key(model_tensors(self._model), parameters, tensors).items():
-            self._keep(key, self._strategy.whole(value))
+            self._keep(key, value)
 
     def _keep(self, key: str, value: Tensor) -> None:
         self._trace.digests.setdefault(self._rank, {})[key] = digest(value)

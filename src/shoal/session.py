@@ -215,14 +215,14 @@ class _Loop:
         self._strategy = assemble(self._plan, self._mesh, parameters, self._job.grains, lambda span: None)
         replay = self._session.replay
         self._observer = Recorder(Path(replay.folder), self._mesh.rank) if replay else Observer()
-        self._updater = Updater(optimizer, parameters, self._job, self._observer)
+        self._updater = Updater(optimizer, parameters, self._job, self._observer, self._strategy)
         self._buffers = StepBuffers(model)
         self._buffers.watch()
         folder = training.checkpoints if replay is None else None  # a verification leaves the user's own alone
         store = None if folder is None else Store(Path(folder))
         if store is not None and self._mesh.rank == 0:
             store.clean()
-        self._keeper = Keeper(self._mesh, store, Trained(model, optimizer, self._loader), None)
+        self._keeper = Keeper(self._mesh, store, Trained(model, optimizer, self._loader, self._strategy), None)
         self._scale = LossScale.of(self._plan.precision.loss_scale, self._precision.compute)
         loaded = self._keeper.load(self._scale)[0] if training.resume else None
         self.state = loaded or RunState(loss_scale=self._scale)

@@ -58,17 +58,22 @@ class StepTrace:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters after the step."""
-        return {name: t for name, t in self.phase("update").items() if not name.endswith(_OPTIMIZER)}
+        return {name: t for name, t in self.phase("update").items() if not is_optimizer(name)}
 
     @property
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimizer's tensors after the step."""
         found = self.phase("update").items()
-        return {name.removesuffix(_OPTIMIZER): t for name, t in found if name.endswith(_OPTIMIZER)}
+        return {name.removesuffix(_OPTIMIZER): t for name, t in found if is_optimizer(name)}
 
     def phase(self, name: str) -> dict[str, Tensor]:
         """The tensors of one phase by name."""
         return {key.partition("/")[2]: t for key, t in self.tensors.items() if key.startswith(f"{name}/")}
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a name under `update` is of the optimizer's own state."""
+    return name.endswith(_OPTIMIZER)
 
 
 def state_by_key(

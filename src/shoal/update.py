@@ -19,6 +19,7 @@ from shoal.observation import Observer
 from shoal.precision import LossScale
 from shoal.randomness import seed_everything
 from shoal.startup import compiler_deferred, step_optimizer
+from shoal.strategies.base import Strategy
 
 # torch.nn.utils.clip_grad_norm_'s own guard against a division by zero.
 _CLIP_EPSILON = 1e-6
@@ -97,8 +98,11 @@ class Updater:
         parameters: Parameters,
         job: Job,
         observer: Observer,
+        strategy: Strategy,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._strategy = optimizer, strategy
+        for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
+            del optimizer.state[parameter]
         self._parameters, self._job, self._observer = parameters, job, observer
         self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
@@ -131,11 +135,14 @@ class Updater:
             torch._foreach_mul_(gradients, scale)
         self._observer.clipped(norm)
         seed_everything(random_key(self._job.seed, "optimizer", progress.step))  # some add noise: the same on all ranks
+        self._strategy.update(self._step_optimizer)
+        return Update(norm, rate, None)
+
+    def _step_optimizer(self) -> None:
         try:
             step_optimizer(self.optimizer)
         except Exception as error:
             raise user_error("the optimizer", error) from error
-        return Update(norm, rate, None)
 
     def _set_rates(self, progress: Progress) -> float:
         multiplier = 1.0

@@ -1,11 +1,36 @@
-"""Every strategy and collective of shoal, with the sections of a plan that use it: each runs every case that it can."""
+"""Every strategy and collective of shoal, with the plan that uses it: each runs every case that it can."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
-# The name of each final strategy class -> sections of the plan that assemble it.
-STRATEGIES: dict[str, dict[str, dict[str, Any]]] = {
-    "DataParallel": {},
-    "ExactDataParallel": {"execution": {"exact": True}},
+import shoal
+
+
+@dataclass(frozen=True)
+class Use:
+    """A final strategy class by name, the axis that a case's ranks are on, and the sections of a plan for it."""
+
+    kind: str
+    axis: str = "data"
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        return bool(self.sections.get("execution", {}).get("exact"))
+
+    def plan(self, ranks: int, further: dict[str, dict[str, Any]]) -> shoal.Plan:
+        """The plan on so many ranks; `further` are the case's own sections."""
+        return shoal.Plan().with_sections(layout={self.axis: ranks}, **{**self.sections, **further})
+
+
+EXACT = {"execution": {"exact": True}}
+OPTIMIZER = {"shard": {"level": "optimizer"}}
+
+STRATEGIES: dict[str, Use] = {
+    "DataParallel": Use("DataParallel"),
+    "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
+    "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
+    "ShardedOptimizer, exact": Use("ShardedOptimizer", "shard", {**OPTIMIZER, **EXACT}),
 }

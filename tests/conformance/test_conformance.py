@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.conformance.adapter import chosen
 from tests.conformance.cases import CASES, Case
-from tests.conformance.strategies import STRATEGIES
+from tests.conformance.strategies import STRATEGIES, Use
 
 import shoal
 from shoal.plan.resolve import complete
@@ -17,19 +16,19 @@ from shoal.strategies.base import Strategy
 from shoal.verification.judge import Verdict, judge_traces
 
 
-def applies(case: Case, strategy: str) -> bool:
+def applies(case: Case, use: Use) -> bool:
     """Exact mode computes grain by grain in float32: what is about microbatches or narrow dtypes says nothing there."""
-    if strategy == "ExactDataParallel":
+    if use.exact:
         return not case.sections
     return "execution" not in case.sections
 
 
 RUNS = [
-    pytest.param(case, ranks, sections, id=f"{name}-{ranks}-{strategy}")
+    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}")
     for name, case in CASES.items()
-    for strategy, sections in STRATEGIES.items()
-    if applies(case, strategy)
-    for ranks in (case.ranks if strategy != "ExactDataParallel" else case.ranks[-1:])
+    for strategy, use in STRATEGIES.items()
+    if applies(case, use)
+    for ranks in (case.ranks if strategy == "DataParallel" else case.ranks[-1:])
 ]
 
 
@@ -40,14 +39,10 @@ def verdict_on(job: shoal.Job, plan: shoal.Plan, folder: Path, steps: int) -> Ve
     return judge_traces(job, plan, folder)
 
 
-def plan_of(case: Case, ranks: int, sections: dict[str, dict[str, Any]]) -> shoal.Plan:
-    return shoal.Plan().with_sections(layout={"data": ranks}, **{**sections, **case.sections})
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize(("case", "ranks", "sections"), RUNS)
-def test_verified(case: Case, ranks: int, sections: dict[str, dict[str, Any]], tmp_path: Path) -> None:
-    verdict = verdict_on(case.job(), plan_of(case, ranks, sections), tmp_path, case.steps)
+@pytest.mark.parametrize(("case", "ranks", "use"), RUNS)
+def test_verified(case: Case, ranks: int, use: Use, tmp_path: Path) -> None:
+    verdict = verdict_on(case.job(), use.plan(ranks, case.sections), tmp_path, case.steps)
     assert verdict.verified, verdict.render()
     assert verdict.num_steps == case.steps
     assert verdict.checks
@@ -61,4 +56,6 @@ def test_no_strategy_is_left_out() -> None:
         return below or [kind]
 
     assert assemble.__name__  # where every strategy is imported
-    assert {kind.__name__ for kind in final(Strategy) if kind.__module__.startswith("shoal.")} == set(STRATEGIES)
+    assert {kind.__name__ for kind in final(Strategy) if kind.__module__.startswith("shoal.")} == {
+        use.kind for use in STRATEGIES.values()
+    }

@@ -10,8 +10,10 @@ from torch import nn
 
 from shoal.errors import JobError, UserCodeError
 from shoal.job import Job, Progress, warmup_cosine
+from shoal.mesh import alone
 from shoal.observation import Observer
 from shoal.precision import LossScale
+from shoal.strategies.data_parallel import DataParallel
 from shoal.update import Parameters, Update, Updater, build_optimizer, global_norm
 
 START = Progress(0, 10, 0)
@@ -32,8 +34,13 @@ def job(**options: Any) -> Job:
     return Job(model=model, loss=print, optimizer=print, train_data=[0], global_batch=1, **options)
 
 
+def updater_of(optimizer: torch.optim.Optimizer, parameters: Parameters, of: Job) -> Updater:
+    strategy = DataParallel(parameters, alone(torch.device("cpu")), torch.float32, lambda span: None)
+    return Updater(optimizer, parameters, of, Observer(), strategy)
+
+
 def updater(parameters: Parameters, clip: float | None = None, schedule: Any = None) -> Updater:
-    return Updater(torch.optim.SGD(parameters, lr=0.1), parameters, job(clip_norm=clip, schedule=schedule), Observer())
+    return updater_of(torch.optim.SGD(parameters, lr=0.1), parameters, job(clip_norm=clip, schedule=schedule))
 
 
 def step(stepped: Updater, weight: float = 1.0, progress: Progress = START) -> Update:
@@ -63,7 +70,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     optimizer = torch.optim.Adam(parameters, lr=0.1)
     before = [p.detach().clone() for p in parameters]
     parameters[1].grad[2] = bad  # type: ignore[index]
-    update = step(Updater(optimizer, parameters, job(clip_norm=1.0), Observer()), 4.0)
+    update = step(updater_of(optimizer, parameters, job(clip_norm=1.0)), 4.0)
     assert update.skipped == "nonfinite"
     assert not math.isfinite(update.grad_norm)
     assert all(torch.equal(p, b) for p, b in zip(made.parameters(), before, strict=True))
@@ -107,7 +114,7 @@ def test_the_schedule_multiplies_every_groups_own_rate(tensor: bool) -> None:
         groups = [{**group, "lr": torch.tensor(group["lr"])} for group in groups]
     optimizer = torch.optim.SGD(groups)
     schedule = warmup_cosine(0.5)
-    stepped = Updater(optimizer, parameters, job(schedule=schedule), Observer())
+    stepped = updater_of(optimizer, parameters, job(schedule=schedule))
     for number in (0, 1, 7, 2):
         progress = Progress(number, 10, 0)
         update = step(stepped, progress=progress)
@@ -179,7 +186,7 @@ def test_an_optimizer_function_that_raises_is_told() -> None:
 def test_ordinary_optimizers_are_taken(make: Callable[[Any], torch.optim.Optimizer]) -> None:
     _, parameters = with_gradients()
     before = [p.detach().clone() for p in parameters]
-    stepped = Updater(build_optimizer(make, parameters), parameters, job(), Observer())
+    stepped = updater_of(build_optimizer(make, parameters), parameters, job())
     assert step(stepped, 4.0).skipped is None
     assert not any(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
 
@@ -200,7 +207,7 @@ def test_an_optimizer_that_raises_in_a_step_is_told() -> None:
 
     _, parameters = with_gradients()
     with pytest.raises(UserCodeError, match="it raised RuntimeError: out of ideas"):
-        step(Updater(Raises(parameters, lr=0.1), parameters, job(), Observer()))
+        step(updater_of(Raises(parameters, lr=0.1), parameters, job()))
 
 
 def test_an_optimizer_without_a_learning_rate() -> None:
@@ -214,7 +221,7 @@ def test_an_optimizer_without_a_learning_rate() -> None:
 
     _, parameters = with_gradients()
     before = [p.detach().clone() for p in parameters]
-    assert step(Updater(build_optimizer(Own, parameters), parameters, job(), Observer())).skipped is None
+    assert step(updater_of(build_optimizer(Own, parameters), parameters, job())).skipped is None
     assert all(torch.equal(p, b + 1.0) for p, b in zip(parameters, before, strict=True))
 
 
@@ -245,6 +252,6 @@ def test_an_optimizer_that_draws_noise_draws_the_same_everywhere() -> None:
     for seed in (1, 2):
         _, parameters = with_gradients()
         torch.manual_seed(seed)  # what another rank, or another layout, would leave there
-        step(Updater(Noisy(parameters, lr=0.1), parameters, job(), Observer()))
+        step(updater_of(Noisy(parameters, lr=0.1), parameters, job()))
         found.append(parameters[0].detach().clone())
     assert torch.equal(*found)

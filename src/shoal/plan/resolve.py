@@ -88,7 +88,8 @@ def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int |
 def refuse_unsupported(plan: Plan) -> None:
     """Raises: PlanError naming everything in the plan that this version does not execute; never runs it as less."""
     wants = {
-        "layout.shard": (plan.layout.shard, 1),
+        "shard.level": (plan.shard.level if plan.layout.shard > 1 else "optimizer", "optimizer"),
+        "shard.offload": (plan.shard.offload, False),
         "layout.tensor": (plan.layout.tensor, 1),
         "layout.pipeline": (plan.layout.pipeline, 1),
         "layout.context": (plan.layout.context, 1),
@@ -101,7 +102,7 @@ def refuse_unsupported(plan: Plan) -> None:
     if beyond:
         raise PlanError(
             given=", ".join(f"{key} = {asked!r}" for key, (asked, _) in beyond.items()),
-            conflict="this version executes the data axis with native collectives only",
+            conflict="this version executes the data axis and a sharded optimizer, with native collectives only",
             remedy=", ".join(f"{key} = {known!r}" for key, (_, known) in beyond.items()),
         )
     if plan.precision.loss_scale != "none" and plan.precision.compute != "float16":

@@ -12,12 +12,16 @@ from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import Precision
 from shoal.strategies.base import Strategy
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel, Mark
+from shoal.strategies.sharded import ShardedOptimizer
 
 
 def assemble(plan: Plan, mesh: Mesh, parameters: Sequence[Tensor], num_grains: int, mark: Mark) -> Strategy:
     """The strategy that a plan asks for. Raises: PlanError for what this version does not execute."""
     refuse_unsupported(plan)
     reduce = Precision.of(plan.precision, mesh.device).reduce
+    strategy: Strategy
     if plan.execution.exact:
-        return ExactDataParallel(parameters, mesh, reduce, num_grains, mark)
-    return DataParallel(parameters, mesh, reduce, mark)
+        strategy = ExactDataParallel(parameters, mesh, reduce, num_grains, mark)
+    else:
+        strategy = DataParallel(parameters, mesh, reduce, mark)
+    return ShardedOptimizer(strategy, parameters, mesh) if plan.layout.shard > 1 else strategy

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +75,10 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
     return sums
 
 
+# The optimizer's tensors by path, and a JSON document: "state" by parameter name, "groups".
+OptimizerState = tuple[dict[str, Tensor], dict[str, Any]]
+
+
 class Strategy(ABC):
     """One step is: begin, then backward for each microbatch, then finish; on every rank, also one without samples.
 
@@ -101,11 +107,59 @@ class Strategy(ABC):
 
     @abstractmethod
     def whole(self, tensor: Tensor) -> Tensor:
-        """The logical tensor that this rank's `tensor` (a parameter, its gradient or state) is a part of.
+        """The logical tensor that this rank's `tensor` (a parameter or its gradient) is a part of.
 
         Collective: the ranks that hold parts of it; none where every rank holds the whole.
         """
 
     @abstractmethod
+    def update(self, step: Callable[[], None]) -> None:
+        """Calls the optimizer's `step` so that every rank ends with every parameter's new value.
+
+        Collective: the ranks that divide the update. Raises: what `step` raises.
+        """
+
+    @abstractmethod
+    def updates(self, parameter: Tensor) -> bool:
+        """Whether this rank updates it and so holds the optimizer's state for it."""
+
+    @property
+    @abstractmethod
+    def divides_state(self) -> bool:
+        """Whether ranks hold the optimizer's state for different parameters."""
+
+    @abstractmethod
+    def collect(self, state: OptimizerState) -> OptimizerState:
+        """The whole of the optimizer's state on rank 0, from what each rank holds; on the others their own.
+
+        Collective: all ranks where `divides_state`.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Takes the strategy's hooks off the parameters."""
+
+
+class Replicated(Strategy):
+    """Every rank holds the whole model and the whole of the optimizer's state."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Every rank computes the same."""
+        step()
+
+    def updates(self, parameter: Tensor) -> bool:
+        """Every parameter."""
+        return True
+
+    @property
+    def divides_state(self) -> bool:
+        """No."""
+        return False
+
+    def collect(self, state: OptimizerState) -> OptimizerState:
+        """What every rank has."""
+        return state

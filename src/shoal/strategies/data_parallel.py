@@ -15,13 +15,13 @@ from torch import Tensor
 from shoal.collectives.fixed_tree import TreeSum, evaluate
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
-from shoal.strategies.base import NUM_SUMS, WEIGHT, Flags, StepSums, Strategy
+from shoal.strategies.base import NUM_SUMS, WEIGHT, Flags, Replicated, StepSums
 from shoal.strategies.buckets import GradientBuckets
 
 Mark = Callable[[str], None]
 
 
-class DataParallel(Strategy):
+class DataParallel(Replicated):
     """Fast mode. `mark` is told when the step waits for communication."""
 
     def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, mark: Mark) -> None:
@@ -64,16 +64,12 @@ class DataParallel(Strategy):
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered)
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The tensor itself: every rank holds all of it."""
-        return tensor
-
     def close(self) -> None:
         """Takes the hooks off."""
         self._buckets.close()
 
 
-class ExactDataParallel(Strategy):
+class ExactDataParallel(Replicated):
     """Exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype."""
 
     def __init__(
@@ -139,10 +135,6 @@ class ExactDataParallel(Strategy):
         parts = flat.split([p.numel() for p in self._parameters])
         for parameter, part, is_used in zip(self._parameters, parts, used.tolist(), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype) if is_used else None
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The tensor itself: every rank holds all of it."""
-        return tensor
 
     def close(self) -> None:
         """Holds no hooks."""

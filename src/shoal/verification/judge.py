@@ -21,7 +21,7 @@ from shoal.mesh import alone
 from shoal.plan.plan import Plan
 from shoal.precision import Precision
 from shoal.run_request import cores_here
-from shoal.trace import PHASES, StepTrace
+from shoal.trace import PHASES, StepTrace, is_optimizer
 from shoal.verification.compare import MULTIPLE, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import Diagnosis, diagnose
 from shoal.verification.parallel import Traced, read_outcome
@@ -169,7 +169,8 @@ class _Judges:
                 found.append(Check(0, "data", f"initial {name}", None, math.inf, 0.0, said))
         first = initial.digests.get(0, {})
         for rank, own in sorted(initial.digests.items()):
-            different = [key for key in first if own.get(key) != first[key]]
+            # Of the optimizer's state, where it has some from the beginning, a rank holds what it updates.
+            different = [k for k in first if own.get(k, first[k] if is_optimizer(k) else None) != first[k]]
             found += [
                 Check(
                     0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, "is not what rank 0 begins with"

@@ -1,0 +1,165 @@
+"""Sharded data parallelism: what data parallelism has on every rank, divided among the ranks of the shard axis.
+
+ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054): the optimizer's state. Whole parameters are divided, not slices of
+them, so that an optimizer sees what it sees on one process: shapes, groups, and the whole of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.agreement import together
+from shoal.errors import JobError
+from shoal.mesh import Mesh
+from shoal.microbatch import Microbatch
+from shoal.randomness import all_generators
+from shoal.strategies.base import Flags, OptimizerState, StepSums, Strategy
+
+# Smaller parameters of one owner travel together, up to this many bytes: a broadcast costs as much as 0.1 MB of it.
+PIECE_BYTES = 1 << 20
+
+
+def divide(sizes: Sequence[int], num_owners: int) -> list[int]:
+    """An owner for each size: the largest first, each to whom has least. Within 4/3 of the best (Graham 1969)."""
+    owners, loads = [0] * len(sizes), [0] * num_owners
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
+    return owners
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Parameters that one broadcast sends; `flat` where it is not the parameter itself."""
+
+    parameters: list[Tensor]
+    root: int
+    flat: Tensor | None
+
+    @property
+    def sent(self) -> Tensor:
+        return self.flat if self.flat is not None else self.parameters[0]
+
+    def unpack(self) -> None:
+        if self.flat is not None:
+            parts = self.flat.split([p.numel() for p in self.parameters])
+            for parameter, part in zip(self.parameters, parts, strict=True):
+                parameter.copy_(part.view_as(parameter))
+
+
+class ShardedOptimizer(Strategy):
+    """Gradients are summed on every rank as `inner` does; each rank of a shard group updates its own parameters.
+
+    After the update their owners broadcast the new values within the group.
+    """
+
+    def __init__(self, inner: Strategy, parameters: Sequence[Tensor], mesh: Mesh) -> None:
+        self._inner, self._parameters, self._mesh = inner, list(parameters), mesh
+        self._ranks = mesh.ranks("shard")
+        owners = divide([p.numel() * p.itemsize for p in self._parameters], len(self._ranks))
+        self._root = {id(p): self._ranks[owner] for p, owner in zip(self._parameters, owners, strict=True)}
+
+    def begin(self) -> None:
+        """As the inner strategy."""
+        self._inner.begin()
+
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        """As the inner strategy."""
+        self._inner.backward(microbatch, total, sums, last)
+
+    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """As the inner strategy."""
+        return self._inner.finish(flags, num_sums, row)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """The tensor itself: parameters and gradients are whole on every rank."""
+        return tensor
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Steps the optimizer for this rank's parameters, then exchanges the new values.
+
+        Collective: all ranks, a JSON gather; the shard group, a broadcast of each owner's parameters: all their bytes
+        once. Raises: on every rank, where `step` raised on any; JobError for an optimizer that draws random numbers.
+        """
+        updated = [p for p in self._parameters if p.grad is not None]
+        for parameter in updated:
+            if not self.updates(parameter):
+                parameter.grad = None
+        together(self._mesh, lambda: _without_noise(step))
+        with torch.no_grad():
+            pieces = list(self._pieces(updated))
+            group = self._mesh.group("shard")
+            works = [dist.broadcast(piece.sent, piece.root, group=group, async_op=True) for piece in pieces]
+            for piece, work in zip(pieces, works, strict=True):
+                work.wait()
+                piece.unpack()
+
+    def _pieces(self, parameters: list[Tensor]) -> Iterator[_Piece]:
+        for root in self._ranks:
+            small: list[Tensor] = []
+            for parameter in (p.detach() for p in parameters if self._root[id(p)] == root):
+                if parameter.is_contiguous() and parameter.numel() * parameter.itemsize >= PIECE_BYTES:
+                    yield _Piece([parameter], root, None)
+                    continue
+                size = sum(p.numel() * p.itemsize for p in small)
+                if small and (size >= PIECE_BYTES or parameter.dtype != small[0].dtype):
+                    yield _Piece(small, root, torch.cat([p.flatten() for p in small]))
+                    small = []
+                small.append(parameter)
+            if small:
+                yield _Piece(small, root, torch.cat([p.flatten() for p in small]))
+
+    def updates(self, parameter: Tensor) -> bool:
+        """Whether this rank is its owner."""
+        return self._root.get(id(parameter)) == self._mesh.rank
+
+    @property
+    def divides_state(self) -> bool:
+        """Yes."""
+        return True
+
+    def collect(self, state: OptimizerState) -> OptimizerState:
+        """The state of rank 0's shard group, put together on rank 0.
+
+        Collective: all ranks, a JSON gather; then each tensor once from its owner to rank 0.
+        """
+        tensors, document = state
+        shapes = {path: [str(t.dtype).removeprefix("torch."), list(t.shape)] for path, t in tensors.items()}
+        told = self._mesh.gather_json([document["state"], shapes])
+        group = next(ranks for ranks in self._mesh.layout.groups("shard") if 0 in ranks)
+        held, merged = set(told[0][1]), dict(told[0][0])
+        for rank in group[1:]:
+            merged |= told[rank][0]
+            for path, (dtype, shape) in sorted(told[rank][1].items()):
+                if path in held:  # the groups' own, which every rank has
+                    continue
+                if self._mesh.rank == rank:
+                    dist.send(_bytes(tensors[path]), 0)
+                elif self._mesh.rank == 0:
+                    tensors[path] = torch.empty(shape, dtype=getattr(torch, dtype))
+                    dist.recv(_bytes(tensors[path]), rank)
+        return tensors, {**document, "state": merged}
+
+    def close(self) -> None:
+        """As the inner strategy."""
+        self._inner.close()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _without_noise(step: Callable[[], None]) -> None:
+    before = all_generators()
+    step()
+    if all_generators() != before:
+        raise JobError(
+            given="an optimizer that draws random numbers, with shard.level = 'optimizer'",
+            conflict="each rank updates some of the parameters: what is drawn for one would depend on the layout",
+            remedy="use the data axis alone (shard = 1), or an optimizer without noise",
+        )
