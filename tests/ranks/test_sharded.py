@@ -1,0 +1,158 @@
+"""The shard axis: what is divided is not whole anywhere, and the run is the run of one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conformance.cases import job as small
+from tests.launching import JOBS, Ended, Run, run, run_all
+from torch import Tensor, nn
+
+import shoal
+from shoal.engine import Options, build
+from shoal.environment import Environment
+from shoal.errors import JobError, UserCodeError
+from shoal.mesh import open_mesh
+from shoal.plan.resolve import complete
+from shoal.telemetry import RecordWriter
+from shoal.trainer import Surroundings
+from shoal.verification.fork import forked
+
+pytestmark = pytest.mark.ranks
+
+JOB = f"{JOBS / 'tiny.py'}:gpt"  # AdamW with groups, tied weights, dropout, clipping, a schedule
+LAYOUTS = {"shard 2": (1, 2), "shard 3": (1, 3), "2 x 2": (2, 2)}
+SAME = ("weights_sha256", "sample_digest", "metrics", "train_loss", "steps", "samples")
+
+
+def plan(folder: Path, data: int, shard: int) -> tuple[str, ...]:
+    path = folder / f"{data}x{shard}.toml"
+    layout = f"[layout]\ndata = {data}\nshard = {shard}\n"
+    path.write_text(f'schema = 1\n{layout}[shard]\nlevel = "optimizer"\n[execution]\nexact = true\n')
+    return ("--plan", str(path))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return run(Run(JOB, tmp_path_factory.mktemp("alone") / "run", 1, exact=True)).expect(0)
+
+
+def assert_same(ended: Ended, wanted: Ended) -> None:
+    ended.expect(0)
+    assert {key: ended.result[key] for key in SAME} == {key: wanted.result[key] for key in SAME}
+
+
+def test_one_hash_under_any_layout(alone: Ended, tmp_path: Path) -> None:
+    wanted = [Run(JOB, tmp_path / name, None, arguments=plan(tmp_path, *of)) for name, of in LAYOUTS.items()]
+    for ended in run_all(wanted):
+        assert_same(ended, alone)
+
+
+@pytest.mark.parametrize(("before", "after"), [((1, 2), (3, 1)), ((3, 1), (1, 2)), ((2, 2), (1, 3))])
+def test_resumed_under_another_layout(
+    before: tuple[int, int], after: tuple[int, int], alone: Ended, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    run(Run(JOB, out, None, arguments=(*plan(tmp_path, *before), "--steps", "7"))).expect(0)
+    ended = run(Run(JOB, out, None, arguments=(*plan(tmp_path, *after), "--resume", "--steps", "16")))
+    assert_same(ended, alone)
+
+
+# --------------------------------------------------------------------------------------------- from inside of the ranks
+
+
+def in_ranks(job: Callable[[], shoal.Job], layout: dict[str, int], folder: Path) -> list[Any]:
+    """Trains two steps on forked ranks; each rank's elements of optimizer state and of parameters."""
+
+    def work(environment: Environment) -> None:
+        made = job()
+        sections: dict[str, Any] = {"layout": layout, "shard": {"level": "optimizer"}}
+        wanted = complete(shoal.Plan().with_sections(**sections), made.grains, made.grain_size)
+        around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
+        with open_mesh(environment, wanted.degrees) as mesh:
+            engine = build(made, wanted, mesh, Options(telemetry=False))
+            try:
+                engine.trainer(None, 2, around, RecordWriter(None)).train()
+                state = engine.updater.optimizer.state
+                counted = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in state.values()]
+                told = {"state": sum(counted), "parameters": engine.num_parameters}
+                (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told))
+            finally:
+                engine.close()
+
+    world_size = layout.get("data", 1) * layout["shard"]
+    with forked(world_size, work, folder) as wait:
+        wait()
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.Adagrad, lr=0.01)])
+@pytest.mark.parametrize("layout", [{"shard": 2}, {"data": 2, "shard": 2}])
+def test_each_rank_holds_the_state_of_its_own_parameters(
+    optimizer: Any, layout: dict[str, int], tmp_path: Path
+) -> None:
+    told = in_ranks(partial(small, optimizer=optimizer), layout, tmp_path / "ranks")
+    tensors = 2 if optimizer.func is torch.optim.AdamW else 1
+    whole = tensors * told[0]["parameters"] + 4  # and a step counter for each of the four parameters
+    halves = [rank["state"] for rank in told]
+    assert [a + b for a, b in zip(halves[::2], halves[1::2], strict=True)] == [whole] * (len(halves) // 2)
+    assert max(halves) < 0.8 * whole
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise, as Langevin dynamics does."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+def test_an_optimizer_that_draws_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="what is drawn for one would depend on the layout"):
+        in_ranks(partial(small, optimizer=partial(Noisy, lr=0.1)), {"shard": 2}, tmp_path / "ranks")
+
+
+class Fails(torch.optim.SGD):
+    """Raises where it updates the largest parameter, which only one rank does."""
+
+    def step(self, closure: Any = None) -> Any:
+        largest = max((p for g in self.param_groups for p in g["params"]), key=Tensor.numel)
+        if largest.grad is not None:
+            raise ValueError("this matrix is too large for me")
+        return super().step()
+
+
+def test_an_update_that_fails_on_one_rank_ends_all_with_its_error(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match="this matrix is too large for me"):
+        in_ranks(partial(small, optimizer=partial(Fails, lr=0.1)), {"shard": 3}, tmp_path / "ranks")
+
+
+def test_parameters_of_any_kind_arrive(tmp_path: Path) -> None:
+    """Large and small, strided and of one element, more owners than parameters of a size."""
+
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.Linear(6, 50_000)
+            self.strided = nn.Parameter(torch.randn(50_000, 3).t() / 100)
+            self.scale = nn.Parameter(torch.tensor(1.0))
+            self.unused = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = torch.tanh(self.wide(x)) @ self.strided.t() * self.scale
+            return out
+
+    job = small(model=Kinds, optimizer=partial(torch.optim.AdamW, lr=0.001))
+    sections: dict[str, Any] = {"layout": {"shard": 4}, "shard": {"level": "optimizer"}}
+    verdict = shoal.verify(job, shoal.Plan().with_sections(**sections), steps=2)
+    assert verdict.verified, verdict.render()
