@@ -17,7 +17,8 @@ from shoal.verification.judge import Verdict, judge_traces
 def verdict_on(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verdict:
     """The ranks have the bug, the references have not."""
     job = bug.job()
-    plan = shoal.Plan().with_sections(layout={"data": bug.ranks}, **bug.sections)
+    axis = "shard" if "shard" in bug.sections else "data"
+    plan = shoal.Plan().with_sections(layout={axis: bug.ranks}, **bug.sections)
     plan = complete(plan, job.grains, job.grain_size)
     with monkeypatch.context() as patch:
         bug.plant(patch)

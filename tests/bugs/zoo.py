@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from shoal.mesh import Mesh
 from shoal.strategies.base import NUM_SUMS, WEIGHT, StepSums
 from shoal.strategies.buckets import GradientBuckets
 from shoal.strategies.data_parallel import DataParallel
+from shoal.strategies.sharded import ShardedOptimizer
 from shoal.update import Updater
 
 
@@ -204,6 +205,25 @@ def mask_by_rank(patch: pytest.MonkeyPatch) -> None:
         original(self, seed + (dist.get_rank() if dist.is_initialized() else 0), step, grains)
 
     patch.setattr(randomness.GrainScope, "__init__", init)
+
+
+SHARDED: dict[str, dict[str, Any]] = {"shard": {"level": "optimizer"}}
+
+
+def kept_by_their_owner(patch: pytest.MonkeyPatch) -> None:
+    """The last piece of the exchange is left out."""
+    original = ShardedOptimizer._pieces
+    patch.setattr(ShardedOptimizer, "_pieces", lambda self, updated: list(original(self, updated))[:-1])
+
+
+def another_root(patch: pytest.MonkeyPatch) -> None:
+    """Every piece is sent by the rank behind its owner."""
+    original = ShardedOptimizer._pieces
+
+    def pieces(self: ShardedOptimizer, updated: list[Tensor]) -> list[Any]:
+        return [replace(piece, root=(piece.root + 1) % dist.get_world_size()) for piece in original(self, updated)]
+
+    patch.setattr(ShardedOptimizer, "_pieces", pieces)
 
 
 def stale_parameter(patch: pytest.MonkeyPatch) -> None:
@@ -446,6 +466,10 @@ ZOO: dict[str, Bug] = {
     ),
     "the same dropout mask on each rank": Bug(mask_by_place, "Megatron-LM #7452", "forward", "2", dropping),
     "dropout mask by rank": Bug(mask_by_rank, "Megatron-LM #7452", "forward", "2", dropping),
+    "new values that their owner keeps": Bug(
+        kept_by_their_owner, "none known", "update", r".*", sections=SHARDED, ranks=2
+    ),
+    "new values from an owner's neighbour": Bug(another_root, "none known", "update", r".*", sections=SHARDED, ranks=3),
     "stale gathered shard": Bug(stale_parameter, "DeepSpeed #8195", "forward", "0"),
     "bf16 where float32 was meant": Bug(on_gradients(through_bf16), "none known", "reduction", ".*"),
     "buffers of rank 0 for all": Bug(

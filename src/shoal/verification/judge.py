@@ -257,7 +257,12 @@ class _Judges:
         source = open_source("eval_data", self._job.eval_data, self._job.collate)
         functions = {"loss": self._job.loss, **self._job.metrics}
         evaluator = Evaluator(
-            self._job, alone(self._device), self._precision, source, functions, most_samples=self._traced.eval_samples
+            self._job,
+            alone(self._device),
+            self._precision,
+            source,
+            functions,
+            most_samples=self._traced.most_eval_samples,
         )
         threads = torch.get_num_threads()
         try:

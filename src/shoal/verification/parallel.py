@@ -40,6 +40,7 @@ class Traced:
     world_size: int
     metrics: dict[str, float]
     eval_samples: int
+    most_eval_samples: int
     computation: dict[str, Any]
     notes: list[str]
 
@@ -69,6 +70,7 @@ def trace_rank(job: Job, plan: Plan, environment: Environment, folder: Path, num
                     world_size=mesh.world_size,
                     metrics=outcome.metrics,
                     eval_samples=outcome.eval_samples,
+                    most_eval_samples=samples,
                     computation=outcome.state.computation or {},
                     notes=notes,
                 )
