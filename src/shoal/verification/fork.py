@@ -109,7 +109,7 @@ def _fork(work: Callable[[Environment], None], environment: Environment, folder:
     try:
         os.environ[LAUNCHER_PID] = str(parent)
         die_with_launcher()
-        if torch.cuda._is_in_bad_fork():  # as after torch.cuda.is_available()
+        if _GPUS.exists() and torch.cuda._is_in_bad_fork():  # as after torch.cuda.is_available()
             raise _cuda_in_use()
         if environment.world_size > 1:
             os.environ.update(environment.variables())
