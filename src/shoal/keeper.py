@@ -105,7 +105,8 @@ class Keeper:
     def save(self, state: RunState, wait: bool = False) -> None:
         """Takes a snapshot after `state.step` steps and starts writing it.
 
-        Collective: all ranks, a few JSON gathers. Raises: StorageError, on every rank, where it waits
+        Collective: all ranks, a few JSON gathers, and what the strategy's `collect` does.
+        Raises: StorageError, on every rank, where it waits
         and the newest snapshot could not be written.
         """
         if self._store is None:
@@ -200,7 +201,8 @@ class Keeper:
         load_model(trained.model, snapshot.tensors["model"])
         parameters = dict(trained.model.named_parameters())
         state = document["optimizer"]["state"].items()
-        own = {name: values for name, values in state if trained.strategy.updates(parameters[name])}
+        # Of a name that is no parameter any more `load_optimizer` tells.
+        own = {n: values for n, values in state if n not in parameters or trained.strategy.updates(parameters[n])}
         saved = {**document["optimizer"], "state": own}
         load_optimizer(trained.optimizer, trained.model, snapshot.tensors["optimizer"], saved)
         trained.loader.restore(document["streams"])

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal.environment import Environment
 from shoal.errors import LaunchError
-from shoal.plan.layout import AXES, Layout
+from shoal.plan.layout import Layout
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -42,8 +42,11 @@ class Mesh:
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of the ranks that differ from this one along `axis` only; None stands for all ranks."""
-        return self.groups.get(axis)
+        """The process group of the ranks that differ from this one along `axis` only; None stands for all ranks.
+
+        Raises: KeyError for an axis of one rank in a larger world, which has no group.
+        """
+        return None if self.layout.degree(axis) == self.world_size else self.groups[axis]
 
     def ranks(self, axis: str) -> list[int]:
         """The ranks of that group, in the order of the axis."""
@@ -138,9 +141,9 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
 
 
 def _groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
-    """A group for each axis that neither is unused nor takes in all ranks. Collective: all ranks."""
+    """A group for each axis that has its own collectives and does not take in all ranks. Collective: all ranks."""
     found = {}
-    for axis in AXES:
+    for axis in ("shard",):
         if 1 < layout.degree(axis) < layout.world_size:
             for ranks in layout.groups(axis):
                 group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)

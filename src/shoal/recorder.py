@@ -107,7 +107,7 @@ class Recorder(Observer):
         self._folder, self._rank = folder, rank
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
-        """Watches a model and its optimizer, and writes their state. Collective where `whole` of the strategy is."""
+        """Watches a model and its optimizer, and writes their state. Collective where the strategy's `collect` is."""
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._forward, self._own = ForwardRecorder(model), OwnGradients(self._named)
@@ -160,6 +160,8 @@ class Recorder(Observer):
     def _state(self) -> None:
         own = optimizer_state(self._optimizer, self._model)
         tensors, self._trace.optimizer = self._strategy.collect(own)
+        if self._strategy.divides_state and self._rank:
+            self._trace.updates[self._rank] = [name for name, p in self._named if self._strategy.updates(p)]
         parameters = dict(self._model.named_parameters())
         for key, value in state_by_key(model_tensors(self._model), parameters, tensors).items():
             self._keep(key, value)

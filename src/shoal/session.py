@@ -65,7 +65,7 @@ class Training:
 
 
 class Session:
-    """Data parallelism for a loop of your own: one process alone, or one of many under torchrun.
+    """Parallel training for a loop of your own: one process alone, or one of many under torchrun.
 
     `plan` and the keyword arguments `exact` and `precision` say how; everything else is a field of `Training`.
     Raises: JobError, PlanError, LaunchError as `shoal run` does. Use as a context manager, or call `close`.
@@ -79,13 +79,15 @@ class Session:
         environment = joined(os.environ) or Environment()
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
+        self.replay = Replay.told(os.environ)
+        if self.replay and self.replay.of is not None:  # the same loop on one process
+            plan = plan.with_sections(layout={"data": 1, "shard": 1})
         self.plan = complete(plan, self._job.grains, self._job.grain_size)
         prepare_process(self.plan.execution.exact, num_threads=None)
         self._exit = contextlib.ExitStack()
         self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
         self._precision = Precision.of(self.plan.precision, self.mesh.device)
         self._stepped = False
-        self.replay = Replay.told(os.environ)
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
 

@@ -54,6 +54,7 @@ class StepTrace:
     skipped: str | None = None
     optimizer: dict[str, Any] = field(default_factory=dict)
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
+    updates: dict[int, list[str] | None] = field(default_factory=dict)  # by rank; None: every parameter
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -65,6 +66,16 @@ class StepTrace:
         """The optimizer's tensors after the step."""
         found = self.phase("update").items()
         return {name.removesuffix(_OPTIMIZER): t for name, t in found if is_optimizer(name)}
+
+    def missing(self, rank: int, key: str) -> bool:
+        """Whether a rank lacks a tensor that it need not hold: the optimizer's for a parameter that it does not update.
+
+        Rank 0 holds all, since it has collected them.
+        """
+        updates = self.updates.get(rank)
+        if key in self.digests[rank] or updates is None or not is_optimizer(key):
+            return False
+        return key.partition("/")[2].partition("/")[0] not in updates
 
     def phase(self, name: str) -> dict[str, Tensor]:
         """The tensors of one phase by name."""
@@ -123,6 +134,7 @@ def write(folder: Path, trace: StepTrace, rank: int) -> None:
         "parts": [vars(part) for part in trace.parts],
         "forward": trace.forward,
         "digests": trace.digests.get(rank, {}),
+        "updates": trace.updates.get(rank),
         **{k: getattr(trace, k) for k in ("loss", "weight", "norm", "factor", "skipped", "optimizer")},
     }
     (folder / f"step-{trace.step}-{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -140,7 +152,7 @@ def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> Step
         whole.parts[:0] = [_part(part) for part in facts["parts"]]
         for call, grains in facts["forward"].items():
             whole.forward.setdefault(call, {}).update({int(g): numbers for g, numbers in grains.items()})
-        whole.digests[rank] = facts["digests"]
+        whole.digests[rank], whole.updates[rank] = facts["digests"], facts["updates"]
         for name in ("loss", "weight", "norm", "factor", "skipped", "optimizer"):
             setattr(whole, name, facts[name])
     return whole

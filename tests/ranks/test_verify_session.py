@@ -21,7 +21,11 @@ pytestmark = pytest.mark.ranks
 
 
 def train(
-    by_rank: float = 0.0, convolutional: bool = False, unseeded: bool = False, checkpoints: Path | None = None
+    by_rank: float = 0.0,
+    convolutional: bool = False,
+    unseeded: bool = False,
+    checkpoints: Path | None = None,
+    plan: shoal.Plan | None = None,
 ) -> None:
     """A loop; `by_rank` is the mistake: it scales the loss by the rank."""
     torch.manual_seed(0)
@@ -29,7 +33,7 @@ def train(
     data = images(40) if convolutional else vectors(40)
     dataset = torch.utils.data.TensorDataset(*data)
     session = shoal.Session(
-        global_batch=16, clip_norm=1.0, schedule=shoal.warmup_cosine(0.2), checkpoints=checkpoints, resume=True
+        plan, global_batch=16, clip_norm=1.0, schedule=shoal.warmup_cosine(0.2), checkpoints=checkpoints, resume=True
     )
     model, _ = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     with session:
@@ -48,6 +52,13 @@ def test_verified(devices: int, convolutional: bool) -> None:
     assert verdict.verified, verdict.render()
     assert verdict.num_steps == 3
     assert {check.phase for check in verdict.checks} >= {"data", "forward", "loss", "reduction", "clipping", "update"}
+
+
+@pytest.mark.parametrize("layout", [{"data": 3}, {"shard": 3}, {"data": 2, "shard": 2}])
+def test_a_plan_of_ones_own_is_verified(layout: dict[str, int]) -> None:
+    plan = shoal.Plan().with_sections(layout=layout, shard={"level": "optimizer"})
+    verdict = shoal.verify_session(partial(train, plan=plan), plan.degrees.world_size)
+    assert verdict.verified, verdict.render()
 
 
 def test_a_loss_that_depends_on_the_rank() -> None:

@@ -10,8 +10,8 @@ from shoal.mesh import Mesh
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import Precision
-from shoal.strategies.base import Strategy
-from shoal.strategies.data_parallel import DataParallel, ExactDataParallel, Mark
+from shoal.strategies.base import Mark, Strategy
+from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
 from shoal.strategies.sharded import ShardedOptimizer
 
 
@@ -24,4 +24,4 @@ def assemble(plan: Plan, mesh: Mesh, parameters: Sequence[Tensor], num_grains: i
         strategy = ExactDataParallel(parameters, mesh, reduce, num_grains, mark)
     else:
         strategy = DataParallel(parameters, mesh, reduce, mark)
-    return ShardedOptimizer(strategy, parameters, mesh) if plan.layout.shard > 1 else strategy
+    return ShardedOptimizer(strategy, parameters, mesh, mark) if plan.layout.shard > 1 else strategy

@@ -79,6 +79,10 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
 OptimizerState = tuple[dict[str, Tensor], dict[str, Any]]
 
 
+# Takes the name of the span that begins.
+Mark = Callable[[str], None]
+
+
 class Strategy(ABC):
     """One step is: begin, then backward for each microbatch, then finish; on every rank, also one without samples.
 

@@ -6,7 +6,7 @@ grain, summed in the fixed tree; bit-identical on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,8 @@ from torch import Tensor
 from shoal.collectives.fixed_tree import TreeSum, evaluate
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
-from shoal.strategies.base import NUM_SUMS, WEIGHT, Flags, Replicated, StepSums
+from shoal.strategies.base import NUM_SUMS, WEIGHT, Flags, Mark, Replicated, StepSums
 from shoal.strategies.buckets import GradientBuckets
-
-Mark = Callable[[str], None]
 
 
 class DataParallel(Replicated):

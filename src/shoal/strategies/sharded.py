@@ -6,6 +6,7 @@ them, so that an optimizer sees what it sees on one process: shapes, groups, and
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,15 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.agreement import together
-from shoal.errors import JobError
+from shoal.agreement import raise_together
+from shoal.errors import JobError, ShoalError
+from shoal.faults import as_shoal_error
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
 from shoal.randomness import all_generators
-from shoal.strategies.base import Flags, OptimizerState, StepSums, Strategy
+from shoal.strategies.base import Flags, Mark, OptimizerState, StepSums, Strategy
 
 # Smaller parameters of one owner travel together, up to this many bytes: a broadcast costs as much as 0.1 MB of it.
 PIECE_BYTES = 1 << 20
+
+
+# Broadcasts at once: the buffers that they need are all that the exchange adds to memory.
+PIECES_AT_ONCE = 4
 
 
 def divide(sizes: Sequence[int], num_owners: int) -> list[int]:
@@ -58,8 +64,8 @@ class ShardedOptimizer(Strategy):
     After the update their owners broadcast the new values within the group.
     """
 
-    def __init__(self, inner: Strategy, parameters: Sequence[Tensor], mesh: Mesh) -> None:
-        self._inner, self._parameters, self._mesh = inner, list(parameters), mesh
+    def __init__(self, inner: Strategy, parameters: Sequence[Tensor], mesh: Mesh, mark: Mark) -> None:
+        self._inner, self._parameters, self._mesh, self._mark = inner, list(parameters), mesh, mark
         self._ranks = mesh.ranks("shard")
         owners = divide([p.numel() * p.itemsize for p in self._parameters], len(self._ranks))
         self._root = {id(p): self._ranks[owner] for p, owner in zip(self._parameters, owners, strict=True)}
@@ -90,14 +96,23 @@ class ShardedOptimizer(Strategy):
         for parameter in updated:
             if not self.updates(parameter):
                 parameter.grad = None
-        together(self._mesh, lambda: _without_noise(step))
+        error: ShoalError | None = None
+        try:
+            _without_noise(step)
+        except Exception as caught:
+            error = as_shoal_error(caught)
+        self._mark("exposed_communication")
+        raise_together(self._mesh, error)
+        group = self._mesh.group("shard")
+        under_way: deque[tuple[_Piece, dist.Work]] = deque()
         with torch.no_grad():
-            pieces = list(self._pieces(updated))
-            group = self._mesh.group("shard")
-            works = [dist.broadcast(piece.sent, piece.root, group=group, async_op=True) for piece in pieces]
-            for piece, work in zip(pieces, works, strict=True):
-                work.wait()
-                piece.unpack()
+            for piece in self._pieces(updated):
+                under_way.append((piece, dist.broadcast(piece.sent, piece.root, group=group, async_op=True)))
+                if len(under_way) > PIECES_AT_ONCE:
+                    _arrive(*under_way.popleft())
+            while under_way:
+                _arrive(*under_way.popleft())
+        self._mark("optimizer")
 
     def _pieces(self, parameters: list[Tensor]) -> Iterator[_Piece]:
         for root in self._ranks:
@@ -106,17 +121,24 @@ class ShardedOptimizer(Strategy):
                 if parameter.is_contiguous() and parameter.numel() * parameter.itemsize >= PIECE_BYTES:
                     yield _Piece([parameter], root, None)
                     continue
-                size = sum(p.numel() * p.itemsize for p in small)
-                if small and (size >= PIECE_BYTES or parameter.dtype != small[0].dtype):
-                    yield _Piece(small, root, torch.cat([p.flatten() for p in small]))
+                size = sum(p.numel() * p.itemsize for p in [*small, parameter])
+                if small and (size > PIECE_BYTES or parameter.dtype != small[0].dtype):
+                    yield self._packed(small, root)
                     small = []
                 small.append(parameter)
             if small:
-                yield _Piece(small, root, torch.cat([p.flatten() for p in small]))
+                yield self._packed(small, root)
+
+    def _packed(self, parameters: list[Tensor], root: int) -> _Piece:
+        flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
+        if root == self._mesh.rank:
+            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+                part.view_as(parameter).copy_(parameter)
+        return _Piece(parameters, root, flat)
 
     def updates(self, parameter: Tensor) -> bool:
-        """Whether this rank is its owner."""
-        return self._root.get(id(parameter)) == self._mesh.rank
+        """Whether this rank is its owner; what is not trained (and has a state all the same) has every rank."""
+        return self._root.get(id(parameter), self._mesh.rank) == self._mesh.rank
 
     @property
     def divides_state(self) -> bool:
@@ -124,14 +146,14 @@ class ShardedOptimizer(Strategy):
         return True
 
     def collect(self, state: OptimizerState) -> OptimizerState:
-        """The state of rank 0's shard group, put together on rank 0.
+        """The state of rank 0's shard group, put together on rank 0; the others get their own tensors.
 
         Collective: all ranks, a JSON gather; then each tensor once from its owner to rank 0.
         """
+        group = next(ranks for ranks in self._mesh.layout.groups("shard") if 0 in ranks)
         tensors, document = state
         shapes = {path: [str(t.dtype).removeprefix("torch."), list(t.shape)] for path, t in tensors.items()}
-        told = self._mesh.gather_json([document["state"], shapes])
-        group = next(ranks for ranks in self._mesh.layout.groups("shard") if 0 in ranks)
+        told = self._mesh.gather_json([document["state"], shapes] if self._mesh.rank in group else None)
         held, merged = set(told[0][1]), dict(told[0][0])
         for rank in group[1:]:
             merged |= told[rank][0]
@@ -148,6 +170,11 @@ class ShardedOptimizer(Strategy):
     def close(self) -> None:
         """As the inner strategy."""
         self._inner.close()
+
+
+def _arrive(piece: _Piece, work: dist.Work) -> None:
+    work.wait()
+    piece.unpack()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

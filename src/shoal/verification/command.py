@@ -53,7 +53,8 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
         loaded, plan = made(plan)
         return loaded.job, plan
 
-    num_threads = int(os.environ.get("OMP_NUM_THREADS", request.threads_per_process))
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    num_threads = int(told) if told.isdecimal() and int(told) else request.threads_per_process
     trace_forked(make, request.plan, folder, num_steps, num_threads)
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)

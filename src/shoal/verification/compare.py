@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.trace import PHASES, Part, StepTrace, is_optimizer
+from shoal.trace import PHASES, Part, StepTrace
 from shoal.verification.reference import Computed
 
 # The spread of four ways is a sample of four: the chance that a fifth is so many times as far is below 10^-4 for one
@@ -348,8 +348,7 @@ class _Comparison:
         for rank, own in sorted(self._p.digests.items()):
             for key in sorted(first.keys() | own.keys()):
                 where, _, name = key.partition("/")
-                # Rank 0 has collected the optimizer's state; the others hold what they update.
-                if where == phase and first.get(key) != own.get(key, first.get(key) if is_optimizer(name) else None):
+                if where == phase and first.get(key) != own.get(key) and not self._p.missing(rank, key):
                     yield self._say(phase, name, "is not what rank 0 holds", rank)
 
 

@@ -21,7 +21,7 @@ from shoal.mesh import alone
 from shoal.plan.plan import Plan
 from shoal.precision import Precision
 from shoal.run_request import cores_here
-from shoal.trace import PHASES, StepTrace, is_optimizer
+from shoal.trace import PHASES, StepTrace
 from shoal.verification.compare import MULTIPLE, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import Diagnosis, diagnose
 from shoal.verification.parallel import Traced, read_outcome
@@ -169,8 +169,7 @@ class _Judges:
                 found.append(Check(0, "data", f"initial {name}", None, math.inf, 0.0, said))
         first = initial.digests.get(0, {})
         for rank, own in sorted(initial.digests.items()):
-            # Of the optimizer's state, where it has some from the beginning, a rank holds what it updates.
-            different = [k for k in first if own.get(k, first[k] if is_optimizer(k) else None) != first[k]]
+            different = [key for key in first if own.get(key) != first[key] and not initial.missing(rank, key)]
             found += [
                 Check(
                     0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, "is not what rank 0 begins with"
@@ -279,7 +278,7 @@ class _Judges:
         for name, value in expected.items():
             held = self._traced.metrics.get(name, math.nan)
             error = min(abs(held - value), abs(held - again[name]))
-            error = 0.0 if math.isnan(held) and math.isnan(value) else error
+            error = 0.0 if held == value or (math.isnan(held) and math.isnan(value)) else error
             tolerance = MULTIPLE * abs(value - again[name]) + UNITS * UNIT * abs(value)
             found.append(Check(step, "metrics", name, None, error, tolerance))
         return found

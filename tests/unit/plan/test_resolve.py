@@ -109,7 +109,13 @@ def test_everything_unsupported_is_named_at_once() -> None:
     with pytest.raises(PlanError) as caught:
         refuse_unsupported(plan)
     wanted = [f"layout.{axis}" for axis in ("tensor", "pipeline", "context")]
-    wanted += ["shard.level", "memory.recompute", "collectives.all_reduce", "collectives.compression", "execution.compile"]
+    wanted += [
+        "shard.level",
+        "memory.recompute",
+        "collectives.all_reduce",
+        "collectives.compression",
+        "execution.compile",
+    ]
     for key in wanted:
         assert f"{key} = " in caught.value.given
         assert f"{key} = " in caught.value.remedy
