@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.conformance.cases import job as small
 from tests.launching import JOBS, Ended, Gate, Run, run, start_command
+
+import shoal
+from shoal.verification import judge
 
 pytestmark = pytest.mark.ranks
 
@@ -91,3 +95,13 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_last_ones(tmp_path: P
     assert "it ended with code -9 and without a word\n" in ended.stderr
     assert "these are my last" in ended.stderr
     assert "these are my last" not in ended.stdout  # only rank 0 speaks
+
+
+def test_where_a_float64_copy_does_not_fit_some_layers_are_computed_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "_fits", lambda *sizes: False)
+    for precision in ("float32", "bfloat16"):
+        plan = shoal.Plan().with_sections(layout={"data": 2}, precision={"compute": precision})
+        verdict = shoal.verify(small(), plan)
+        assert verdict.verified, verdict.render()
+        (note,) = [note for note in verdict.notes if "float64" in note]
+        assert "2 layers: 0, 2; the farthest is" in note

@@ -68,12 +68,14 @@ class Check:
 class References:
     """One step on one process: `ways` in the plan's precision, `exact` in float64 where that was computed.
 
-    `complete`: whether these are all the ways there are.
+    `complete`: whether these are all the ways there are. `layers`: how far single layers are from float64, relative to
+    their size, where the whole was not computed in it.
     """
 
     ways: list[Computed]
     exact: Computed | None
     complete: bool
+    layers: float = 0.0
 
     def tensors(self, of: Of) -> tuple[list[Tensor], Tensor | None]:
         """One tensor from all of them, as float64."""
@@ -148,7 +150,8 @@ class _Comparison:
             return math.inf, 0.0
         error = min(distance(value, r) for r in runs)
         spread = max(distance(r, runs[0]) for r in runs)
-        rounding = max(distance(r, true) for r in runs) if true is not None else 0.0
+        away = [distance(r, true) if true is not None else self._r.layers * float(r.norm()) for r in runs]
+        rounding = max(away)
         moves = MULTIPLE * spread + PRECISION_SHARE * rounding
         if not math.isfinite(moves):
             return error, 0.0

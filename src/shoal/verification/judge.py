@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -24,6 +25,7 @@ from shoal.run_request import cores_here
 from shoal.trace import PHASES, StepTrace
 from shoal.verification.compare import MULTIPLE, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import Diagnosis, diagnose
+from shoal.verification.layers import SampledLayers
 from shoal.verification.parallel import Traced, read_outcome
 from shoal.verification.reference import Computed, Reference, Way
 
@@ -154,8 +156,7 @@ class _Judges:
         self._double: Reference | None = None
         if _fits(sum(p.numel() for p in self._plain.model.parameters()), ranks, device):
             self._double = Reference(job, double, source, self._order, ranks)
-        else:
-            notes.append("no float64 reference: a copy of the model in it does not fit; tolerances come from the ways")
+        self._sampled = None if self._double is not None else SampledLayers(self._plain.model)
 
     def initial_values(self, initial: StepTrace) -> list[Check]:
         """Whether the parallel run began with the job's own values."""
@@ -200,11 +201,12 @@ class _Judges:
         """The checks of one step: in the first all ways, which show how far a step moves; later as planned alone."""
         # A step that was left out has shown of little how far it moves.
         first = not any(key.startswith("update/") for key in self._measured)
-        computed = [self._compute(self._plain, before, parallel, way) for way in self._ways(first)]
+        with (first and self._sampled) or contextlib.nullcontext():
+            computed = [self._compute(self._plain, before, parallel, way) for way in self._ways(first)]
         if first:
             refuse_unrepeatable(computed[0].trace, computed[1].trace)
         exact = self._exact(before, parallel, computed[0]) if first else None
-        references = References(computed, exact, complete=first)
+        references = References(computed, exact, first, self._layers() if first else 0.0)
         return compare(parallel, before, references, self._parameter_order(), self._measured), references
 
     def _ways(self, first: bool) -> list[Way]:
@@ -244,6 +246,19 @@ class _Judges:
             self._double = None
             return None
         return found
+
+    def _layers(self) -> float:
+        """How far some layers are from float64, where the whole model does not fit in it."""
+        if self._sampled is None:
+            return 0.0
+        rounding = self._sampled.rounding(self._precision)
+        worst = max(rounding, key=lambda name: rounding[name], default="")
+        self._notes.append(
+            "no float64 reference: a copy of the model in it does not fit. Computed in it one by one were "
+            f"{len(rounding)} layers: {', '.join(rounding)}"
+            + (f"; the farthest is {worst}, by {rounding[worst]:.2g} of its size" if rounding else "")
+        )
+        return max(rounding.values(), default=0.0)
 
     def _parameter_order(self) -> list[str]:
         return [name for name, p in self._plain.model.named_parameters() if p.requires_grad]
