@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,10 @@ class Certificate:
         mine = {"job": dict(job), "plan": _relevant(plan), "versions": dict(versions)}
         theirs = {**self.document, "plan": _relevant(self.document["plan"])}
         differing = [
-            f"{part}.{key} = {theirs[part].get(key)!r}, this run has {value!r}"
+            f"{part}.{key} = {held!r}, this run has {value!r}"
             for part, values in json.loads(json.dumps(mine)).items()
-            for key, value in values.items()
-            if theirs[part].get(key) != value
+            for key, value, held in _pairs(values, theirs[part])
+            if held != value
         ]
         if differing:
             raise CertificateError(
@@ -68,6 +68,16 @@ class Certificate:
                 conflict="it speaks of another run: " + "; ".join(differing[:4]),
                 remedy="verify this job with this plan and these versions",
             )
+
+
+def _pairs(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(key, mine, theirs) of every value; the keys of sections with dots."""
+    for key, value in mine.items():
+        held = theirs.get(key)
+        if isinstance(value, Mapping) and isinstance(held, Mapping):
+            yield from ((f"{key}.{name}", a, b) for name, a, b in _pairs(value, held))
+        else:
+            yield key, value, held
 
 
 def _relevant(plan: Mapping[str, Any]) -> dict[str, Any]:

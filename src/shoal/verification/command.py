@@ -69,7 +69,9 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
 
 
 def _print(verdict: Verdict, plan: Plan, parallel_seconds: float) -> None:
-    degrees = ", ".join(f"{axis} {degree}" for axis, degree in plan.layout.model_dump().items() if degree > 1)
+    names = {"shard": f"shard ({plan.shard.level})"}
+    used = {axis: degree for axis, degree in plan.layout.model_dump().items() if degree > 1}
+    degrees = ", ".join(f"{names.get(axis, axis)} {degree}" for axis, degree in used.items())
     mode = "exact" if plan.execution.exact else "fast"
     kind = f"{plan.precision.parameters}, compute {plan.precision.compute}"
     print(f"layout             {degrees or 'one process'}; {mode}; parameters {kind}; {verdict.num_steps} steps")

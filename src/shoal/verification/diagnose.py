@@ -143,7 +143,7 @@ def _loss(case: _Case) -> Iterator[str]:
     name, said = case.first.name, case.first.said or ""
     if name == "of all grains together":
         yield "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
-        yield "a loss that compares the samples of a batch; where that is meant, say Job(fuse=False)"
+        yield "a loss that compares the samples of a batch with each other; only where that is meant: Job(fuse=False)"
         return
     if name.startswith("weight") or "instead of" in said:
         yield "weights that are not the valid tokens or samples of the grain"

@@ -182,6 +182,8 @@ class _Judges:
     def sum_over_grains(self) -> list[Check]:
         """Whether the loss of several grains is the sum of theirs, unless the job says that it is not."""
         computation = self._computation
+        if not self._job.fuse:
+            self._notes.append("Job(fuse=False): nobody asked whether the loss of several grains is the sum of theirs")
         if computation.fuse or not self._job.fuse or computation.randomness == "opaque":
             return []
         try:
