@@ -48,9 +48,10 @@ class Mesh:
         """
         return None if self.layout.degree(axis) == self.world_size else self.groups[axis]
 
-    def ranks(self, axis: str) -> list[int]:
-        """The ranks of that group, in the order of the axis."""
-        return next(ranks for ranks in self.layout.groups(axis) if self.rank in ranks)
+    def ranks(self, axis: str, of: int | None = None) -> list[int]:
+        """The ranks of that group, in the order of the axis; or of the group that the rank `of` is in."""
+        wanted = self.rank if of is None else of
+        return next(ranks for ranks in self.layout.groups(axis) if wanted in ranks)
 
     @property
     def world_size(self) -> int:

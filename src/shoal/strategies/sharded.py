@@ -150,7 +150,7 @@ class ShardedOptimizer(Strategy):
 
         Collective: all ranks, a JSON gather; then each tensor once from its owner to rank 0.
         """
-        group = next(ranks for ranks in self._mesh.layout.groups("shard") if 0 in ranks)
+        group = self._mesh.ranks("shard", of=0)
         tensors, document = state
         shapes = {path: [str(t.dtype).removeprefix("torch."), list(t.shape)] for path, t in tensors.items()}
         told = self._mesh.gather_json([document["state"], shapes] if self._mesh.rank in group else None)

@@ -187,13 +187,14 @@ class _Judges:
         if computation.fuse or not self._job.fuse or computation.randomness == "opaque":
             return []
         try:
-            if self._double is None and not self._precision.is_wide:
-                return []
-            together, apart = (self._double or self._plain).loss_of_grains()
+            sums = self._double.loss_of_grains() if self._double is not None else None
         except ShoalError:  # not in float64
-            if not self._precision.is_wide:  # bfloat16 is too coarse to tell
-                return []
-            together, apart = self._plain.loss_of_grains()
+            sums = None
+        if sums is None and self._precision.is_wide:
+            sums = self._plain.loss_of_grains()
+        if sums is None:  # bfloat16 is too coarse to tell
+            return []
+        together, apart = sums
         if math.isclose(together, apart, rel_tol=UNITS * UNIT):
             return []
         said = f"is {together:.6g}, and the sum of their losses {apart:.6g}"
