@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from shoal.errors import JobError, ShoalError
 from shoal.evaluation import Evaluator
 from shoal.faults import user_error
 from shoal.grains import random_key
+from shoal.holding import Holding
 from shoal.job import Epochs, Job
 from shoal.keeper import Keeper, RunState, Trained
 from shoal.mesh import Mesh
@@ -50,6 +52,7 @@ class Engine:
     mesh: Mesh
     precision: Precision
     model: nn.Module
+    holding: Holding
     parameters: Parameters
     strategy: Strategy
     updater: Updater
@@ -66,7 +69,7 @@ class Engine:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, each parameter once."""
-        return sum(p.numel() for p in self.model.parameters())
+        return sum(math.prod(shape) for shape in self.holding.shapes().values())
 
     def load(self) -> tuple[RunState | None, list[str]]:
         """The state of the newest good checkpoint, and lines about damaged ones. Collective: all ranks."""
@@ -88,11 +91,12 @@ class Engine:
         step = StepParts(
             mesh=self.mesh,
             precision=self.precision,
+            holding=self.holding,
             strategy=self.strategy,
             loader=self.loader,
             transfer=Transfer(self.mesh.device, self.precision.inputs),
             computer=Computer(self.job, self.model, self.precision, computation),
-            buffers=StepBuffers(self.model),
+            buffers=StepBuffers(self.model, self.holding.counts_buffer),
             clock=self.clock,
             note=around.note,
             observer=self.observer,
@@ -143,7 +147,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     clock = StepClock(mesh.device, options.telemetry)
     strategy = assemble(plan, mesh, parameters, job.grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
-    updater = Updater(optimizer, parameters, job, options.observer, strategy)
+    holding = Holding(mesh, model, divides_state=plan.layout.shard > 1)
+    updater = Updater(optimizer, job, options.observer, strategy, holding)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
     is_map = isinstance(source, MapSource)
@@ -157,20 +162,28 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
     loader = together(mesh, lambda: _loader(job, plan, mesh, source, order))
     store = Store(options.checkpoints) if options.checkpoints is not None else None
-    keeper = Keeper(mesh, store, Trained(model, optimizer, loader, strategy), options.checkpoint_every)
+    keeper = Keeper(mesh, store, Trained(holding, optimizer, loader, strategy), options.checkpoint_every)
     return Engine(
         job=job,
         plan=plan,
         mesh=mesh,
         precision=precision,
         model=model,
+        holding=holding,
         parameters=parameters,
         strategy=strategy,
         updater=updater,
         loader=loader,
         order=order,
         evaluator=Evaluator(
-            job, mesh, precision, evaluation, {"loss": job.loss, **job.metrics}, most_samples=options.eval_samples
+            job,
+            mesh,
+            precision,
+            evaluation,
+            {"loss": job.loss, **job.metrics},
+            most_samples=options.eval_samples,
+            divided=holding.divided,
+            lockstep=strategy.lockstep,
         ),
         keeper=keeper,
         clock=clock,
