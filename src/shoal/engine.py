@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.agreement import together
+from shoal.agreement import collectively, together
 from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
 from shoal.computation import Computation, Computer
@@ -29,10 +30,11 @@ from shoal.keeper import Keeper, RunState, Trained
 from shoal.mesh import Mesh
 from shoal.observation import Observer
 from shoal.plan.plan import Plan
+from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
 from shoal.step import StepParts
-from shoal.strategies.assemble import assemble
+from shoal.strategies.assemble import assemble, divide, divides_model
 from shoal.strategies.base import Strategy
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
@@ -139,15 +141,15 @@ class Options:
 
 def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
+    refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device)
-    model = together(mesh, lambda: build_model(job, precision))
-    mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+    holding = _hold(job, plan, mesh, precision)
+    model = holding.model
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
     clock = StepClock(mesh.device, options.telemetry)
-    strategy = assemble(plan, mesh, parameters, job.grains, clock.mark)
+    strategy = assemble(plan, holding, parameters, job.grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
-    holding = Holding(mesh, model, divides_state=plan.layout.shard > 1)
     updater = Updater(optimizer, job, options.observer, strategy, holding)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
@@ -194,9 +196,25 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
+def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
+    """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
+    if divides_model(plan):
+        key = random_key(job.seed, "initial values")
+        return collectively(mesh, True, lambda: divide(functools.partial(make_model, job), key, plan, mesh, precision))
+    model = together(mesh, lambda: build_model(job, precision))
+    mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+    return Holding(mesh, model, divides_state=plan.layout.shard > 1)
+
+
 def build_model(job: Job, precision: Precision) -> nn.Module:
     """The job's model with the seed's initial values, on the device in the plan's dtype."""
     seed_everything(random_key(job.seed, "initial values"))
+    model = make_model(job).to(precision.device)
+    return model if precision.parameters == torch.float32 else model.to(precision.parameters)
+
+
+def make_model(job: Job) -> nn.Module:
+    """What the job's `model` gives. Raises: UserCodeError, JobError."""
     try:
         model = job.model()
     except ShoalError:
@@ -209,8 +227,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
             conflict="the engine trains a torch.nn.Module",
             remedy="return the module",
         )
-    model = model.to(precision.device)
-    return model if precision.parameters == torch.float32 else model.to(precision.parameters)
+    return model
 
 
 def _evaluation_source(job: Job) -> MapSource | Iterable[Any] | None:

@@ -23,6 +23,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach() if to_local is None else to_local().detach()
 
 
+def cut_of(tensor: Tensor, part: Part) -> Part:
+    """What this rank has of `part` where `tensor`, which stands for it, is a DTensor that is cut further."""
+    if not hasattr(tensor, "to_local"):
+        return part
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    layout: Any = tensor  # a DTensor
+    shape, offset = compute_local_shape_and_global_offset(layout.shape, layout.device_mesh, layout.placements)
+    return part.narrow(0, offset[0], offset[0] + shape[0])
+
+
 class Holding:
     """What this rank holds of a model. What it does not hold is on the meta device.
 
@@ -61,14 +72,7 @@ class Holding:
 
     def part(self, name: str, tensor: Tensor) -> Part:
         """The part of the logical tensor `name` that this rank's `tensor` is."""
-        part = self._parts.get(name) or Part.whole(tensor.shape)
-        if not hasattr(tensor, "to_local"):
-            return part
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        layout: Any = tensor  # a DTensor
-        shape, offset = compute_local_shape_and_global_offset(layout.shape, layout.device_mesh, layout.placements)
-        return part.narrow(0, offset[0], offset[0] + shape[0])
+        return cut_of(tensor, self._parts.get(name) or Part.whole(tensor.shape))
 
     def tensors(self) -> Held:
         """Parameters and buffers that are held, this rank's own memory of them."""
@@ -148,9 +152,7 @@ class Holding:
         if not self._told:
             return True
         mine = self._told[self.mesh.rank]
-        return name in mine and not any(
-            name in self._told[r] and self._told[r][name] == mine[name] for r in others
-        )
+        return name in mine and not any(name in self._told[r] and self._told[r][name] == mine[name] for r in others)
 
     @property
     def speaks(self) -> bool:

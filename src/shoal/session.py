@@ -216,7 +216,7 @@ class _Loop:
         training = self._session.training
         parameters = Parameters(model)
         holding = Holding(self._mesh, model, divides_state=self._plan.layout.shard > 1)
-        self._strategy = assemble(self._plan, self._mesh, parameters, self._job.grains, lambda span: None)
+        self._strategy = assemble(self._plan, holding, parameters, self._job.grains, lambda span: None)
         replay = self._session.replay
         self._observer = Recorder(Path(replay.folder), self._mesh.rank) if replay else Observer()
         self._updater = Updater(optimizer, self._job, self._observer, self._strategy, holding)
