@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,8 +29,11 @@ from shoal.tape import (
     Ref,
     Tape,
     generators_kept,
+    is_random,
     is_whole,
+    operation_name,
     replace_leaves,
+    roles,
     storage_key,
     tensors_in,
     undisturbed,
@@ -46,8 +50,6 @@ _FILLS |= {"geometric_", "bernoulli_"}
 _DRAWN_LIKE = {"rand_like", "randn_like", "randint_like"}
 # Operations that change the geometry of a tensor, and nothing in its storage.
 _RESHAPES = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "detach_"}
-# Arguments that are written although the schema does not say so.
-_UNMARKED = {"native_batch_norm": {"running_mean", "running_var"}}
 # Whether and where memory is mapped, or what lies outside it, is not in the log.
 _REFUSED_OPERATIONS = {"from_file", "record_stream"}
 _REFUSED_METHODS = {"numpy", "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "pin_memory"}
@@ -77,6 +79,7 @@ class _Recorder(TorchDispatchMode):
         self.failure: str | None = None
         # Storages of real tensors in the log: if one is written, the log is no longer true.
         self._held: dict[int, torch.UntypedStorage] = {}
+        self._scratch = torch.UntypedStorage(0)
 
     def is_tracked(self, value: object) -> bool:
         """Whether this is a tensor of the log."""
@@ -95,12 +98,13 @@ class _Recorder(TorchDispatchMode):
 
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
+        on_meta = any(t.device == _META for t in tensors)
         device = kwargs.get("device")
         on_host = device is None or device.type in {"cpu", "meta"}
         makes = not tensors and on_host and any(a.name == "device" for a in func._schema.arguments)
-        if func is torch.ops.aten.lift_fresh.default and not self._any_meta(tensors) and tensors[0].device == _CPU:
+        if func is torch.ops.aten.lift_fresh.default and not on_meta and tensors[0].device == _CPU:
             func, makes = torch.ops.aten.clone.default, True
-        if not makes and not self._any_meta(tensors) and device != _META:
+        if not makes and not on_meta and device != _META:
             return self._run_real(func, args, kwargs)
         try:
             return self._handle(func, args, kwargs, on_host)
@@ -108,19 +112,16 @@ class _Recorder(TorchDispatchMode):
             # The innermost reason counts: this may be an operation inside another.
             raise self.fail(f"{func}: {_line(error)}") from error
 
-    def _any_meta(self, tensors: list[Tensor]) -> bool:
-        return any(t.device == _META for t in tensors)
-
     def _handle(self, func: Any, args: Any, kwargs: Any, on_host: bool) -> Any:
         tensors = tensors_in((args, kwargs))
-        name = func._schema.name.removeprefix("aten::")
+        name = operation_name(func)
         if func.namespace != "aten" or name in _REFUSED_OPERATIONS:
             raise NotUnderstoodError("an operation that is not known")
         if any(is_traceable_wrapper_subclass(t) for t in tensors):
             raise NotUnderstoodError("a tensor that wraps others")
         if any(t.device == _META and not self.is_tracked(t) for t in tensors):
             raise NotUnderstoodError("a tensor that has no value")
-        written, read = _roles(func, name, args, kwargs)
+        written, read = roles(func, args, kwargs)
         dynamic = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
         results = func._schema.returns
         is_check = not results and not written
@@ -139,10 +140,10 @@ class _Recorder(TorchDispatchMode):
         return self._record(func, args, kwargs, written, read)
 
     def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], read: list[Tensor]) -> Any:
-        name = func._schema.name.removeprefix("aten::")
+        name = operation_name(func)
         names = {a.name for a in func._schema.arguments}
         before = [Ref.of(t) for t in written]
-        generator = self._draw(func, name, args, kwargs) if _is_random(func, names) else None
+        generator = self._draw(func, name, args, kwargs) if is_random(func) else None
         twins: set[int] = set()
 
         def twin(tensor: Tensor) -> Tensor:
@@ -194,11 +195,19 @@ class _Recorder(TorchDispatchMode):
         state: Tensor = generator.get_state()
         blank = args[0] if name in _FILLS | _DRAWN_LIKE else None
         if blank is not None:
-            args = (Ref.of(blank).scratch(), *args[1:])
+            args = (self._scratch_like(blank), *args[1:])
         args, kwargs = self.on_values(args, {**kwargs, "device": _CPU} if kwargs.get("device") else kwargs)
         with torch.no_grad():
             func(*args, **kwargs)
         return state
+
+    def _scratch_like(self, tensor: Tensor) -> Tensor:
+        # One memory for all: malloc does not give back what lies between smaller pieces that are still in use.
+        place = replace(Ref.of(tensor), offset=0)
+        if self._scratch.nbytes() < place.span_bytes:
+            self._scratch = torch.UntypedStorage(0)
+            self._scratch = torch.UntypedStorage(place.span_bytes)
+        return place.on(self._scratch)
 
     def on_values(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with the values of what is deferred."""
@@ -216,8 +225,7 @@ class _Recorder(TorchDispatchMode):
         return tensor.detach()
 
     def _run_real(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = func._schema.name.removeprefix("aten::")
-        if any(t.layout == torch.strided and storage_key(t) in self._held for t in _roles(func, name, args, kwargs)[0]):
+        if any(t.layout == torch.strided and storage_key(t) in self._held for t in roles(func, args, kwargs)[0]):
             raise self.fail(f"{func}: it changes what a value was made from")
         return func(*args, **kwargs)
 
@@ -392,22 +400,6 @@ def _to_meta(named: dict[str, Tensor]) -> dict[str, Tensor]:
             torch._C._swap_tensor_impl(tensor, twin)
             held[id(tensor)] = twin
     return {name: held[id(t)] for name, t in named.items() if id(t) in held}
-
-
-def _is_random(func: Any, argument_names: set[str]) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags or "generator" in argument_names
-
-
-def _roles(func: Any, name: str, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that the operation writes, and those that it reads."""
-    written: list[Tensor] = []
-    read: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        alias = argument.alias_info
-        writes = (alias is not None and alias.is_write) or argument.name in _UNMARKED.get(name, ())
-        (written if writes else read).extend(tensors_in(value))
-    return written, read
 
 
 def _line(error: Exception) -> str:

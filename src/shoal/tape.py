@@ -19,6 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+# Arguments that are written although the schema does not say so.
+_UNMARKED = {"native_batch_norm": {"running_mean", "running_var"}}
+
 
 class NotUnderstoodError(Exception):
     """The constructor did something whose effect on the values is not known."""
@@ -46,6 +49,12 @@ class Ref:
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor at this place of a real storage."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+    @property
+    def span_bytes(self) -> int:
+        """From the first to the last element."""
+        steps = sum((n - 1) * stride for n, stride in zip(self.size, self.stride, strict=True))
+        return 0 if 0 in self.size else (steps + 1) * self.dtype.itemsize
 
     def scratch(self) -> Tensor:
         """Real memory of this geometry, with nothing in it."""
@@ -201,3 +210,26 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def replace_leaves(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
     """The tree with every leaf of a kind replaced."""
     return tree_map(lambda leaf: by(leaf) if isinstance(leaf, kind) else leaf, tree)
+
+
+def operation_name(func: Any) -> str:
+    """The operation's name without its namespace and overload."""
+    return str(func._schema.name).removeprefix("aten::")
+
+
+def is_random(func: Any) -> bool:
+    """Whether the operation may draw from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags or any(a.name == "generator" for a in func._schema.arguments)
+
+
+def roles(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that the operation writes, and those that it reads."""
+    unmarked = _UNMARKED.get(operation_name(func), ())
+    written: list[Tensor] = []
+    read: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        alias = argument.alias_info
+        writes = (alias is not None and alias.is_write) or argument.name in unmarked
+        (written if writes else read).extend(tensors_in(value))
+    return written, read
