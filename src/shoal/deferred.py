@@ -46,8 +46,8 @@ _UNSHAPED = UninitializedParameter, UninitializedBuffer
 # In place and without a look at what was there, so that what came before need not be computed.
 _FILLS = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_"}
 _FILLS |= {"geometric_", "bernoulli_"}
-# How many numbers these draw depends on the shape alone.
-_DRAWN_LIKE = {"rand_like", "randn_like", "randint_like"}
+# These are their fill of new memory.
+_DRAWN = {"rand": "uniform_", "rand_like": "uniform_", "randn": "normal_", "randn_like": "normal_"}
 # Operations that change the geometry of a tensor, and nothing in its storage.
 _RESHAPES = {"squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "as_strided_", "detach_"}
 # Whether and where memory is mapped, or what lies outside it, is not in the log.
@@ -55,16 +55,8 @@ _REFUSED_OPERATIONS = {"from_file", "record_stream"}
 _REFUSED_METHODS = {"numpy", "data_ptr", "storage", "untyped_storage", "_typed_storage", "share_memory_", "pin_memory"}
 _REFUSED_METHODS |= {"is_shared", "__array__", "__dlpack__", "__reduce_ex__", "is_pinned"}
 # Their kernels are chosen by device above the level of the log, or they hand values out: they run on the values.
-_ON_VALUES: set[Any] = {
-    Tensor.tolist,
-    F.scaled_dot_product_attention,
-    F.multi_head_attention_forward,
-    torch._weight_norm,
-    torch.lstm,
-    torch.gru,
-    torch.rnn_tanh,
-    torch.rnn_relu,
-}
+_ON_VALUES: set[Any] = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch._weight_norm, Tensor.tolist}
+_ON_VALUES |= {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 _ANSWERS = {
     getattr(Tensor, name).__get__: said for name, said in [("device", _CPU), ("is_meta", False), ("is_cpu", True)]
 }
@@ -143,7 +135,6 @@ class _Recorder(TorchDispatchMode):
         name = operation_name(func)
         names = {a.name for a in func._schema.arguments}
         before = [Ref.of(t) for t in written]
-        generator = self._draw(func, name, args, kwargs) if is_random(func) else None
         twins: set[int] = set()
 
         def twin(tensor: Tensor) -> Tensor:
@@ -170,6 +161,7 @@ class _Recorder(TorchDispatchMode):
             raise NotUnderstoodError("its result lies elsewhere than expected")
         if not fresh and not written:
             return result  # a view
+        generator = self._draw(func, args, kwargs, outputs[0]) if is_random(func) else None
         self.tape.storages |= fresh
         overwritten = written[0] if name in _FILLS and torch._debug_has_internal_overlap(written[0]) == 0 else None
         held_args, held_kwargs = replace_leaves((args, kwargs), Tensor, self._hold)
@@ -186,16 +178,18 @@ class _Recorder(TorchDispatchMode):
         )
         return result
 
-    def _draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
+    def _draw(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Tensor:
         """Moves the generator on as the operation does, and returns its state before."""
-        own = kwargs.get("generator")
+        name, own = operation_name(func), kwargs.get("generator")
         generator = torch.default_generator if own is None else own
         if generator.device != _CPU:
             raise NotUnderstoodError("a generator of another device")
         state: Tensor = generator.get_state()
-        blank = args[0] if name in _FILLS | _DRAWN_LIKE else None
-        if blank is not None:
-            args = (self._scratch_like(blank), *args[1:])
+        if name in _DRAWN:
+            getattr(self._scratch_like(result), _DRAWN[name])(generator=own)
+            return state
+        if name in _FILLS:
+            args = (self._scratch_like(result), *args[1:])
         args, kwargs = self.on_values(args, {**kwargs, "device": _CPU} if kwargs.get("device") else kwargs)
         with torch.no_grad():
             func(*args, **kwargs)
