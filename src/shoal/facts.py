@@ -1,7 +1,8 @@
-"""Facts: what the structure of a model says to a layout. Reads names, classes, shapes and a config; computes nothing."""
+"""Facts: what the structure of a model says to a layout: names, classes, shapes and a config; nothing is computed."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -25,14 +26,14 @@ def facts_of(model: nn.Module, batch: Any = None, *, num_grains: int, grain_size
     `batch` is one of the job's, for the length of its sequences; without it only a config may tell the longest.
     """
     blocks = tuple(blocks_of(model))
-    heads = _configured(model, _HEADS) or _heads_by_width(model)
+    heads = math.gcd(*_configured(model, _HEADS)) or _heads_by_width(model)
     return ModelFacts(
         num_grains=num_grains,
         grain_size=grain_size,
         blocks=blocks,
         cuts=tuple(cuts_of(model, blocks)),
         num_heads=heads,
-        num_kv_heads=_configured(model, _KV_HEADS) or heads,
+        num_kv_heads=math.gcd(*_configured(model, _KV_HEADS)) or heads,
         widths=tuple(sorted({size for p in model.parameters() if p.ndim >= 2 for size in p.shape[:2]})),
         sequence=sequence_of(batch, model),
     )
@@ -93,8 +94,11 @@ def _outermost(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return outer
 
 
-def _configured(model: nn.Module, names: Iterable[str]) -> int | None:
-    """The largest number of that name in a `config` of the model, else in an attribute of a module of it."""
+def _configured(model: nn.Module, names: Iterable[str]) -> list[int]:
+    """The numbers of these names in the configs of the model, else in the attributes of its modules.
+
+    Several where layers differ (as Swin's heads do): a degree that is to divide them all divides their gcd.
+    """
     for holders in (_configs(model), model.modules()):
         found = [
             value
@@ -103,8 +107,8 @@ def _configured(model: nn.Module, names: Iterable[str]) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0
         ]
         if found:
-            return max(found)
-    return None
+            return found
+    return []
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
@@ -131,7 +135,7 @@ def sequence_of(batch: Any, model: nn.Module) -> int | None:
     for tensor in _tensors(batch):
         if tensor.ndim == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
             return int(tensor.shape[1])
-    return _configured(model, _LONGEST)
+    return max(_configured(model, _LONGEST), default=None)
 
 
 def _tensors(batch: Any) -> Iterator[Tensor]:

@@ -106,7 +106,7 @@ CONFLICTS: tuple[Rule, ...] = (
         'pipeline.stages_per_rank = 2 or more, or pipeline.schedule = "1f1b"',
     ),
     Rule(
-        lambda plan: _pipelined(plan, "gpipe", "1f1b") and plan.pipeline.stages_per_rank > 1,
+        lambda plan: _pipelined(plan, "1f1b", "zero_bubble") and plan.pipeline.stages_per_rank > 1,
         ("pipeline.stages_per_rank", "pipeline.schedule"),
         "this schedule runs one stage on each rank",
         'pipeline.stages_per_rank = 1, or pipeline.schedule = "interleaved_1f1b"',

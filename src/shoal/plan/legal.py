@@ -63,7 +63,7 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None, world: World | None =
     """All that is refused, in the order of a plan's sections."""
     found = other_world(plan, world) if world is not None else []
     if facts is not None:
-        rules = (_data_ranks, _tensor_width, _context_sequence, _context_heads, _stages, _split, _microbatches)
+        rules = (too_many_data_ranks, _tensor_width, _context_sequence, _context_heads, _stages, _split, _microbatches)
         found += [conflict for rule in rules for conflict in rule(plan, facts)]
     return [*found, *excluded(plan)]
 
@@ -96,13 +96,17 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
 # ------------------------------------------------------------------------------------------------------ numbers
 
 
-def around(wanted: int, legal: Iterable[int]) -> str:
-    """The nearest legal numbers below and above, in words."""
+def neighbours(wanted: int, legal: Iterable[int]) -> list[int]:
+    """The nearest legal numbers below and above; the number itself where it is legal."""
     values = sorted(set(legal))
     if wanted in values:
-        return str(wanted)
-    below, above = [v for v in values if v < wanted][-1:], [v for v in values if v > wanted][:1]
-    return " or ".join(map(str, below + above))
+        return [wanted]
+    return [v for v in values if v < wanted][-1:] + [v for v in values if v > wanted][:1]
+
+
+def around(wanted: int, legal: Iterable[int]) -> str:
+    """The neighbours in words."""
+    return " or ".join(map(str, neighbours(wanted, legal)))
 
 
 def _divisors(number: int) -> list[int]:
@@ -123,10 +127,10 @@ def degrees_for(layout: Layout, world_size: int) -> list[str]:
     return [f"layout.{axis} = {world_size // rest}" for axis, rest in others.items() if world_size % rest == 0]
 
 
-def nearest_worlds(layout: Layout, world_size: int) -> str:
-    """The nearest world sizes that the layout reaches by its data degree alone."""
+def nearest_worlds(layout: Layout, world_size: int) -> list[int]:
+    """The nearest world sizes, below and above, that the layout reaches by its data degree alone."""
     rest = layout.world_size // layout.data
-    return around(world_size, (rest * n for n in (max(1, world_size // rest), world_size // rest + 1)))
+    return neighbours(world_size, (rest * n for n in (max(1, world_size // rest), world_size // rest + 1)))
 
 
 # -------------------------------------------------------------------------------------------------------- rules
@@ -140,7 +144,8 @@ def other_world(plan: Plan, world: World) -> list[Conflict]:
     used = {axis: degree for axis, degree in plan.layout.model_dump().items() if degree > 1}
     degrees = ", ".join(f"{axis} = {degree}" for axis, degree in used.items()) or "data = 1"
     ways = degrees_for(layout, world.size)
-    change = f"write {', or '.join(ways)}" if ways else f"{nearest_worlds(layout, world.size)} with another layout.data"
+    near = [str(size) for size in nearest_worlds(layout, world.size) if size != layout.world_size]
+    change = f"write {', or '.join(ways)}" if ways else f"{' or '.join(near)} with another layout.data"
     return [
         Conflict(
             "layout",
@@ -151,16 +156,19 @@ def other_world(plan: Plan, world: World) -> list[Conflict]:
     ]
 
 
-def _data_ranks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    ranks = plan.layout.data * plan.layout.shard
+def too_many_data_ranks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    """The conflict between the ranks that compute grains and the grains, if there are more ranks."""
+    ranks, shard = plan.layout.data * plan.layout.shard, plan.layout.shard
     if ranks <= facts.num_grains:
         return
-    legal = legal_data_degrees(facts.num_grains)
+    most = facts.num_grains // shard
+    with_shard = f"; with layout.shard = {shard}, layout.data = {most} at most" if shard > 1 and most else ""
     yield Conflict(
         "layout.data",
         f"{ranks} data ranks for a job of grains={facts.num_grains}",
         "a grain is computed by one rank, so a job has at most as many data ranks (data x shard) as grains",
-        f"use {legal} data ranks, or Job(grains={ranks}) (which changes the run)",
+        f"use {legal_data_degrees(facts.num_grains)} data ranks{with_shard}, "
+        f"or Job(grains={ranks}) (which changes the run)",
     )
 
 
@@ -287,22 +295,23 @@ def _quoted(names: list[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
-def fits(schedule: str, pipeline: int, stages: int, microbatches: int) -> bool:
-    """Whether a schedule can run so many microbatches through so many stages on so many ranks.
+def fits(schedule: str, pipeline: int, microbatches: int) -> bool:
+    """Whether so many microbatches are what a schedule on so many ranks is defined for, in a full step.
 
-    Source: the checks of torch.distributed.pipelining.schedules (2.13): 1F1B needs a microbatch for every stage; the
-    interleaved ones run in rounds of at least a microbatch a rank, all equal.
+    1f1b and zero_bubble fill the pipeline before the first backward: a microbatch for every rank. interleaved_1f1b runs
+    in equal rounds of a microbatch a rank at least. Source: Narayanan et al., arXiv 2104.04473, and the checks of
+    torch.distributed.pipelining.schedules. The short step at the end of the data may have any number.
     """
-    if schedule == "1f1b":
-        return microbatches >= stages
-    if schedule in ("interleaved_1f1b", "zero_bubble"):
+    if schedule in ("1f1b", "zero_bubble"):
+        return microbatches >= pipeline
+    if schedule == "interleaved_1f1b":
         return microbatches % max(1, microbatches // pipeline) == 0
     return True
 
 
 def _fits(plan: Plan, facts: ModelFacts) -> bool:
-    schedule, pipeline, stages = plan.pipeline.schedule, plan.layout.pipeline, _num_stages(plan)
-    return all(fits(schedule, pipeline, stages, count) for count in num_microbatches(plan, facts))
+    schedule, pipeline = plan.pipeline.schedule, plan.layout.pipeline
+    return all(fits(schedule, pipeline, count) for count in num_microbatches(plan, facts))
 
 
 def legal_grains_per_microbatch(plan: Plan, facts: ModelFacts) -> list[int]:
@@ -312,26 +321,21 @@ def legal_grains_per_microbatch(plan: Plan, facts: ModelFacts) -> list[int]:
 
 
 def _microbatches(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    if plan.layout.pipeline == 1 or plan.layout.data * plan.layout.shard > facts.num_grains or _fits(plan, facts):
-        return
-    schedule, stages = plan.pipeline.schedule, _num_stages(plan)
+    schedule, pipeline = plan.pipeline.schedule, plan.layout.pipeline
     ranks = plan.layout.data * plan.layout.shard
+    if pipeline == 1 or ranks > facts.num_grains or _fits(plan, facts):
+        return
     counts = " or ".join(map(str, num_microbatches(plan, facts)))
     per = plan.batch.grains_per_microbatch or -(-facts.num_grains // ranks)
     legal = legal_grains_per_microbatch(plan, facts)
-    ways = [f"batch.grains_per_microbatch = {around(per, legal)}"] if legal else []
-    need = (
-        f"1f1b needs at least as many as stages, {stages}"
-        if schedule == "1f1b"
-        else f"{schedule} runs them in equal rounds of at least layout.pipeline = {plan.layout.pipeline}"
-    )
-    grains = -(-facts.num_grains // (ranks * stages)) * ranks * stages
-    ways += ['pipeline.schedule = "gpipe"'] if plan.pipeline.stages_per_rank == 1 else []
-    ways += [] if legal else [f"Job(grains={grains}) (which changes the run)"]
+    grains = -(-facts.num_grains // (ranks * pipeline)) * ranks * pipeline
+    fewer = f"batch.grains_per_microbatch = {around(per, legal)}"
     yield Conflict(
         "pipeline.schedule",
         f"{shown(plan, 'pipeline.schedule')} with {counts} microbatches a step "
         f"({facts.num_grains} grains over {ranks} data ranks, {per} a microbatch)",
-        need,
-        ", or ".join(ways),
+        f"it runs them in equal rounds of at least layout.pipeline = {pipeline}"
+        if schedule == "interleaved_1f1b"
+        else f"it needs a microbatch for every rank of layout.pipeline = {pipeline}",
+        f'{fewer if legal else f"Job(grains={grains}) (which changes the run)"}, or pipeline.schedule = "gpipe"',
     )

@@ -6,8 +6,15 @@ import warnings
 from dataclasses import dataclass
 
 from shoal.errors import PlanError, SettingWarning, nearest
-from shoal.grains import legal_data_degrees
-from shoal.plan.legal import ModelFacts, World, legal_grains_per_microbatch, nearest_worlds, other_world, refuse
+from shoal.plan.legal import (
+    ModelFacts,
+    World,
+    legal_grains_per_microbatch,
+    nearest_worlds,
+    other_world,
+    refuse,
+    too_many_data_ranks,
+)
 from shoal.plan.plan import Plan
 
 # What `--precision` names: parameters, compute, reduce, loss_scale. Autocast where compute differs from parameters.
@@ -62,13 +69,8 @@ def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int |
     `max_microbatch` is a wish in samples: the microbatch becomes as many whole grains as fit in it, at least one.
     Raises: PlanError where the job's grains do not allow the layout.
     """
+    refuse(list(too_many_data_ranks(plan, ModelFacts(num_grains, grain_size))))
     ranks = plan.layout.data * plan.layout.shard
-    if ranks > num_grains:
-        raise PlanError(
-            given=f"{ranks} data ranks for a job of grains={num_grains}",
-            conflict="a grain is computed by one rank, so a job has at most as many data ranks as grains",
-            remedy=f"use {legal_data_degrees(num_grains)} data ranks, or Job(grains={ranks}) (which changes the run)",
-        )
     share = -(-num_grains // ranks)
     wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, num_grains, grain_size) or share
     if max_microbatch is not None:
@@ -125,11 +127,12 @@ def _on_devices(plan: Plan, devices: int) -> Plan:
     """The plan with the data degree that makes so many processes. Raises: PlanError where none does."""
     rest = plan.degrees.world_size // plan.layout.data
     if devices % rest:
+        near = " or ".join(map(str, nearest_worlds(plan.degrees, devices)))
         others = {axis: degree for axis, degree in plan.layout.model_dump().items() if axis != "data" and degree > 1}
         raise PlanError(
             given=f"--devices {devices} for a layout of {', '.join(f'{a} = {d}' for a, d in others.items())}",
             conflict=f"these degrees make groups of {rest} processes",
-            remedy=f"write --devices {nearest_worlds(plan.degrees, devices)}, or give another --plan",
+            remedy=f"write --devices {near}, or give another --plan",
         )
     return plan.with_sections(layout={"data": devices // rest})
 
