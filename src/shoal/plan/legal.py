@@ -86,7 +86,7 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     if heads is not None and tensor > heads:
         yield (
             f"layout.tensor = {tensor}: attention has {heads} heads and stays whole on every rank; "
-            f"up to layout.tensor = {around(tensor, _divisors(heads))} it is divided too"
+            f"layout.tensor = {heads} or less divides it too"
         )
     counts = num_microbatches(plan, facts)
     if plan.layout.pipeline > 1 and max(counts) == 1:
@@ -173,17 +173,17 @@ def too_many_data_ranks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
 
 
 def _tensor_width(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    tensor = plan.layout.tensor
+    """More places than heads leave attention whole, which is noted; more than any layer has rows divide nothing."""
+    tensor, heads = plan.layout.tensor, facts.num_heads
     widest = max(facts.widths, default=None)
     if tensor == 1 or widest is None or tensor <= widest:
         return
-    heads = f" and attention {facts.num_heads} heads" if facts.num_heads is not None else ""
-    legal = _divisors(facts.num_heads or widest)
+    whole = f"; {heads} at most where attention is to be divided too" if heads is not None else ""
     yield Conflict(
         "layout.tensor",
         shown(plan, "layout.tensor"),
-        f"the widest layer has {widest} rows or columns to cut{heads}",
-        f"layout.tensor = {around(tensor, legal)}",
+        f"the widest layer has {widest} rows or columns" + (f", and attention {heads} heads" if heads else ""),
+        f"layout.tensor = {widest} at most{whole}",
     )
 
 

@@ -11,6 +11,7 @@ from shoal.plan.legal import (
     World,
     legal_grains_per_microbatch,
     nearest_worlds,
+    num_microbatches,
     other_world,
     refuse,
     too_many_data_ranks,
@@ -138,7 +139,17 @@ def _on_devices(plan: Plan, devices: int) -> Plan:
 
 
 def _fewest_microbatches(plan: Plan, num_grains: int, grain_size: int) -> int:
-    """The most grains in a microbatch with which a pipeline's schedule is legal; 0 where there is none to choose."""
+    """Grains in a microbatch: as few microbatches as the pipeline's schedule allows, one a rank at least, and even.
+
+    0 where the plan has no pipeline, or its schedule is not legal with any number.
+    """
     if plan.layout.pipeline == 1:
         return 0
-    return max(legal_grains_per_microbatch(plan, ModelFacts(num_grains, grain_size)), default=0)
+    facts = ModelFacts(num_grains, grain_size)
+    counts = {
+        per: num_microbatches(plan.with_sections(batch={"grains_per_microbatch": per}), facts)
+        for per in legal_grains_per_microbatch(plan, facts)
+    }
+    filling = {per: found for per, found in counts.items() if min(found) >= plan.layout.pipeline} or counts
+    fewest = filling[max(filling)] if filling else ()
+    return min((per for per, found in filling.items() if found == fewest), default=0)
