@@ -72,11 +72,14 @@ def refuse(found: list[Conflict]) -> None:
     """Raises: PlanError with all of them, a line each, where there are any."""
     if not found:
         return
-    several = len(found) > 1
+
+    def named(key: str, text: str) -> str:
+        return text if len(found) == 1 or text.startswith(f"{key} = ") else f"{key}: {text}"
+
     raise PlanError(
         given="\n".join(dict.fromkeys(c.given for c in found)),
-        conflict="\n".join(f"{c.key}: {c.conflict}" if several else c.conflict for c in found),
-        remedy="\n".join(f"{c.key}: {c.remedy}" if several else c.remedy for c in found),
+        conflict="\n".join(named(c.key, c.conflict) for c in found),
+        remedy="\n".join(named(c.key, c.remedy) for c in found),
     )
 
 
@@ -332,7 +335,7 @@ def _microbatches(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     fewer = f"batch.grains_per_microbatch = {around(per, legal)}"
     yield Conflict(
         "pipeline.schedule",
-        f"{shown(plan, 'pipeline.schedule')} with {counts} microbatches a step "
+        f"{shown(plan, 'pipeline.schedule')} with {counts} microbatch{'' if counts == '1' else 'es'} a step "
         f"({facts.num_grains} grains over {ranks} data ranks, {per} a microbatch)",
         f"it runs them in equal rounds of at least layout.pipeline = {pipeline}"
         if schedule == "interleaved_1f1b"
