@@ -73,7 +73,8 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
 
 
 def _train(request: RunRequest, environment: Environment, signals: Signals, course: _Course) -> ExitCode:
-    prepare_process(request.plan.execution.exact, max(1, cores_here() // environment.local_world_size))
+    threads = max(1, cores_here() // environment.local_world_size)
+    prepare_process(request.plan.execution.exact, threads, request.plan.shards_model)
     loaded = load(request.job)
     plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
     with open_mesh(environment, plan.degrees) as mesh:
