@@ -1,0 +1,274 @@
+"""The tensor axis: a model of which each rank holds slices computes what the whole one does, and learns the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from examples.models import GPT, LeNet, ResNet18
+from torch import Tensor, nn
+
+import shoal
+from shoal.environment import Environment
+from shoal.errors import PlanError
+from shoal.grains import Grain
+from shoal.mesh import open_mesh
+from shoal.plan.layout import Layout
+from shoal.randomness import GrainScope
+from shoal.strategies.tensor_collectives import TensorAxis
+from shoal.strategies.tensor_parallel import TensorParallel, divide_model
+from shoal.verification.fork import forked
+
+pytestmark = pytest.mark.ranks
+
+# Everything is computed in float64; transformers goes through float32 in some norms.
+EXACT, THROUGH_FLOAT32 = 1e-9, 1e-5
+ROWS = 4
+Case = Callable[[], tuple[nn.Module, Any, Any]]
+
+
+def language(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    found = model(batch[0])
+    logits = found if isinstance(found, Tensor) else found.logits
+    return shoal.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def images(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    found = model(batch[0])
+    return shoal.cross_entropy(found if isinstance(found, Tensor) else found.logits, batch[1])
+
+
+def squares(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    return shoal.mse(model(batch[0]), batch[1])
+
+
+def tokens(vocabulary: int, length: int = 9) -> tuple[Tensor, Tensor]:
+    found = torch.randint(vocabulary, (ROWS, length + 1))
+    return found[:, :-1], found[:, 1:]
+
+
+def pictures(size: int, channels: int = 1, classes: int = 10) -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, channels, size, size, dtype=torch.float64), torch.randint(classes, (ROWS,))
+
+
+def gpt() -> tuple[nn.Module, Any, Any]:
+    return GPT(layers=2, width=32, heads=4, block=16, dropout=0.1), language, tokens(256)
+
+
+def lenet() -> tuple[nn.Module, Any, Any]:
+    return LeNet(), images, pictures(28)
+
+
+def resnet() -> tuple[nn.Module, Any, Any]:
+    return ResNet18(), images, pictures(28)
+
+
+class Perceptron(nn.Module):
+    """Gated, with dropout on what is a slice, and a scale for each feature of the slice's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(10)
+        self.gate, self.up = nn.Linear(10, 24), nn.Linear(10, 24, bias=False)
+        self.dropout = nn.Dropout(0.3)
+        self.down = nn.Linear(24, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.down(self.dropout(F.silu(self.gate(x)) * self.up(x)))
+
+
+def perceptron() -> tuple[nn.Module, Any, Any]:
+    return Perceptron(), squares, (torch.randn(ROWS, 5, 10).double(), torch.randn(ROWS, 5, 10).double())
+
+
+class Stubborn(nn.Module):
+    """Writes the number of heads and the width into its views, and shares one matrix among query, key and value."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.n_head, self.n_embd = 6, 24
+        self.embed = nn.Embedding(50257, 24)
+        self.c_attn = nn.Linear(24, 72)
+        self.c_proj = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 50257, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        batch, length, width = x.size()
+        q, k, v = self.c_attn(F.layer_norm(x, (24,))).split(self.n_embd, dim=2)
+        q, k, v = (t.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))
+        return self.head(F.layer_norm(x, (24,)))
+
+
+def stubborn() -> tuple[nn.Module, Any, Any]:
+    return Stubborn(fused=True), language, tokens(50257)
+
+
+class Mixed(nn.Module):
+    """What cannot be cut, next to what can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 12, padding_idx=13)
+        self.small = nn.Embedding(20, 12, max_norm=1.0)
+        self.lstm = nn.LSTM(12, 8, batch_first=True)
+        self.conv = nn.Conv1d(8, 7, 3, padding=1)
+        self.depthwise = nn.Conv1d(7, 7, 3, padding=1, groups=7)
+        self.attention = nn.MultiheadAttention(7, 1, batch_first=True)
+        self.head = nn.Linear(7, 20)
+        self.scale = nn.Linear(20, 20)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, _ = self.lstm(self.embed(ids) + self.small(ids))
+        x = self.depthwise(self.conv(x.transpose(1, 2)).relu()).transpose(1, 2)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(x) @ self.scale.weight
+
+
+def mixed() -> tuple[nn.Module, Any, Any]:
+    return Mixed(), language, tokens(20)
+
+
+def hugging_face(name: str, **config: Any) -> Callable[[], tuple[nn.Module, Any, Any]]:
+    def make() -> tuple[nn.Module, Any, Any]:
+        transformers = pytest.importorskip("transformers")
+        kind, task = name.split("/")
+        given = getattr(transformers, f"{kind}Config")(num_hidden_layers=2, **{"vocab_size": 61, **config})
+        model = getattr(transformers, f"{kind}For{task}")(given)
+        if kind == "ViT":
+            return model, images, pictures(16, 3, 2)
+        return model, language, tokens(61)
+
+    return make
+
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 44}
+llama = hugging_face("Llama/CausalLM", num_key_value_heads=2, **SIZES)
+qwen = hugging_face("Qwen3/CausalLM", num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, **SIZES)
+bert = hugging_face("Bert/MaskedLM", attention_probs_dropout_prob=0.0, **SIZES)
+vit = hugging_face("ViT/ImageClassification", image_size=16, patch_size=8, **SIZES)
+phi = hugging_face("Phi3/CausalLM", num_key_value_heads=2, pad_token_id=0, **SIZES)
+
+
+def gpt2() -> tuple[nn.Module, Any, Any]:
+    return hugging_face(
+        "GPT2/LMHead", n_embd=32, n_head=4, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, n_positions=16
+    )()
+
+
+def gpt2_with_dropout() -> tuple[nn.Module, Any, Any]:
+    return hugging_face("GPT2/LMHead", n_embd=32, n_head=4, bos_token_id=0, eos_token_id=0, n_positions=16)()
+
+
+# By case: pairs that a model must be found to have on 2 and on 3 ranks, and how exact it is.
+CASES: dict[str, tuple[Case, dict[int, int], float]] = {
+    "gpt": (gpt, {2: 4, 3: 4}, EXACT),
+    "lenet": (lenet, {2: 1, 3: 1}, EXACT),
+    "resnet": (resnet, {2: 0, 3: 0}, EXACT),
+    "perceptron": (perceptron, {2: 1, 3: 1}, EXACT),
+    "stubborn": (stubborn, {2: 0, 3: 0}, EXACT),
+    "mixed": (mixed, {2: 0, 3: 0}, EXACT),
+    "llama": (llama, {2: 4, 3: 2}, THROUGH_FLOAT32),
+    "qwen": (qwen, {2: 4, 3: 2}, THROUGH_FLOAT32),
+    "bert": (bert, {2: 4, 3: 4}, THROUGH_FLOAT32),
+    "vit": (vit, {2: 4, 3: 4}, THROUGH_FLOAT32),
+    "phi": (phi, {2: 2, 3: 2}, THROUGH_FLOAT32),
+    "gpt2": (gpt2, {2: 4, 3: 4}, THROUGH_FLOAT32),
+    "gpt2 with dropout": (gpt2_with_dropout, {2: 2, 3: 2}, THROUGH_FLOAT32),
+}
+
+
+def trained(model: nn.Module, loss: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    with GrainScope(3, 1, [Grain(0, 0, 2), Grain(1, 2, 2)]):
+        total, _ = loss(model, batch)
+        total.backward()
+    return total.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assemble(local: dict[str, Tensor], division: TensorParallel, summed: tuple[str, ...] = ()) -> dict[str, Tensor]:
+    found = {}
+    for name, tensor in local.items():
+        part = division.parts[name]
+        if part.is_whole:
+            whole = tensor.clone()
+            if name in summed:
+                dist.all_reduce(whole)
+        else:
+            whole = torch.zeros(part.shape, dtype=tensor.dtype)
+            part.put(whole, tensor)
+            dist.all_reduce(whole)
+        found[name] = whole
+    return found
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    floor = 0.01 * max(float(t.norm()) for t in wanted.values())
+    for name, value in wanted.items():
+        distance = float((found[name].double() - value.double()).norm())
+        assert distance <= tolerance * max(float(value.norm()), floor), (name, distance, float(value.norm()))
+
+
+def in_ranks(world_size: int, work: Callable[[TensorAxis], Any], folder: Path) -> list[Any]:
+    def rank(environment: Environment) -> None:
+        layout = Layout(tensor=world_size)
+        with open_mesh(environment, layout) as mesh:
+            torch.manual_seed(11)
+            told = work(TensorAxis(world_size, mesh.rank))
+            (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told))
+
+    with forked(world_size, rank, folder) as wait:
+        wait()
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
+
+
+def check(case: Case, tolerance: float) -> Callable[[TensorAxis], Any]:
+    def work(axis: TensorAxis) -> Any:
+        model, loss, batch = case()
+        model.double()
+        whole = copy.deepcopy(model)
+        names = [name for name, _ in model.named_parameters()]
+        division = divide_model(model, axis, loss, batch)
+        assert [name for name, _ in model.named_parameters()] == names == list(division.parts)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.01) for m in (whole, model)]
+        for _ in range(2):
+            wanted_loss, wanted = trained(whole, loss, batch)
+            found_loss, own = trained(model, loss, batch)
+            assert abs(found_loss - wanted_loss) <= tolerance * abs(wanted_loss), (found_loss, wanted_loss)
+            gradients = assemble(own, division, division.partial)
+            assert_close(gradients, wanted, tolerance)
+            for name, parameter in model.named_parameters():
+                assert parameter.shape == division.parts[name].local_shape
+                if name in division.partial:
+                    parameter.grad = gradients[name]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            values = {name: p.detach() for name, p in model.named_parameters()}
+            assert_close(assemble(values, division), {n: p.detach() for n, p in whole.named_parameters()}, tolerance)
+        return division.description
+
+    return work
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_the_training_of_one_process(name: str, world_size: int, tmp_path: Path) -> None:
+    case, pairs, tolerance = CASES[name]
+    if case not in (gpt, lenet, resnet, perceptron, stubborn, mixed):
+        pytest.importorskip("transformers", reason="transformers is not installed")
+        case()  # imports here what each rank would import for itself
+    told = in_ranks(world_size, check(case, tolerance), tmp_path / "ranks")
+    assert all(found == told[0] for found in told)
+    assert sum("cut along its inputs" in line for line in told[0]) == pairs[world_size], "\n".join(told[0])
