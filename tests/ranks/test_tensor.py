@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.environment import Environment
-from shoal.errors import PlanError
 from shoal.grains import Grain
 from shoal.mesh import open_mesh
 from shoal.plan.layout import Layout
@@ -239,7 +237,7 @@ def check(case: Case, tolerance: float) -> Callable[[TensorAxis], Any]:
         model.double()
         whole = copy.deepcopy(model)
         names = [name for name, _ in model.named_parameters()]
-        division = divide_model(model, axis, loss, batch)
+        division = divide_model(model, axis, loss, lambda: batch)
         assert [name for name, _ in model.named_parameters()] == names == list(division.parts)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.01) for m in (whole, model)]
         for _ in range(2):

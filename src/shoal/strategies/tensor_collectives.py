@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.mesh import Mesh
+
 
 @dataclass(frozen=True)
 class TensorAxis:
@@ -21,6 +23,11 @@ class TensorAxis:
     degree: int
     place: int
     group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> TensorAxis:
+        """The axis that a rank of a mesh is on."""
+        return cls(mesh.layout.tensor, mesh.layout.coordinate(mesh.rank).tensor, mesh.group("tensor"))
 
     def __deepcopy__(self, memo: Any) -> TensorAxis:
         """Itself: a copied layer talks to the same ranks."""

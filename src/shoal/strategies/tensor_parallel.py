@@ -6,6 +6,7 @@ rank and gets the same gradient there. See docs/decisions/0011-tensor-parallel.m
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,17 +55,17 @@ def divide_model(
     model: nn.Module,
     axis: TensorAxis,
     loss: Callable[[nn.Module, Any], Any],
-    batch: Any,
+    batch: Callable[[], Any],
     values: Values | None = None,
 ) -> TensorParallel:
     """Divides `model` in place; on the meta device too, where `values` gives initial values by name.
 
-    `batch` is a small one for which `loss(model, batch)` is followed without computing anything; what it says of one
-    place of the axis is told to the others. Collective: the axis, two broadcasts.
+    `batch()` is a small one for which `loss(model, batch)` is followed without computing anything, on the first place
+    of the axis. Collective: the axis, two broadcasts.
     Raises: on every rank, PlanError where the loss cannot be followed or nothing can be cut.
     """
     given = values if values is not None else _own_values(model)
-    plan = _told(axis, lambda: decide(model, follow(model, loss, batch, given, axis.degree), given, axis.degree))
+    plan = _told(axis, lambda: decide(model, follow(model, loss, batch(), given, axis.degree), given, axis.degree))
     return apply(model, plan, axis)
 
 
@@ -184,6 +185,14 @@ def _replace(model: nn.Module, names: dict[int, str], parts: dict[str, Part]) ->
                 own = parts[names[id(held)]].take(held.detach()).clone()
                 made[id(held)] = nn.Parameter(own, requires_grad=held.requires_grad)
             module._parameters[attribute] = made[id(held)]
+
+
+def wholes(division: TensorParallel, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor] | None]:
+    """For each module that gives slices: what makes the whole of one, if anything does."""
+    return {
+        name: None if found is None else functools.partial(whole_slice, found=found, axis=axis)
+        for name, found in division.slices.items()
+    }
 
 
 def whole_slice(tensor: Tensor, found: Slice, axis: TensorAxis) -> Tensor:
