@@ -143,7 +143,7 @@ def hugging_face(name: str, **config: Any) -> Callable[[], tuple[nn.Module, Any,
         transformers = pytest.importorskip("transformers")
         kind, task = name.split("/")
         given = getattr(transformers, f"{kind}Config")(num_hidden_layers=2, **{"vocab_size": 61, **config})
-        model = getattr(transformers, f"{kind}For{task}")(given)
+        model = getattr(transformers, f"{kind}{task}")(given)
         if kind == "ViT":
             return model, images, pictures(16, 3, 2)
         return model, language, tokens(61)
@@ -152,21 +152,21 @@ def hugging_face(name: str, **config: Any) -> Callable[[], tuple[nn.Module, Any,
 
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 44}
-llama = hugging_face("Llama/CausalLM", num_key_value_heads=2, **SIZES)
-qwen = hugging_face("Qwen3/CausalLM", num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, **SIZES)
-bert = hugging_face("Bert/MaskedLM", attention_probs_dropout_prob=0.0, **SIZES)
-vit = hugging_face("ViT/ImageClassification", image_size=16, patch_size=8, **SIZES)
-phi = hugging_face("Phi3/CausalLM", num_key_value_heads=2, pad_token_id=0, **SIZES)
+llama = hugging_face("Llama/ForCausalLM", num_key_value_heads=2, **SIZES)
+qwen = hugging_face("Qwen3/ForCausalLM", num_key_value_heads=2, head_dim=8, tie_word_embeddings=True, **SIZES)
+bert = hugging_face("Bert/ForMaskedLM", attention_probs_dropout_prob=0.0, **SIZES)
+vit = hugging_face("ViT/ForImageClassification", image_size=16, patch_size=8, **SIZES)
+phi = hugging_face("Phi3/ForCausalLM", num_key_value_heads=2, pad_token_id=0, **SIZES)
 
 
 def gpt2() -> tuple[nn.Module, Any, Any]:
     return hugging_face(
-        "GPT2/LMHead", n_embd=32, n_head=4, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, n_positions=16
+        "GPT2/LMHeadModel", n_embd=32, n_head=4, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, n_positions=16
     )()
 
 
 def gpt2_with_dropout() -> tuple[nn.Module, Any, Any]:
-    return hugging_face("GPT2/LMHead", n_embd=32, n_head=4, bos_token_id=0, eos_token_id=0, n_positions=16)()
+    return hugging_face("GPT2/LMHeadModel", n_embd=32, n_head=4, bos_token_id=0, eos_token_id=0, n_positions=16)()
 
 
 # By case: pairs that a model must be found to have on 2 and on 3 ranks, and how exact it is.
