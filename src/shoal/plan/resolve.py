@@ -100,7 +100,7 @@ def refuse_unsupported(plan: Plan) -> None:
     if beyond:
         raise PlanError(
             given=", ".join(f"{key} = {asked!r}" for key, (asked, _) in beyond.items()),
-            conflict="this version executes the data axis and a sharded optimizer, with native collectives only",
+            conflict="this version does not execute that, and runs nothing as less than it asks for",
             remedy=", ".join(f"{key} = {known!r}" for key, (_, known) in beyond.items()),
         )
     if plan.precision.loss_scale != "none" and plan.precision.compute != "float16":

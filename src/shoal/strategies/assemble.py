@@ -50,11 +50,11 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
         from shoal.strategies.tensor_parallel import divide_model, wholes
 
         axis = TensorAxis.of(mesh)
-        found = divide_model(model, axis, lambda m, b: made.loss(m, precision.inputs(b)), made.batch, values.whole)
+        found = divide_model(model, axis, made.loss, lambda: precision.inputs(made.batch()), values.whole)
         parts |= found.parts
         partial |= dict.fromkeys(found.partial, ("tensor",))
         outputs |= wholes(found, axis)
-        notes += [f"tensor: {line}" for line in found.description]
+        notes += [f"tensor: {line}" for line in found.describe()]
     if shards_model(plan):
         from shoal.strategies.fully_sharded import shard  # half a second of torch, which other plans do not need
 
