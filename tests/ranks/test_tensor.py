@@ -415,6 +415,7 @@ def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> N
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "2 x data 2": {"layout": {"tensor": 2, "data": 2}},
     "2 x shard 2": {"layout": {"tensor": 2, "shard": 2}, "shard": {"level": "optimizer"}},
+    "2 x shard 2, parameters": {"layout": {"tensor": 2, "shard": 2}, "shard": {"level": "parameters"}},
 }
 
 
