@@ -18,7 +18,7 @@ from shoal.checkpoint.store import Store
 from shoal.computation import Computation, Computer
 from shoal.data.loader import Loader, MapLoader, Place
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource, open_source, small_batch
 from shoal.data.stream import StreamLoader
 from shoal.errors import JobError, ShoalError
 from shoal.evaluation import Evaluator
@@ -34,7 +34,7 @@ from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
 from shoal.step import StepParts
-from shoal.strategies.assemble import assemble, divide
+from shoal.strategies.assemble import Made, assemble, divide
 from shoal.strategies.base import Strategy
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
@@ -143,7 +143,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
     refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device)
-    holding = _hold(job, plan, mesh, precision)
+    source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
+    holding = _hold(job, plan, mesh, precision, source)
     model = holding.model
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
@@ -151,7 +152,6 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     strategy = assemble(plan, holding, parameters, job.grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, holding)
-    source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
     is_map = isinstance(source, MapSource)
     order = Order(
@@ -196,11 +196,12 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
-def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
+def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, source: MapSource | Iterable[Any]) -> Holding:
     """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
     if plan.divides_model:
         key = random_key(job.seed, "initial values")
-        return collectively(mesh, True, lambda: divide(functools.partial(make_model, job), key, plan, mesh, precision))
+        made = Made(functools.partial(make_model, job), key, job.loss, lambda: small_batch(source, job.collate))
+        return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
     model = together(mesh, lambda: build_model(job, precision))
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     return Holding(mesh, model, divides_state=plan.layout.shard > 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,8 +48,14 @@ class Holding:
         parts: Mapping[str, Part] | None = None,
         partial: Mapping[str, tuple[str, ...]] | None = None,
         divides_state: bool = False,
+        *,
+        outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None,
+        notes: Iterable[str] = (),
     ) -> None:
-        """`parts` of what is divided, by name; None where nothing is.
+        """`parts` of what is divided, by name; None where nothing is. `notes` say how and why, a line each.
+
+        `outputs`: for modules that give other tensors than in the whole model, by name: what makes these of them,
+        collectively over the ranks that compute the same grains, or None where nothing can.
 
         Collective: all ranks, a JSON gather, where they are given.
         """
@@ -57,6 +63,7 @@ class Holding:
         self.divided = parts is not None
         self.divides_state = divides_state or self.divided
         self.partial = dict(partial or {})
+        self.outputs, self.notes = dict(outputs or {}), tuple(notes)
         self._parts = dict(parts or {})
         self._told: list[dict[str, Any]] = []
         if self.divided:

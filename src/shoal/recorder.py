@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,23 @@ from shoal.strategies.base import Strategy
 from shoal.trace import Part, StepTrace, digest, fingerprint, state_by_key, write
 
 INPUT = "(batch)"
+# What makes the tensor of the whole model of the one that a module gives here.
+Whole = Callable[[Tensor], Tensor]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class ForwardRecorder:
     """Fingerprints of what each module of a model gives, a grain at a time; for engine and reference alike."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self, model: nn.Module, outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None
+    ) -> None:
+        """`outputs` of a divided model, as Holding has them."""
         self.found: dict[str, dict[int, list[float]]] = {}
+        self._outputs = outputs or {}
         self._microbatch: Microbatch | None = None
         self._calls: Counter[str] = Counter()
         names = {module: name or "(model)" for name, module in model.named_modules()}
@@ -45,14 +56,15 @@ class ForwardRecorder:
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._microbatch is not None:
+            whole = self._outputs.get(name, _same)
+            if self._microbatch is not None and whole is not None:
                 self._calls[name] += 1
                 call = self._calls[name]
-                self._note(name if call == 1 else f"{name}#{call}", output)
+                self._note(name if call == 1 else f"{name}#{call}", output, whole)
 
         return hook
 
-    def _note(self, call: str, value: Any) -> None:
+    def _note(self, call: str, value: Any, whole: Whole = _same) -> None:
         microbatch = self._microbatch
         assert microbatch is not None
         rows = [grain.size for grain in microbatch.grains]
@@ -62,7 +74,7 @@ class ForwardRecorder:
                 if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows) or leaf.is_complex():
                     continue
                 name = call if number == 0 else f"{call}[{number}]"
-                for grain, numbers in zip(microbatch.grains, fingerprint(leaf, rows), strict=True):
+                for grain, numbers in zip(microbatch.grains, fingerprint(whole(leaf), rows), strict=True):
                     self.found.setdefault(name, {})[grain.index] = numbers
 
     def close(self) -> None:
@@ -113,7 +125,7 @@ class Recorder(Observer):
         self._named = [(name, p) for name, p in holding.parameters() if p.requires_grad]
         # What is summed in the backward, or of a part of the model only, is not the gradient of a rank's grains.
         self._own = OwnGradients([] if holding.divided else self._named)
-        self._forward = ForwardRecorder(holding.model)
+        self._forward = ForwardRecorder(holding.model, holding.outputs)
         self._trace = StepTrace(-1)
         self._state()
         write(self._folder, self._trace, self._rank)

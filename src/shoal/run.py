@@ -234,6 +234,8 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
         f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
         f"model of {engine.num_parameters:,} parameters"
     )
+    for note in engine.holding.notes:
+        reporter.note(f"  {note}")
     if request.steps is not None and request.steps > engine.order.num_steps:
         reporter.note(
             f"  length      {request.steps} steps, beyond the job's own {engine.order.num_steps}: "

@@ -32,5 +32,6 @@ STRATEGIES: dict[str, Use] = {
     "DataParallel": Use("DataParallel"),
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
     "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
+    "tensor axis": Use("DataParallel", "tensor"),
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.
 }

@@ -87,7 +87,7 @@ def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int |
 def refuse_unsupported(plan: Plan) -> None:
     """Raises: PlanError naming everything in the plan that this version does not execute; never runs it as less."""
     wants = {
-        "layout.tensor": (plan.layout.tensor, 1),
+        "execution.exact": (plan.execution.exact and plan.layout.tensor > 1, False),
         "layout.pipeline": (plan.layout.pipeline, 1),
         "layout.context": (plan.layout.context, 1),
         "memory.recompute": (plan.memory.recompute, "none"),
@@ -99,7 +99,7 @@ def refuse_unsupported(plan: Plan) -> None:
     if beyond:
         raise PlanError(
             given=", ".join(f"{key} = {asked!r}" for key, (asked, _) in beyond.items()),
-            conflict="this version executes the data axis and a sharded optimizer, with native collectives only",
+            conflict="this version does not execute that, and runs nothing as less than it asks for",
             remedy=", ".join(f"{key} = {known!r}" for key, (_, known) in beyond.items()),
         )
     if plan.precision.loss_scale != "none" and plan.precision.compute != "float16":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +20,48 @@ from shoal.strategies.base import Mark, Strategy
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
 from shoal.strategies.materialise import materialise
 from shoal.strategies.sharded import ShardedOptimizer
+from shoal.strategies.tensor_collectives import TensorAxis
 
 
-def divide(make: Callable[[], nn.Module], key: int, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
-    """What this rank holds of the model that `make` constructs under the seed `key`; nowhere is there the whole.
+@dataclass(frozen=True)
+class Made:
+    """How a model comes about and what it is for: its constructor, the seed's key, the loss, and a small batch."""
 
-    Collective: all ranks, a JSON gather.
+    make: Callable[[], nn.Module]
+    key: int
+    loss: Callable[[nn.Module, Any], Any]
+    batch: Callable[[], Any]
+
+
+def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
+    """What this rank holds of a model; nowhere is there the whole. Collective: all ranks, a JSON gather.
+
+    And on the tensor axis two broadcasts.
     """
-    model, values = deferred(make, key)
+    model, values = deferred(made.make, made.key)
     if precision.parameters != torch.float32:
         model.to(precision.parameters)
     parts: dict[str, Part] = {}
     partial: dict[str, tuple[str, ...]] = {}
     absent: set[str] = set()
+    outputs: dict[str, Callable[[Tensor], Tensor] | None] = {}
+    notes: list[str] = []
+    if plan.layout.tensor > 1:
+        from shoal.strategies.tensor_parallel import divide_model, wholes
+
+        axis = TensorAxis.of(mesh)
+        found = divide_model(model, axis, made.loss, lambda: precision.inputs(made.batch()), values.whole)
+        parts |= found.parts
+        partial |= dict.fromkeys(found.partial, ("tensor",))
+        outputs |= wholes(found, axis)
+        notes += [f"tensor: {line}" for line in found.describe()]
     if plan.shards_model:
         from shoal.strategies.fully_sharded import shard  # half a second of torch, which other plans do not need
 
         shard(model, plan, mesh, precision)
     device = torch.device("cpu") if plan.shard.offload else mesh.device
     materialise(model, values.whole, parts, absent, device)
-    return Holding(mesh, model, parts, partial)
+    return Holding(mesh, model, parts, partial, outputs=outputs, notes=notes)
 
 
 def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_grains: int, mark: Mark) -> Strategy:
