@@ -20,11 +20,11 @@ from shoal.errors import PeerError
 from shoal.faults import is_lost_peer
 from shoal.plan.schedule import Action, Actions, Kind, actions
 from shoal.strategies.split_backward import Weights, backward_input, backward_weight, run_engine
-from shoal.strategies.stage_shapes import Blank
+from shoal.strategies.stage_trace import Blank
 from shoal.strategies.stages import Function, Passed, Stages
 from shoal.strategies.wires import Wires
 
-# The context of a microbatch's forward, and the same again of its backward, by the microbatch's number.
+# A new context for a microbatch's forward on a stage, which is entered again for the backward; by its number.
 Scope = Callable[[int], AbstractContextManager[Any]]
 
 
@@ -54,6 +54,7 @@ class _Kept:
     roots: list[GradientEdge | None] = field(default_factory=list)
     sent: list[Blank] = field(default_factory=list)
     total: Tensor | None = None
+    scope: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     rest: Weights | None = None
 
 
@@ -87,7 +88,7 @@ class Pipeline:
         Raises: what failed here, once this rank has done its part for the others. Collective: the pipeline's ranks.
         """
         lists = actions(self._schedule, self._wires.num_ranks, self._per_rank, len(work.batches))
-        weights = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+        weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
         self._run(work, lists[self._wires.place], weights)
 
     def _run(self, work: Work, own: Actions, weights: list[Tensor]) -> None:
@@ -135,7 +136,8 @@ class Pipeline:
             return values
 
         def act() -> list[Tensor]:
-            with work.scope(m):
+            kept.scope = work.scope(m)
+            with kept.scope:
                 passed = self._stages.forward(stage, work.function, work.batches[m], receive)
                 is_last = stage == self._num_stages - 1
                 kept.total = work.forwarded(m, passed.result if is_last else None)
@@ -200,7 +202,7 @@ class Pipeline:
         def act() -> list[Tensor | None]:
             if action.kind is Kind.BACKWARD:
                 work.before_backward(m, last)
-            with work.scope(m), self._again(work, action, kept):
+            with kept.scope, self._again(work, action, kept):
                 if action.kind is Kind.BACKWARD:
                     run_engine(roots, gradients)
                     found: list[Tensor | None] = [value.grad for value in inputs]
@@ -222,7 +224,7 @@ class Pipeline:
     def _weights(self, work: Work, action: Action, kept: _Kept, last: bool) -> None:
         assert kept.rest is not None
         work.before_backward(action.microbatch, last)
-        with work.scope(action.microbatch), self._again(work, action, kept):
+        with kept.scope, self._again(work, action, kept):
             backward_weight(kept.rest)
         work.backwarded(action.microbatch, last)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.strategies.stage_program import Step
 from shoal.strategies.stage_trace import Forward, written_by
 
 
@@ -34,9 +33,8 @@ class Followed(Protocol):
 class Watch(TorchFunctionMode):
     """Follows what stubs give, and what is computed from that, through one trial."""
 
-    def __init__(self, named: dict[str, Tensor], unwatched: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, named: dict[str, Tensor]) -> None:
         super().__init__()
-        self._unwatched = unwatched
         self._buffers = {id(t): name for name, t in named.items()}
         self._from: dict[int, str] = {}
         self._kept: list[Tensor] = []  # an id is a tensor's only as long as it lives
@@ -55,14 +53,16 @@ class Watch(TorchFunctionMode):
         finally:
             self._inside.pop()
 
-    def stub(self, name: str, forward: Forward, args: Any, kwargs: Any, dense: bool) -> Any:
-        """What the module gives, marked as coming from a stub."""
-        with torch._C.DisableTorchFunction(), self._unwatched():
-            output = forward(*args, **kwargs)
-        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+    def stub(self, step: Step, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """What stands for the module's output, marked as coming from a stub."""
+        arguments = tree_leaves((args, kwargs))
+        assert step.outline is not None
+        with torch._C.DisableTorchFunction():
+            output = step.outline.filled(arguments, dense=True)
+        given = {id(leaf) for leaf in arguments}
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and id(leaf) not in given:
-                self._mark(leaf, name)
+                self._mark(leaf, step.name)
         return output
 
     def _mark(self, tensor: Tensor, origin: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shoal.errors import PlanError
-from shoal.strategies.stage_trace import Call, Slot, Trace
+from shoal.strategies.stage_trace import Call, Outline, Slot, Trace
 
 
 class Do(StrEnum):
@@ -20,11 +20,20 @@ class Do(StrEnum):
 
 
 @dataclass(frozen=True)
+class Step:
+    """A call before a stage; `outline` is that of its output in the trace."""
+
+    name: str
+    do: Do
+    outline: Outline | None = None
+
+
+@dataclass(frozen=True)
 class Program:
     """A stage's calls until it begins, in order; `slots` cross into it, `ends_before` is where the next begins."""
 
     stage: int
-    steps: tuple[tuple[str, Do], ...]
+    steps: tuple[Step, ...]
     slots: tuple[Slot, ...]
     ends_before: str | None
     next_slots: tuple[Slot, ...]
@@ -58,14 +67,14 @@ def programs(trace: Trace, firsts: Sequence[str]) -> list[Program]:
     return found
 
 
-def _steps(trace: Trace, begin: Call) -> tuple[tuple[str, Do], ...]:
-    steps: list[tuple[str, Do]] = []
+def _steps(trace: Trace, begin: Call) -> tuple[Step, ...]:
+    steps: list[Step] = []
     stubbed_until = -1
     for call in trace.calls[: begin.number]:
         if call.enter < stubbed_until:
             continue
         if not _is_stubbed(call, begin):
-            steps.append((call.name, Do.RUN))
+            steps.append(Step(call.name, Do.RUN))
             continue
         if call.writes_into:
             raise PlanError(
@@ -74,8 +83,8 @@ def _steps(trace: Trace, begin: Call) -> tuple[tuple[str, Do], ...]:
                 remedy="return a new tensor from that module, or use layout.pipeline = 1",
             )
         stubbed_until = call.exit
-        steps.append((call.name, Do.DENSE if call.dense else Do.STUB))
-    return (*steps, (begin.name, Do.BEGIN))
+        steps.append(Step(call.name, Do.DENSE if call.dense else Do.STUB, call.outline))
+    return (*steps, Step(begin.name, Do.BEGIN))
 
 
 def _is_stubbed(call: Call, begin: Call) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,45 +10,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shoal.randomness import DrawCounter
-from shoal.strategies.stage_trace import fake_of, without_data
+from shoal.strategies.stage_trace import Blank, Outline, fake_of, without_data
 
 Forward = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Blank:
-    """A tensor's shape, dtype and device."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Blank:
-        """That of a tensor."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device)
-
-    def filled(self, dense: bool = False) -> Tensor:
-        """A tensor of NaN, or zeros where the dtype has none; one number in memory unless it is to be written into."""
-        is_float = self.dtype.is_floating_point or self.dtype.is_complex
-        one = torch.full((), float("nan") if is_float else 0, dtype=self.dtype, device=self.device)
-        one.requires_grad_(self.requires_grad and torch.is_grad_enabled())
-        whole = one.expand(self.shape)
-        return whole.clone() if dense else whole
-
-    def empty(self) -> Tensor:
-        """A tensor to receive into."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-@dataclass(frozen=True)
-class Outline:
-    """A module's output for arguments of one kind: blanks, the place of an argument given back, or other values."""
-
-    leaves: tuple[Blank | int | tuple[Any], ...]
-    spec: TreeSpec
-    num_draws: int
 
 
 class Shapes:
@@ -58,7 +21,7 @@ class Shapes:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._modules = dict(model.named_modules())
         self._device = device
-        self._known: dict[Any, Outline] = {}
+        self._known: dict[Any, tuple[Outline, int]] = {}
         self.is_running = False
 
     def output(self, name: str, forward: Forward, args: Any, kwargs: Any, dense: bool) -> tuple[Any, int]:
@@ -68,13 +31,7 @@ class Shapes:
         outline = self._known.get(key)
         if outline is None:
             outline = self._known[key] = self._run(name, forward, leaves, spec)
-        made = []
-        for leaf in outline.leaves:
-            if isinstance(leaf, Blank):
-                made.append(leaf.filled(dense))
-            else:
-                made.append(leaves[leaf] if isinstance(leaf, int) else leaf[0])
-        return tree_unflatten(made, outline.spec), outline.num_draws
+        return outline[0].filled(leaves, dense), outline[1]
 
     def _key(self, name: str, leaves: list[Any], spec: TreeSpec) -> Any:
         kind = self._device.type
@@ -88,7 +45,7 @@ class Shapes:
                 described.append(leaf if isinstance(leaf, int | float | str | bool | None) else type(leaf))
         return name, self._modules[name].training, torch.is_grad_enabled(), autocast, str(spec), tuple(described)
 
-    def _run(self, name: str, forward: Forward, leaves: list[Any], spec: TreeSpec) -> Outline:
+    def _run(self, name: str, forward: Forward, leaves: list[Any], spec: TreeSpec) -> tuple[Outline, int]:
         module = self._modules[name]
         self.is_running = True
         try:
@@ -99,12 +56,4 @@ class Shapes:
                     output = forward(*args, **kwargs)
         finally:
             self.is_running = False
-        places = {id(leaf): place for place, leaf in enumerate(given) if isinstance(leaf, Tensor)}
-        found, output_spec = tree_flatten(output)
-        described: list[Blank | int | tuple[Any]] = []
-        for leaf in found:
-            if not isinstance(leaf, Tensor):
-                described.append((leaf,))
-            else:
-                described.append(places[id(leaf)] if id(leaf) in places else Blank.of(leaf))
-        return Outline(tuple(described), output_spec, counter.count)
+        return Outline.of(output, given), counter.count

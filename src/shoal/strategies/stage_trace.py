@@ -16,13 +16,71 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 Forward = Callable[..., Any]
 
 # Reading one of these from a parameter needs it on its device, though not its values.
 _PLACES = {Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__, Tensor.get_device}  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A tensor's shape, dtype and device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Blank:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device)
+
+    def filled(self, dense: bool = False) -> Tensor:
+        """A tensor of NaN, or zeros where the dtype has none; one number in memory unless it is to be written into."""
+        is_float = self.dtype.is_floating_point or self.dtype.is_complex
+        one = torch.full((), float("nan") if is_float else 0, dtype=self.dtype, device=self.device)
+        one.requires_grad_(self.requires_grad and torch.is_grad_enabled())
+        whole = one.expand(self.shape)
+        return whole.clone() if dense else whole
+
+    def empty(self) -> Tensor:
+        """A tensor to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A module's output without its values: blanks, places of arguments that it gives back, or what is no tensor."""
+
+    leaves: tuple[Blank | int | tuple[Any], ...]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, output: Any, arguments: list[Any]) -> Outline:
+        """That of an output, where the call had these leaves of arguments."""
+        places = {id(leaf): place for place, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
+        leaves, spec = tree_flatten(output)
+        described: list[Blank | int | tuple[Any]] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                described.append((leaf,))
+            else:
+                described.append(places[id(leaf)] if id(leaf) in places else Blank.of(leaf))
+        return cls(tuple(described), spec)
+
+    def filled(self, arguments: list[Any], dense: bool) -> Any:
+        """An output for these leaves of arguments, without meaning."""
+        made = []
+        for leaf in self.leaves:
+            if isinstance(leaf, Blank):
+                made.append(leaf.filled(dense))
+            else:
+                made.append(arguments[leaf] if isinstance(leaf, int) else leaf[0])
+        return tree_unflatten(made, self.spec)
 
 
 @dataclass(frozen=True)
@@ -50,6 +108,7 @@ class Call:
     uses_parameters: bool = False
     writes_into: str = ""  # a value from outside that a stage would have to know of
     dense: bool = False  # its output is written into
+    outline: Outline | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +177,7 @@ class Tracer(TorchFunctionMode):
             self._open.pop()
         trace.end += 1
         call.exit = trace.end
+        call.outline = Outline.of(output, leaves)
         if self._open:
             self._open[-1].uses_parameters |= call.uses_parameters
         found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and id(leaf) not in call.argument_ids]

@@ -23,20 +23,20 @@ from shoal.errors import ShoalError, UserCodeError
 from shoal.randomness import active_scope
 from shoal.strategies.stage_check import LeakError, Watch
 from shoal.strategies.stage_cuts import chosen, leak, without
-from shoal.strategies.stage_program import Do, Program, holds, programs
-from shoal.strategies.stage_shapes import Blank, Shapes
-from shoal.strategies.stage_trace import Forward, Trace, Tracer, fake_of, without_data
+from shoal.strategies.stage_program import Do, Program, Step, holds, programs
+from shoal.strategies.stage_shapes import Shapes
+from shoal.strategies.stage_trace import Blank, Forward, Trace, Tracer, fake_of, without_data
 
 # (model, batch) -> anything; the loss and each metric.
 Function = Callable[[nn.Module, Any], Any]
 # Gives the tensors that stand for those of the stage before, which are like the given ones.
 Receive = Callable[[list[Blank]], list[Tensor]]
-# (name, forward, args, kwargs, whether the output is written into) -> what stands for the output.
-Stub = Callable[[str, Forward, Any, Any, bool], Any]
+# (the call's step, forward, args, kwargs) -> what stands for the output.
+Stub = Callable[[Step, Forward, Any, Any], Any]
 
 
-class _Left(BaseException):  # noqa: N818 - not an error: no `except Exception` of the user's may keep it
-    """Leaves the user's function where the next stage begins."""
+class _Left(BaseException):
+    """Leaves the user's function where the next stage begins; no `except Exception` of the user's keeps it."""
 
     def __init__(self, values: list[Tensor]) -> None:
         super().__init__()
@@ -70,16 +70,15 @@ class _Run:
             if self._stands_for:
                 args, kwargs = tree_map(self._real, (args, kwargs))
             return forward(*args, **kwargs)
-        if self._place == len(self._program.steps) or self._program.steps[self._place][0] != name:
+        if self._place == len(self._program.steps) or self._program.steps[self._place].name != name:
             raise _diverged(self._program, self._place, name)
-        do = self._program.steps[self._place][1]
+        step = self._program.steps[self._place]
         self._place += 1
-        if do is Do.RUN:
-            return forward(*args, **kwargs)
-        if do is Do.BEGIN:
+        if step.do in (Do.STUB, Do.DENSE):
+            return self._stub(step, forward, args, kwargs)
+        if step.do is Do.BEGIN:
             args, kwargs = self._begin(args, kwargs)
-            return forward(*args, **kwargs)
-        return self._stub(name, forward, args, kwargs, do is Do.DENSE)
+        return forward(*args, **kwargs)
 
     def _begin(self, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -166,8 +165,8 @@ class Stages:
             return forward(*args, **kwargs)
         return self._handler(name, forward, args, kwargs)
 
-    def _stub(self, name: str, forward: Forward, args: Any, kwargs: Any, dense: bool) -> Any:
-        output, num_draws = self._shapes.output(name, forward, args, kwargs, dense)
+    def _stub(self, step: Step, forward: Forward, args: Any, kwargs: Any) -> Any:
+        output, num_draws = self._shapes.output(step.name, forward, args, kwargs, step.do is Do.DENSE)
         scope = active_scope()
         if num_draws and scope is not None:
             scope.skip(num_draws)
@@ -188,7 +187,7 @@ class Stages:
         return self._shapes.is_running or (isinstance(run, _Run) and not run.begun)
 
     def forward(self, stage: int, function: Function, batch: Any, receive: Receive) -> Passed:
-        """One stage's part of `function(model, batch)`; `receive` is called where the stage begins, unless the first."""
+        """One stage's part of `function(model, batch)`; `receive` is called where a stage after the first begins."""
         program = self._program(function, batch)[stage]
         run = _Run(program, self._stub, receive)
         try:
@@ -221,7 +220,7 @@ class Stages:
         program = self._program(function, batch)[stage]
 
         def call(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-            if program.slots and name == program.steps[-1][0]:
+            if program.slots and name == program.steps[-1].name:
                 leaves, spec = tree_flatten((args, kwargs))
                 for slot, value in zip(program.slots, received, strict=True):
                     for place in slot.places:
@@ -272,7 +271,7 @@ class Stages:
         """Runs each stage without data and sees that nothing that it gives comes from a stub. Raises: LeakError."""
         for program in made[1:]:
             with without_data(self._model, self._device) as (mode, named):
-                watch = Watch(named, functools.partial(self._handling, None))
+                watch = Watch(named)
                 run = _Run(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks])
                 watch.follow(run)
                 given = fake_of(mode, batch, self._device)
@@ -281,11 +280,11 @@ class Stages:
                         result = tree_leaves(function(self._model, given))
                 except _Left as left:
                     result = left.values
-            watch.judge(program.steps[-1][0], result)
+            watch.judge(program.steps[-1].name, result)
 
 
 def _diverged(program: Program, place: int, name: str) -> UserCodeError:
-    expected = program.steps[place][0] if 0 <= place < len(program.steps) else program.ends_before
+    expected = program.steps[place].name if 0 <= place < len(program.steps) else program.ends_before
     return UserCodeError(
         given=f"stage {program.stage} of a pipeline",
         conflict=f"the model called {name!r} where it had called {expected!r} when it was cut",

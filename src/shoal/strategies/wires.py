@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.strategies.stage_shapes import Blank
+from shoal.strategies.stage_trace import Blank
 
 
 class Wires:
