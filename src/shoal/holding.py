@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,13 +47,16 @@ class Holding:
         model: nn.Module,
         parts: Mapping[str, Part] | None = None,
         partial: Mapping[str, tuple[str, ...]] | None = None,
+        *,
         divides_state: bool = False,
+        is_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`parts` of what is divided, by name; None where nothing is.
+        """`parts` of what is divided, by name; None where nothing is. `is_elsewhere`: whether a forward is in modules
+        that another rank computes.
 
         Collective: all ranks, a JSON gather, where they are given.
         """
-        self.mesh, self.model = mesh, model
+        self.mesh, self.model, self.is_elsewhere = mesh, model, is_elsewhere
         self.divided = parts is not None
         self.divides_state = divides_state or self.divided
         self.partial = dict(partial or {})
@@ -164,7 +167,13 @@ class Holding:
         named = dict(self.parameters())
         for name, axes in sorted(self.partial.items()):
             parameter = named.get(name)
-            if parameter is None or not parameter.requires_grad:
+            if not self.model.get_parameter(name).requires_grad:
+                continue
+            if parameter is None:  # its stages are elsewhere: this rank adds nothing
+                absent = self.model.get_parameter(name)
+                nothing = torch.zeros(absent.shape, dtype=absent.dtype, device=self.mesh.device)
+                for axis in axes:
+                    dist.all_reduce(nothing, group=self.mesh.group(axis))
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

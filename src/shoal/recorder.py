@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ INPUT = "(batch)"
 class ForwardRecorder:
     """Fingerprints of what each module of a model gives, a grain at a time; for engine and reference alike."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, is_elsewhere: Callable[[], bool] = lambda: False) -> None:
+        self._is_elsewhere = is_elsewhere
         self.found: dict[str, dict[int, list[float]]] = {}
         self._microbatch: Microbatch | None = None
         self._calls: Counter[str] = Counter()
@@ -48,6 +50,8 @@ class ForwardRecorder:
             if self._microbatch is not None:
                 self._calls[name] += 1
                 call = self._calls[name]
+                if self._is_elsewhere():
+                    return
                 self._note(name if call == 1 else f"{name}#{call}", output)
 
         return hook
@@ -113,7 +117,7 @@ class Recorder(Observer):
         self._named = [(name, p) for name, p in holding.parameters() if p.requires_grad]
         # What is summed in the backward, or of a part of the model only, is not the gradient of a rank's grains.
         self._own = OwnGradients([] if holding.divided else self._named)
-        self._forward = ForwardRecorder(holding.model)
+        self._forward = ForwardRecorder(holding.model, holding.is_elsewhere)
         self._trace = StepTrace(-1)
         self._state()
         write(self._folder, self._trace, self._rank)
@@ -128,6 +132,10 @@ class Recorder(Observer):
         """Fingerprints the batch, and the forward that comes."""
         self._microbatch = microbatch
         self._forward.begin(microbatch, batch)
+
+    def forwarded(self) -> None:
+        """Looks no further."""
+        self._forward.end()
 
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
         """Notes the microbatch's loss."""

@@ -186,7 +186,7 @@ class Ranked:
             total: Tensor = result[0]
             return total
 
-        work = Work(self.loss, given, lambda m: Whole(given[m], m), forwarded)
+        work = Work(self.loss, given, lambda m: Whole(given[m], m), lambda m: None, forwarded)
         self.pipeline(schedule).run(self.model, work)
         return told | {f"gradient/{n}": p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 

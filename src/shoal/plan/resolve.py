@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal.errors import PlanError, SettingWarning, nearest
 from shoal.grains import legal_data_degrees
 from shoal.plan.plan import Plan
+from shoal.plan.schedule import refuse_illegal
 
 # What `--precision` names: parameters, compute, reduce, loss_scale. Autocast where compute differs from parameters.
 PRECISIONS = {
@@ -89,7 +90,6 @@ def refuse_unsupported(plan: Plan) -> None:
     """Raises: PlanError naming everything in the plan that this version does not execute; never runs it as less."""
     wants = {
         "layout.tensor": (plan.layout.tensor, 1),
-        "layout.pipeline": (plan.layout.pipeline, 1),
         "layout.context": (plan.layout.context, 1),
         "memory.recompute": (plan.memory.recompute, "none"),
         "collectives.all_reduce": (plan.collectives.all_reduce, "native"),
@@ -103,11 +103,30 @@ def refuse_unsupported(plan: Plan) -> None:
             conflict="this version executes the data axis and a sharded optimizer, with native collectives only",
             remedy=", ".join(f"{key} = {known!r}" for key, (_, known) in beyond.items()),
         )
+    if plan.layout.pipeline > 1:
+        _refuse_pipeline(plan)
     if plan.precision.loss_scale != "none" and plan.precision.compute != "float16":
         warnings.warn(
             f"precision.loss_scale = {plan.precision.loss_scale!r} has no effect on {plan.precision.compute} compute",
             SettingWarning,
             stacklevel=2,
+        )
+
+
+def _refuse_pipeline(plan: Plan) -> None:
+    refuse_illegal(plan.pipeline.schedule, plan.layout.pipeline, plan.pipeline.stages_per_rank)
+    given = f"layout.pipeline = {plan.layout.pipeline}"
+    if plan.execution.exact:
+        raise PlanError(
+            given=f"{given} with execution.exact = true",
+            conflict="what several stages use, as tied weights, is summed over them outside the fixed tree of grains",
+            remedy="execution.exact = false, or layout.pipeline = 1",
+        )
+    if plan.layout.shard > 1 and plan.shard.level != "optimizer":
+        raise PlanError(
+            given=f'{given} with shard.level = "{plan.shard.level}"',
+            conflict="this version divides no gradients or parameters of a pipeline's stages",
+            remedy='shard.level = "optimizer", or layout.pipeline = 1',
         )
 
 

@@ -32,14 +32,16 @@ Scope = Callable[[int], AbstractContextManager[Any]]
 class Work:
     """What is done with the microbatches of one run.
 
-    `forwarded` is called within the scope after each forward of a stage with (microbatch, result): the result of the
-    function on the last stage, whose gradient's root it returns; None on the others. `backwarded` is called after each
-    complete backward of a microbatch's stage, with whether that was this rank's last.
+    `begins` is called before each forward of a stage, and `forwarded` within its scope after it with (microbatch,
+    result): the result of the function on the last stage, of which it returns what has a gradient; None on the others.
+    `before_backward` and `backwarded` are called around each backward that gives the weights their gradients, with
+    (microbatch, whether it is this rank's last).
     """
 
     function: Function
     batches: Sequence[Any]
     scope: Scope
+    begins: Callable[[int], None]
     forwarded: Callable[[int, Any], Tensor | None]
     before_backward: Callable[[int, bool], None] = lambda microbatch, last: None
     backwarded: Callable[[int, bool], None] = lambda microbatch, last: None
@@ -76,6 +78,19 @@ class Pipeline:
     def held(self) -> set[str]:
         """The parameters and buffers that this rank's stages use."""
         return set().union(*(self._stages.holds[stage] for stage in self.own_stages))
+
+    @property
+    def shared(self) -> set[str]:
+        """The parameters and buffers that more than one rank's stages use: of a gradient each has a part."""
+        ranks: dict[str, set[int]] = {}
+        for stage, names in enumerate(self._stages.holds):
+            for name in names:
+                ranks.setdefault(name, set()).add(stage % self._wires.num_ranks)
+        return {name for name, holders in ranks.items() if len(holders) > 1}
+
+    def is_elsewhere(self) -> bool:
+        """Whether a forward is in modules that another stage computes, whose outputs mean nothing here."""
+        return self._stages.is_before
 
     @property
     def is_last(self) -> bool:
@@ -137,6 +152,7 @@ class Pipeline:
 
         def act() -> list[Tensor]:
             kept.scope = work.scope(m)
+            work.begins(m)
             with kept.scope:
                 passed = self._stages.forward(stage, work.function, work.batches[m], receive)
                 is_last = stage == self._num_stages - 1
@@ -247,7 +263,7 @@ class Pipeline:
                 total, weight = result
                 told[0], told[1] = float(total), float(weight)
 
-        work = Work(function, [batch], lambda _: contextlib.nullcontext(), forwarded)
+        work = Work(function, [batch], lambda _: contextlib.nullcontext(), lambda _: None, forwarded)
         try:
             with torch.no_grad():
                 self._run(work, tuple(Action(Kind.FORWARD, stage, 0) for stage in self.own_stages), [])
