@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shoal.randomness import DrawCounter
+from shoal.randomness import DrawCounter, without_modes
 from shoal.strategies.stage_trace import Blank, Outline, fake_of, without_data
 
 Forward = Callable[..., Any]
@@ -49,7 +49,7 @@ class Shapes:
         module = self._modules[name]
         self.is_running = True
         try:
-            with without_data(module, self._device) as (mode, _):
+            with without_modes(), without_data(module, self._device) as (mode, _):
                 given = fake_of(mode, leaves, self._device)
                 args, kwargs = tree_unflatten(given, spec)
                 with mode, DrawCounter() as counter:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.errors import ShoalError, UserCodeError
-from shoal.randomness import active_scope
+from shoal.randomness import active_scope, without_modes
 from shoal.strategies.stage_check import LeakError, Watch
 from shoal.strategies.stage_cuts import chosen, leak, without
 from shoal.strategies.stage_program import Do, Program, Step, holds, programs
@@ -250,7 +250,7 @@ class Stages:
 
     def _traced(self, function: Function, batch: Any) -> Trace:
         try:
-            with without_data(self._model, self._device) as (mode, named):
+            with without_modes(), without_data(self._model, self._device) as (mode, named):
                 names = {id(fake): name for name, fake in reversed(named.items())}
                 tracer = Tracer(names, self._sizes, {n for n, _ in self._model.named_parameters()})
                 given = fake_of(mode, batch, self._device)
@@ -270,7 +270,7 @@ class Stages:
     def _check(self, function: Function, batch: Any, made: list[Program]) -> None:
         """Runs each stage without data and sees that nothing that it gives comes from a stub. Raises: LeakError."""
         for program in made[1:]:
-            with without_data(self._model, self._device) as (mode, named):
+            with without_modes(), without_data(self._model, self._device) as (mode, named):
                 watch = Watch(named)
                 run = _Run(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks])
                 watch.follow(run)
