@@ -15,7 +15,7 @@ from shoal.strategies.stage_trace import Call, Trace
 def is_cut(trace: Trace, call: Call) -> bool:
     """Whether all that crosses into this call are its own arguments."""
     crossing = {key for key, (birth, last) in trace.lives.items() if birth < call.enter < last}
-    return bool(call.slots) and crossing <= call.argument_ids
+    return bool(call.slots) and call.keeps_graph and crossing <= call.argument_ids
 
 
 def candidates(model: nn.Module, trace: Trace) -> list[Call]:

@@ -50,6 +50,13 @@ def programs(trace: Trace, firsts: Sequence[str]) -> list[Program]:
                 conflict="a function that is to be computed with the model does not call it, or not in that order",
                 remedy="call the whole model in the loss and in each metric, or use layout.pipeline = 1",
             )
+        if not call.keeps_graph:
+            raise PlanError(
+                given=f"a pipeline stage that begins at {name!r}",
+                conflict="the model calls it without autograd, as under no_grad or in a reentrant checkpoint: no "
+                "gradient could go back to the stage before",
+                remedy="checkpoint with use_reentrant=False, or name another module in pipeline.split",
+            )
         begins.append(call)
     found = []
     for stage in range(len(firsts) + 1):

@@ -108,6 +108,7 @@ class Call:
     uses_parameters: bool = False
     writes_into: str = ""  # a value from outside that a stage would have to know of
     dense: bool = False  # its output is written into
+    keeps_graph: bool = True  # whether autograd records here what it records elsewhere
     outline: Outline | None = None
 
 
@@ -156,6 +157,7 @@ class Tracer(TorchFunctionMode):
         self._made_by: dict[int, Call] = {}
         self._used: set[str] = set()
         self._flops = FlopCounterMode(display=False)
+        self._with_gradients = torch.is_grad_enabled()
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Notes a call of a module and does it."""
@@ -167,6 +169,7 @@ class Tracer(TorchFunctionMode):
         trace.calls.append(call)
         leaves = tree_leaves((args, kwargs))
         call.slots = self._slots(leaves)
+        call.keeps_graph = torch.is_grad_enabled() == self._with_gradients
         call.argument_ids = frozenset(id(leaf) for leaf in leaves)
         for leaf in leaves:
             self._live(leaf)
