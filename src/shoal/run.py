@@ -234,7 +234,7 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
         f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
         f"model of {engine.num_parameters:,} parameters"
     )
-    for note in engine.holding.notes:
+    for note in engine.holding.division.notes:
         reporter.note(f"  {note}")
     if request.steps is not None and request.steps > engine.order.num_steps:
         reporter.note(

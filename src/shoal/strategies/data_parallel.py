@@ -33,10 +33,18 @@ class DataParallel(Replicated):
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         """Adds a microbatch; sums of full buckets are on their way while the last one's backward still runs."""
-        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        self.add(sums)
         if last:
-            self._buckets.arm()
+            self.arm()
         run_backward(total)
+
+    def add(self, sums: Tensor) -> None:
+        """Adds up."""
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+
+    def arm(self) -> None:
+        """Lets full buckets go."""
+        self._buckets.arm()
 
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """Waits for the gradients; the sums and rows travel in their last bucket, or apart if that is too narrow.

@@ -78,6 +78,14 @@ class ShardedOptimizer(Strategy):
         """As the inner strategy."""
         self._inner.backward(microbatch, total, sums, last)
 
+    def add(self, sums: Tensor) -> None:
+        """As the inner strategy."""
+        self._inner.add(sums)
+
+    def arm(self) -> None:
+        """As the inner strategy."""
+        self._inner.arm()
+
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """As the inner strategy."""
         return self._inner.finish(flags, num_sums, row)
