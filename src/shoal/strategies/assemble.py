@@ -73,7 +73,8 @@ class _Axes:
 
     def tensor(self, whole: Whole) -> None:
         """Layers cut along their features. Collective: the tensor axis, two broadcasts."""
-                from shoal.strategies.tensor_parallel import divide_model, wholes
+        from shoal.strategies.tensor_collectives import TensorAxis
+        from shoal.strategies.tensor_parallel import divide_model, wholes
 
         axis, division = TensorAxis.of(self.mesh), self.division
         found = divide_model(self.model, axis, self.made.loss, self._batch, whole)
