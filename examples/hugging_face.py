@@ -108,7 +108,9 @@ def gpt2(
     seed: int = 0,
 ) -> shoal.Job:
     """GPT-2 with tied embeddings and dropout everywhere; `attention` is "sdpa" or "eager"."""
-    return _language_model(partial(_gpt2, layers, width, heads, block, dropout, attention), lr, steps, batch, block, seed)
+    return _language_model(
+        partial(_gpt2, layers, width, heads, block, dropout, attention), lr, steps, batch, block, seed
+    )
 
 
 def _language_model(model: Any, lr: float, steps: int, batch: int, block: int, seed: int) -> shoal.Job:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.adapters import adapted
 from shoal.agreement import together
 from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
@@ -185,7 +186,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
     """The job's model with the seed's initial values, on the device in the plan's dtype."""
     seed_everything(random_key(job.seed, "initial values"))
     try:
-        model = job.model()
+        model = adapted(job.model())
     except ShoalError:
         raise
     except Exception as error:

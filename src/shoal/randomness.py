@@ -86,6 +86,12 @@ class GrainScope(TorchFunctionMode):
         return list(tensor.split(self._sizes))
 
 
+def current_scope() -> GrainScope | None:
+    """The scope that the caller's forward runs under: for layers that divide by grain what no torch function does."""
+    scopes = [mode for mode in torch.overrides._get_current_function_mode_stack() if isinstance(mode, GrainScope)]
+    return scopes[-1] if scopes else None
+
+
 def seed_torch(key: int) -> None:
     """Seeds torch's global generators, of the CPU and of the devices in use."""
     torch.default_generator.manual_seed(key)
