@@ -18,7 +18,6 @@ from typing import Any
 import keras
 import torch
 from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.utils.naming import to_snake_case
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from shoal.errors import JobError
 from shoal.randomness import GrainScope, current_scope
 
 _INT31 = 2**31 - 1
+_GLOBAL_SEEDS = "global_seed_generator"  # the name under which Keras keeps its own
 
 
 def adapt(model: Any) -> Any:
@@ -256,14 +256,14 @@ def _adapted_class(cls: Any) -> Any:
 def _outermost(layer: Any) -> Iterator[None]:
     """A context of one call from outside, however it ends."""
     held: Tensor | None = next((p for p in layer.parameters() if p.is_floating_point()), None)
-    seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    seeds = global_state.get_global_attribute(_GLOBAL_SEEDS)
     with ExitStack() as stack:
         if held is not None:
             _follow(layer, held.dtype)
             stack.enter_context(keras.device(str(held.device)))
         # For layers that call keras.random without a seed: the counter of the process would go on from call to call.
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, layer._shoal_calls.seeds)
-        stack.callback(global_state.set_global_attribute, GLOBAL_SEED_GENERATOR, seeds)
+        global_state.set_global_attribute(_GLOBAL_SEEDS, layer._shoal_calls.seeds)
+        stack.callback(global_state.set_global_attribute, _GLOBAL_SEEDS, seeds)
         layer._shoal_calls.depth += 1
         try:
             yield
