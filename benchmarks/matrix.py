@@ -1,4 +1,4 @@
-"""Claim: every cell of docs/matrix.md was verified by `shoal verify`, or is refused with the reason that stands in it.
+"""Claim: docs/matrix.md says of every model and layout what `shoal verify` found, or why it is refused, or "not run".
 
 Models in rows, layouts on up to 8 processes in columns, 2 steps each, every tensor against one process. The cells are
 kept in benchmarks/results/matrix.json as they come, so that a stopped run goes on where it was.
