@@ -227,9 +227,7 @@ def text_of(cell: dict[str, Any] | None, footnotes: list[str]) -> str:
 def page(results: Results) -> str:
     """The tables as Markdown."""
     every = [results.get(row, column) for row in ROWS for column in COLUMNS]
-    count = {
-        s: sum(c is not None and c["status"] == s for c in every) for s in ("verified", "refused", "diverged", "failed")
-    }
+    count = Counter("not run" if cell is None else cell["status"] for cell in every)
     versions = ", ".join(f"{name} {version}" for name, version in _versions().items())
     lines = [
         "# Models and layouts",
