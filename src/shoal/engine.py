@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shoal.adapters import adapted
 from shoal.agreement import collectively, together
 from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
@@ -231,7 +232,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
 def make_model(job: Job) -> nn.Module:
     """What the job's `model` gives. Raises: UserCodeError, JobError."""
     try:
-        model = job.model()
+        model = adapted(job.model())
     except ShoalError:
         raise
     except Exception as error:
