@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError, St
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
 from shoal.mesh import Mesh, open_mesh
+from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
 from shoal.plan.toml import write as plan_text
@@ -77,11 +78,15 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
     with open_mesh(environment, plan.degrees) as mesh:
         _shake_hands(mesh, loaded, plan)
         directory = RunDirectory(request.out)
-        options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry)
+        meter = StepMeter()
+        options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry, observer=meter)
         engine = build(loaded.job, plan, mesh, options)
         try:
+            if request.telemetry:
+                meter.attach(engine.model, engine.updater.optimizer, engine.strategy, mesh)
             return _train_built(engine, loaded, request, signals, course)
         finally:
+            meter.close()
             engine.close()
 
 
@@ -115,7 +120,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
         outcome = engine.trainer(state, num_steps, around, records).train()
-        result = _result(engine, outcome, request, course)
+        result = replace(_result(engine, outcome, request, course), **_measured(engine, outcome))
         unsaved = outcome.unsaved
         try:
             if mesh.rank == 0:
@@ -265,6 +270,20 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         certificate=course.certificate,
         versions=versions(),
     )
+
+
+def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
+    """The blocks `traffic` and `memory` of the result. Collective: all ranks, a JSON gather."""
+    meter, mesh = engine.observer, engine.mesh
+    if not isinstance(meter, StepMeter) or not meter.attached:
+        return {}
+    told = mesh.gather_json(meter.to_json())
+    if told[0] is None:
+        return {}
+    buffers = (outcome.state.computation or {}).get("buffers", ())
+    shares = Shares(engine.job.grains, engine.order.grains(told[0]["step"] - 1), buffers)
+    step = describe(engine.model, engine.updater.optimizer, engine.precision, shares, mesh)
+    return blocks(told, [predicted(engine.plan, step, rank) for rank in range(mesh.world_size)])
 
 
 def _conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:

@@ -132,6 +132,10 @@ class Strategy(ABC):
     def divides_state(self) -> bool:
         """Whether ranks hold the optimizer's state for different parameters."""
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """What holds gradients besides the parameters' own `.grad`; none."""
+        return []
+
     @abstractmethod
     def collect(self, state: OptimizerState) -> OptimizerState:
         """The whole of the optimizer's state on rank 0, from what each rank holds; on the others their own.
