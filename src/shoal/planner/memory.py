@@ -168,14 +168,18 @@ def scattered_gradients(sharding: Sharding) -> int:
     The root comes last: what it has of gradients already waits. From the second scattered microbatch on every unit's
     shard is there; where only the last is scattered, the others' whole gradients wait too.
     """
-    root = len(sharding.units) - 1
+    root, several = len(sharding.units) - 1, sharding.microbatches > 1
     flat = [sharding.padded_numel(n) * sharding.reduce_itemsize for n in range(root + 1)]
     shards = [size // sharding.degree for size in flat]
-    waiting = [sum(p.numel for p in unit) * sharding.reduce_itemsize for unit in sharding.units]
-    several = sharding.microbatches > 1
-    if sharding.reduce_every or not several:
-        early = sum(p.numel for p in sharding.units[root]) if sharding.root_early is None else sharding.root_early
-        waiting = [0] * root + [early * sharding.reduce_itemsize]
+    early = sum(p.numel for p in sharding.units[root]) if sharding.root_early is None else sharding.root_early
+    waiting = [0] * root + [early * sharding.gather_itemsize]  # as the backward made them
+    if several and not sharding.reduce_every:  # and of the microbatches before, in the reduce dtype
+        if sharding.gather_itemsize == sharding.reduce_itemsize:
+            waiting[root] = 0  # added in place
+        waiting = [
+            sum(p.numel for p in unit) * sharding.reduce_itemsize + own
+            for unit, own in zip(sharding.units, waiting, strict=True)
+        ]
     summed = sum(shards) if several and sharding.reduce_every else 0
     peak = 0
     for unit in [*reversed(range(root)), root]:
@@ -222,3 +226,13 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int) -> 
 def linear_stack(sizes: Sequence[int], samples: int, itemsize: int = 4) -> int:
     """What a stack of linear layers with one saved nonlinearity between them keeps: the input of each, once."""
     return samples * sum(sizes[:-1]) * itemsize if prod(sizes) else 0
+
+
+def transformer_block(samples: int, length: int, width: int, heads: int, hidden: int) -> Layer:
+    """A pre-norm block in float32, with a fused attention and without dropout: what its eager operators keep.
+
+    Per token: the input and the sum after the attention, their normalised values, mean and spread of both, q, k, v, the
+    attention's output and its softmax's logarithm for each head, and the hidden layer before and after its function.
+    """
+    per_token = 2 * width + 2 * width + 4 + 3 * width + width + heads + 2 * hidden
+    return Layer(4 * samples * length * per_token, 4 * samples * length * width)
