@@ -116,25 +116,25 @@ class Gathered:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[Any] = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
-        self._groups = [group for m in self.modules for group in m._get_fsdp_state()._fsdp_param_groups]
+        self.groups = [group for m in self.modules for group in m._get_fsdp_state()._fsdp_param_groups]
         self.peak = 0
 
     def parameters(self) -> list[Tensor]:
         """The tensors that hold gathered parameters; empty where they are not gathered now."""
-        found = [p for group in self._groups for p in group.fsdp_params]
+        found = [p for group in self.groups for p in group.fsdp_params]
         return [t for p in found for t in getattr(p, "all_gather_outputs", [])]
 
     def gradients(self) -> list[Tensor]:
         """Gradients of gathered parameters that wait to be scattered, and those of shards."""
-        found = [p for group in self._groups for p in group.fsdp_params]
+        found = [p for group in self.groups for p in group.fsdp_params]
         waiting = [p._unsharded_param.grad for p in found if hasattr(p, "_unsharded_param")]
         scattered = [p.sharded_param.grad for p in found]
         return [g for g in (*waiting, *scattered, *(p.unsharded_accumulated_grad for p in found)) if g is not None]
 
     def look(self, arriving: Iterable[Tensor] = ()) -> None:
         """Takes note of what is gathered now, and of the buffers in which more arrives."""
-        results = [group._all_gather_result for group in self._groups]
-        results += [s.all_gather_result for g in self._groups if (s := g.comm_ctx.all_gather_state) is not None]
+        results = [group._all_gather_result for group in self.groups]
+        results += [s.all_gather_result for g in self.groups if (s := g.comm_ctx.all_gather_state) is not None]
         buffers = [r.all_gather_output for r in results if r is not None]
         self.peak = max(self.peak, storage_bytes([*self.parameters(), *buffers, *arriving]))
 
@@ -156,7 +156,7 @@ class MemoryMeter:
         """Begins a measurement, before the first forward."""
         self.abandon()
         self._gradients, self._gathered.peak = 0, 0
-        self._saved.exclude(self._model.parameters())
+        self._saved.exclude(self._parameters())
         self._saved.exclude(self._gathered.parameters())
         for module in self._gathered.modules:
             self._handles.append(module.register_forward_pre_hook(self._unsharded))
@@ -178,7 +178,7 @@ class MemoryMeter:
 
     def summed(self, buffers: Iterable[Any] = ()) -> None:
         """Gradients are summed over the ranks, or about to be; `buffers` hold them beside the parameters' own."""
-        own = [p.grad for p in self._model.parameters() if p.grad is not None]
+        own = [p.grad for p in self._parameters() if p.grad is not None]
         self._gradients = max(self._gradients, storage_bytes([*own, *buffers]))
 
     def stop(self) -> Footprint:
@@ -186,12 +186,16 @@ class MemoryMeter:
         self.abandon()
         states = self._optimizer.state.values() if self._optimizer is not None else ()
         return Footprint(
-            parameters=storage_bytes(self._model.parameters()),
+            parameters=storage_bytes(self._parameters()),
             gathered=self._gathered.peak,
             gradients=self._gradients,
             optimizer=storage_bytes(v for state in states for v in state.values()),
             activations=self._saved.peak,
         )
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those that are here; what other ranks hold is on the meta device."""
+        return [p for p in self._model.parameters() if not p.is_meta]
 
     def abandon(self) -> None:
         """Takes the hooks off."""

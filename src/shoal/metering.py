@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.grains import Grain, share
-from shoal.memory import MemoryMeter
+from shoal.holding import Holding
+from shoal.memory import Gathered, MemoryMeter
 from shoal.mesh import Mesh
 from shoal.observation import Observer
+from shoal.plan.layout import Layout
 from shoal.plan.plan import Plan
-from shoal.planner.communication import Array, Gradients, Volumes
+from shoal.planner.communication import Array, Gradients, Sharding, Volumes
 from shoal.planner.memory import Footprint, StateShape, state_shape
 from shoal.planner.rank import Described, memory, traffic
 from shoal.precision import Precision
@@ -88,13 +90,13 @@ class StepMeter(Observer):
         return {"step": self.step + 1, "traffic": self.volumes.to_json(), "memory": self.footprint.to_json()}
 
 
-def blocks(told: Sequence[dict[str, Any] | None], predicted: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def blocks(told: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
     """The blocks `traffic` and `memory` of a result, from what each rank measured and what was predicted for it."""
     found: dict[str, Any] = {}
     for kind in ("traffic", "memory"):
         ranks = [
-            {"rank": rank, "step": own["step"], "measured": own[kind], "predicted": wanted[kind]}
-            for rank, (own, wanted) in enumerate(zip(told, predicted, strict=True))
+            {"rank": rank, "step": own["step"], "measured": own[kind], "predicted": own["predicted"][kind]}
+            for rank, own in enumerate(told)
             if own is not None
         ]
         found[kind] = {"ranks": ranks} if ranks else None
@@ -112,31 +114,65 @@ def predicted(plan: Plan, described: Described, rank: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shares:
-    """The grains of the measured step, of a job of `num_grains`; `buffers` names those that the forward changes."""
+    """The grains of the measured step, of a job of `num_grains`, and how many of them share a forward.
+
+    `buffers` names those that the forward changes.
+    """
 
     num_grains: int
     grains: Sequence[Grain]
+    grains_per_microbatch: int = 1
     buffers: Sequence[str] = ()
+
+    def held(self, layout: Layout) -> list[list[int]]:
+        """The grains of each rank."""
+        places = [layout.coordinate(rank) for rank in range(layout.world_size)]
+        parts = [share(list(self.grains), p.data * layout.shard + p.shard, layout.divides_grains) for p in places]
+        return [[grain.index for grain in part] for part in parts]
 
 
 def describe(
-    model: nn.Module, optimizer: torch.optim.Optimizer, precision: Precision, shares: Shares, mesh: Mesh
+    holding: Holding, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
 ) -> Described:
-    """The measured step as the formulas need to know it."""
-    known = dict(model.named_buffers(remove_duplicate=False))
+    """The measured step as the formulas need to know it, on this rank."""
+    known = dict(holding.model.named_buffers(remove_duplicate=False))
+    held = shares.held(plan.degrees)
     gradients = Gradients(
-        tuple(array(p) for p in model.parameters() if p.requires_grad),
+        tuple(array(p) for _, p in holding.parameters() if p.requires_grad),
         reduce_itemsize=precision.reduce.itemsize,
         on_cpu=precision.device.type == "cpu",
         buffer_numel=sum(known[name].numel() for name in shares.buffers),
     )
-    frozen = tuple(array(p) for p in model.parameters() if not p.requires_grad)
-    held = []
-    for rank in range(mesh.world_size):
-        place = mesh.layout.coordinate(rank)
-        part = share(list(shares.grains), place.data * mesh.layout.shard + place.shard, mesh.num_data_ranks)
-        held.append([grain.index for grain in part])
-    return Described(gradients, frozen, optimizer_shape(optimizer), shares.num_grains, held)
+    return Described(
+        gradients,
+        frozen=tuple(array(p) for _, p in holding.parameters() if not p.requires_grad),
+        state=optimizer_shape(optimizer),
+        num_grains=shares.num_grains,
+        held=held,
+        sharding=sharding(holding.model, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
+    )
+
+
+def sharding(model: nn.Module, plan: Plan, precision: Precision, microbatches: int) -> Sharding | None:
+    """How fully_shard cuts a model; None where it does not."""
+    groups = Gathered(model).groups
+    if not groups:
+        return None
+    places = {module: number for number, module in enumerate(model.modules())}
+    inner = [group for group in groups if model not in group.modules]
+    own = [p for group in groups if model in group.modules for p in group.fsdp_params]
+    last = max((places[m] for group in inner for unit in group.modules for m in unit.modules()), default=-1)
+    units = [[array(p.sharded_param) for p in params] for params in [*(group.fsdp_params for group in inner), own]]
+    return Sharding(
+        tuple(map(tuple, units)),
+        degree=plan.layout.shard,
+        replicas=plan.layout.data,
+        microbatches=microbatches,
+        kept=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
+        gather_itemsize=precision.parameters.itemsize,
+        reduce_itemsize=precision.reduce.itemsize,
+        root_early=sum(array(p.sharded_param).numel for p in own if places[p._module_info.module] > last),
+    )
 
 
 def array(parameter: Tensor) -> Array:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shoal
+from shoal.computation import Computation
 from shoal.engine import Options, build
 from shoal.environment import Environment
 from shoal.memory import MemoryMeter
@@ -54,8 +55,29 @@ class Normed(nn.Module):
         return out
 
 
+def transformer(**changes: Any) -> shoal.Job:
+    """Blocks, of which fully_shard makes units."""
+
+    def data(samples: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+        found = torch.randint(50, (samples, 9), generator=torch.Generator().manual_seed(seed))
+        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+    return small(
+        model=Transformer,
+        loss=lambda model, batch: shoal.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
+        train_data=partial(data, 100),
+        eval_data=None,
+        metrics={},
+        **changes,
+    )
+
+
 adamw = partial(torch.optim.AdamW, lr=0.01)
-JOBS_TO_COUNT = {"small": small, "several buckets": partial(small, model=Normed, optimizer=adamw)}
+JOBS_TO_COUNT = {
+    "small": small,
+    "several buckets": partial(small, model=Normed, optimizer=adamw),
+    "transformer": partial(transformer, optimizer=adamw),
+}
 PLANS: dict[str, dict[str, Any]] = {
     "fast": {"layout": {"data": 2}},
     "fast on 5": {"layout": {"data": 5}},
@@ -66,6 +88,9 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "exact": {"layout": {"data": 3}, "execution": {"exact": True}},
     "zero 1": {"layout": {"shard": 2}, "shard": {"level": "optimizer"}},
+    "zero 2": {"layout": {"shard": 2}, "shard": {"level": "gradients"}, "batch": {"grains_per_microbatch": 2}},
+    "zero 3": {"layout": {"shard": 3}, "shard": {"level": "parameters"}},
+    "zero 3, hybrid": {"layout": {"data": 2, "shard": 2}, "shard": {"level": "parameters"}},
     "zero 1, exact": {"layout": {"data": 2, "shard": 2}, "shard": {"level": "optimizer"}, "execution": {"exact": True}},
 }
 
@@ -83,9 +108,10 @@ def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int 
             try:
                 meter.attach(engine.model, engine.updater.optimizer, engine.strategy, mesh)
                 outcome = engine.trainer(None, steps, around, RecordWriter(None)).train()
-                buffers = (outcome.state.computation or {})["buffers"]
-                shares = Shares(job.grains, engine.order.grains(meter.step or 0), buffers)
-                step = describe(engine.model, engine.updater.optimizer, engine.precision, shares, mesh)
+                found = Computation.from_json(outcome.state.computation or {})
+                grains = engine.order.grains(meter.step or 0)
+                shares = Shares(job.grains, grains, found.effective_grains, found.buffers)
+                step = describe(engine.holding, engine.updater.optimizer, plan, engine.precision, shares)
                 told = {"measured": meter.to_json(), "predicted": predicted(plan, step, mesh.rank)}
                 (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told))
             finally:

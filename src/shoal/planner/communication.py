@@ -25,7 +25,8 @@ from shoal.planner.division import (
     pieces,
 )
 
-WORLD = "world"  # the group of all ranks
+# The group of all ranks, and of those that hold the same of the model where they are not all.
+WORLD, REPLICAS = "world", "replicas"
 # A step's sums are 11 float64 numbers (loss total, weight, samples, 8 words of digest) and the weighted buffers. In a
 # float32 bucket all but the loss take four numbers each. A rank's row about the next step has 14 numbers; an agreement
 # on an error that nobody has is the word "null" and its length.
@@ -116,29 +117,25 @@ class Gradients:
         """Elements of all parameters."""
         return sum(p.numel for p in self.parameters)
 
-    def buckets(self, world_size: int) -> list[int]:
+    def carries_sums(self, layout: Layout) -> bool:
+        """Whether the step's sums and rows travel in the last bucket: of float32, and summed over all ranks."""
+        return self.reduce_itemsize == 4 and layout.shares_grains == 1
+
+    def buckets(self, layout: Layout) -> list[int]:
         """Elements of each flat buffer, in the order in which they are sent; the last one carries the sums."""
         sizes = [p.numel * self.reduce_itemsize for p in self.parameters]
         groups = divide_into_buckets(sizes, GLOO_BUCKET_BYTES if self.on_cpu else NCCL_BUCKET_BYTES)
         lengths = [sum(self.parameters[i].numel for i in group) for group in groups]
         lengths[-1] += NUM_FLAGS + len(self.parameters)
-        if self._carries_sums and world_size > 1:
-            lengths[-1] += 1 + NUM_LIMBS * (NUM_STEP_SUMS - 1) + self.buffer_numel + world_size * self.row_numbers
+        if self.carries_sums(layout) and layout.world_size > 1:
+            lengths[-1] += 1 + NUM_LIMBS * (NUM_STEP_SUMS - 1) + self.buffer_numel
+            lengths[-1] += layout.world_size * self.row_numbers
         return lengths
-
-    @property
-    def _carries_sums(self) -> bool:
-        return self.reduce_itemsize == 4
 
     @property
     def num_sums(self) -> int:
         """Float64 numbers of a step's sums."""
         return NUM_STEP_SUMS + self.buffer_numel
-
-
-def group_name(layout: Layout, axis: str) -> str:
-    """The group in which an axis's collectives are counted: the axis, or `world` where it takes in all ranks."""
-    return WORLD if layout.degree(axis) == layout.world_size else axis
 
 
 def wire_bytes(kind: str, num_bytes: int, group_size: int) -> int:
@@ -150,22 +147,37 @@ def wire_bytes(kind: str, num_bytes: int, group_size: int) -> int:
 # -------------------------------------------------------------------------------------------------------------- data
 
 
-def data_parallel(gradients: Gradients, world_size: int) -> Volumes:
+def data_parallel(gradients: Gradients, layout: Layout) -> Volumes:
     """A step of fast data parallelism: a bucket is one all_reduce, or an all_gather where gathering is cheaper.
 
     What a step sends between its agreement and its update; see strategies/buckets.py.
     """
-    volumes = Volumes()
-    if world_size == 1:
+    volumes, ranks = Volumes(), layout.divides_grains
+    if layout.world_size == 1:
         return volumes
-    for length in gradients.buckets(world_size):
+    group = WORLD if ranks == layout.world_size else REPLICAS
+    for length in gradients.buckets(layout) if ranks > 1 else ():
         num_bytes = length * gradients.reduce_itemsize
-        if gathers(num_bytes, world_size, gradients.on_cpu):
-            volumes.add(WORLD, "all_gather", world_size * num_bytes)
+        if gathers(num_bytes, ranks, gradients.on_cpu):
+            volumes.add(group, "all_gather", ranks * num_bytes)
         else:
-            volumes.add(WORLD, "all_reduce", num_bytes)
-    if not gradients._carries_sums:
-        volumes.add(WORLD, "all_reduce", gradients.num_sums * _FLOAT64)
+            volumes.add(group, "all_reduce", num_bytes)
+    if not gradients.carries_sums(layout):
+        return volumes.plus(sums(gradients))
+    return volumes
+
+
+def sums(gradients: Gradients) -> Volumes:
+    """A step's sums and flags by themselves: one all_reduce of float64 numbers over all ranks."""
+    volumes = Volumes()
+    volumes.add(WORLD, "all_reduce", (gradients.num_sums + NUM_FLAGS) * _FLOAT64)
+    return volumes
+
+
+def norm() -> Volumes:
+    """The gradient's norm where ranks hold different parts of it: one number over all ranks."""
+    volumes = Volumes()
+    volumes.add(WORLD, "all_reduce", _FLOAT64)
     return volumes
 
 
@@ -209,13 +221,13 @@ def sharded_optimizer(gradients: Gradients, layout: Layout) -> Volumes:
     volumes = Volumes()
     if layout.shard == 1:
         return volumes
-    group, owned = group_name(layout, "shard"), owners(gradients.parameters, layout.shard)
+    owned = owners(gradients.parameters, layout.shard)
     for owner in range(layout.shard):
         mine = [p for p, of in zip(gradients.parameters, owned, strict=True) if of == owner]
         sizes = [p.bytes for p in mine]
         alone = [p.contiguous and p.bytes >= PIECE_BYTES for p in mine]
         for members in pack(sizes, alone, [p.kind for p in mine]):
-            volumes.add(group, "broadcast", sum(sizes[i] for i in members))
+            volumes.add("shard", "broadcast", sum(sizes[i] for i in members))
     return volumes.plus(agreement(layout.world_size))
 
 
@@ -226,8 +238,8 @@ def sharded_optimizer(gradients: Gradients, layout: Layout) -> Volumes:
 class Sharding:
     """How fully_shard divides the units of a model (each a call of fully_shard, the root last) over the shard axis.
 
-    `gather_itemsize` and `reduce_itemsize` are of the compute and the reduce dtype. Units in `kept` are gathered once a
-    microbatch (all of them at level `gradients`, the root at level `parameters`), the others again for the backward.
+    `gather_itemsize` and `reduce_itemsize` are of the compute and the reduce dtype. Units in `kept` (all of them at
+    level `gradients`) are gathered once a microbatch, the others again for the backward.
     `reduce_every`: gradients are scattered after each microbatch, not only after the last. `root_early`: elements of
     the root whose gradients the backward has before the other units' (a head, no embedding); None for all of them.
     """

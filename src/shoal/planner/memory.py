@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 
+from shoal.plan.layout import Layout
 from shoal.planner.communication import Array, Gradients, Sharding, owners
 from shoal.planner.division import gathers, pieces
 
@@ -99,20 +100,21 @@ def owned(parameters: Sequence[Array], degree: int, place: int) -> list[Array]:
 # -------------------------------------------------------------------------------------------------------- gradients
 
 
-def bucketed(gradients: Gradients, world_size: int) -> int:
+def bucketed(gradients: Gradients, layout: Layout) -> int:
     """Fast data parallelism, when the update begins: the buckets, and those that are gathered once more for each rank.
 
     A parameter that is not of the buckets' dtype has a gradient besides. One process alone has only gradients.
     """
     narrow = sum(p.bytes for p in gradients.parameters if p.itemsize != gradients.reduce_itemsize)
-    if world_size == 1 and not narrow:
+    ranks = layout.divides_grains
+    if ranks == 1 and not narrow:
         return sum(p.bytes for p in gradients.parameters)
     total = narrow
-    for length in gradients.buckets(world_size):
+    for length in gradients.buckets(layout):
         num_bytes = length * gradients.reduce_itemsize
         total += num_bytes
-        if world_size > 1 and gathers(num_bytes, world_size, gradients.on_cpu):
-            total += world_size * num_bytes
+        if ranks > 1 and gathers(num_bytes, ranks, gradients.on_cpu):
+            total += ranks * num_bytes
     return total
 
 
@@ -148,15 +150,20 @@ def gathered_parameters(sharding: Sharding) -> int:
 
 
 def _gathered_at(sharding: Sharding, sizes: Sequence[int]) -> Iterable[int]:
-    # The root, last of the units, is gathered first. In the forward an arrival buffer is freed when the next has come.
-    forward = [len(sizes) - 1, *range(len(sizes) - 1)]
+    # The root, last of the units, is gathered first and stays throughout forward and backward. In the forward an
+    # arrival buffer is freed when the next has come.
+    root = len(sizes) - 1
+    forward = [root, *range(root)]
     stays, before = 0, 0
     for unit in forward:
         yield stays + before + sizes[unit]  # its gather is issued
         yield stays + 2 * sizes[unit]  # it has arrived
-        stays += sizes[unit] if unit in sharding.kept else 0
+        stays += sizes[unit] if unit in sharding.kept or unit == root else 0
         before = sizes[unit]
-    again = [unit for unit in reversed(forward) if unit not in sharding.kept]
+    again = [unit for unit in reversed(range(root)) if unit not in sharding.kept]
+    if root not in sharding.kept:  # it was let go between forward and backward, and the last unit is prefetched
+        yield 2 * sizes[root]
+        yield stays + max((sizes[unit] for unit in again[:1]), default=0)
     for unit, following in zip(again, [*again[1:], None], strict=False):
         yield stays + 2 * sizes[unit]
         yield stays + sizes[unit] + (sizes[following] if following is not None else 0)  # the next is prefetched

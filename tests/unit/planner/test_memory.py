@@ -54,7 +54,7 @@ def test_gradients_of_data_parallelism(world_size: int, shapes: Shapes, dtype: t
     with world(Layout(data=world_size)) as mesh:
         strategy = DataParallel(model, mesh, torch.float32, ignore)
         one_step(strategy, model)
-        assert held_gradients(strategy, model) == bucketed(Gradients(tuple(map(array, model))), world_size)
+        assert held_gradients(strategy, model) == bucketed(Gradients(tuple(map(array, model))), Layout(data=world_size))
         strategy.close()
 
 
@@ -65,7 +65,7 @@ def test_one_process_has_gradients_and_no_buckets() -> None:
     strategy = DataParallel(model, alone(torch.device("cpu")), torch.float32, ignore)
     one_step(strategy, model)
     gradients = Gradients(tuple(map(array, model)))
-    assert held_gradients(strategy, model) == bucketed(gradients, 1) == whole(gradients.parameters)
+    assert held_gradients(strategy, model) == bucketed(gradients, Layout()) == whole(gradients.parameters)
 
 
 @pytest.mark.parametrize("held", [(), (0,), (5, 6, 7), (0, 1, 2, 3), tuple(range(8)), (3, 4, 5)])

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shoal.mesh import Mesh
+from shoal.mesh import Mesh, _groups
 from shoal.metering import array
-from shoal.plan.layout import AXES, Layout
+from shoal.plan.layout import Layout
 from shoal.planner.communication import Array, Sharding
 
 
@@ -24,14 +24,7 @@ def world(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
     """The mesh of `rank`; collectives return at once, with values that mean nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        groups = {}
-        for axis in AXES:
-            if 1 < layout.degree(axis) < layout.world_size:
-                for ranks in layout.groups(axis):
-                    group = dist.new_group(ranks)
-                    if rank in ranks:
-                        groups[axis] = group
-        yield Mesh(layout, rank, torch.device("cpu"), "here", groups)
+        yield Mesh(layout, rank, torch.device("cpu"), "here", _groups(layout, rank))
     finally:
         dist.destroy_process_group()
 
@@ -106,7 +99,7 @@ CASES = [
 
 def sharding(model: Transformer, case: Case, degree: int, replicas: int) -> Sharding:
     units = model.units()
-    kept = range(len(units)) if case.level == "gradients" else [len(units) - 1]
+    kept = range(len(units)) if case.level == "gradients" else []
     return Sharding(
         units,
         degree,
@@ -123,7 +116,7 @@ def shard(model: Transformer, case: Case, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=case.level == "parameters")
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=case.level == "parameters")
 
 
 def backward(model: Transformer, case: Case) -> None:
