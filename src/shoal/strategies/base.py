@@ -133,6 +133,10 @@ class Strategy(ABC):
         """Whether ranks with different grains meet within each microbatch, and so have to compute as many of them."""
         return False
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """What holds gradients besides the parameters' own `.grad`; none."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Takes the strategy's hooks off the parameters."""

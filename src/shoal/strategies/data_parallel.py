@@ -68,6 +68,10 @@ class DataParallel(Replicated):
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered)
 
+    def gradient_buffers(self) -> list[Tensor]:
+        """The buckets."""
+        return self._buckets.buffers()
+
     def close(self) -> None:
         """Takes the hooks off."""
         self._buckets.close()
@@ -146,6 +150,10 @@ class ExactDataParallel(Replicated):
         parts = flat.split([p.numel() for p in self._parameters])
         for parameter, part, is_used in zip(self._parameters, parts, used.tolist(), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype) if is_used else None
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """The tree's vectors."""
+        return self._tree.buffers()
 
     def close(self) -> None:
         """Holds no hooks."""
