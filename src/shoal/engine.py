@@ -32,6 +32,7 @@ from shoal.randomness import seed_everything
 from shoal.step import StepParts
 from shoal.strategies.assemble import assemble
 from shoal.strategies.base import Strategy
+from shoal.strategies.recompute import recompute
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
 from shoal.transfer import Transfer
@@ -137,6 +138,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
     precision = Precision.of(plan.precision, mesh.device)
     model = together(mesh, lambda: build_model(job, precision))
+    together(mesh, lambda: recompute(model, plan.memory.recompute))
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
