@@ -107,3 +107,16 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
         error = as_shoal_error(caught)
     raise_together(mesh, error)
     return result
+
+
+def collectively(mesh: Mesh, divided: bool, work: Callable[[], T]) -> T:
+    """What `work` gives. Raises: its exception, on every rank as `together` does; in a divided model on this one alone.
+
+    There the others wait within the same work: this rank's end is what they notice, and no collective must come before.
+    """
+    if not divided:
+        return together(mesh, work)
+    try:
+        return work()
+    except Exception as error:
+        raise as_shoal_error(error) from error

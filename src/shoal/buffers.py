@@ -6,7 +6,7 @@ weighted by samples. For BatchNorm's running statistics, which are linear in the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,17 @@ from torch import Tensor, nn
 class StepBuffers:
     """The changing buffers of a model; `names` is agreed among the ranks, so that their vectors match."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, counts: Callable[[str], bool] = lambda name: True) -> None:
+        """`counts` says of a name whether the sum over ranks takes this rank's values: of equal ones, it takes one."""
         self.names: tuple[str, ...] = ()
+        self._counts = counts
         # Where each buffer hangs, since a forward may replace the tensor; walking the modules each time is slow.
         self._homes: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         for prefix, module in model.named_modules():
             for key, value in module._buffers.items():
                 if value is not None:
                     self._homes[f"{prefix}.{key}" if prefix else key] = module._buffers, key
-        self._device = next(model.parameters()).device
+        self._device = next(p.device for p in model.parameters() if not p.is_meta)
         self._versions: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
         self._saved: dict[str, Tensor] = {}
@@ -47,7 +49,7 @@ class StepBuffers:
 
     def begin(self) -> None:
         """Keeps the step's values."""
-        self._saved = {name: self._now(name).detach().clone() for name in self.names}
+        self._saved = {name: self._now(name).detach().clone() for name in self.names if not self._now(name).is_meta}
         self._changed = set()
         self._mark()
 
@@ -66,7 +68,13 @@ class StepBuffers:
         """The values now, flat float64 [num_values], times the samples that made them."""
         if not self.names:
             return torch.zeros(0, dtype=torch.float64, device=self._device)
-        return torch.cat([self._now(name).detach().double().flatten() for name in self.names]) * num_samples
+        return torch.cat([self._value(name) for name in self.names]) * num_samples
+
+    def _value(self, name: str) -> Tensor:
+        value = self._now(name).detach()
+        if value.is_meta or not self._counts(name):  # other ranks hold it, or count it
+            return torch.zeros(value.numel(), dtype=torch.float64, device=self._device)
+        return value.double().flatten()
 
     def restore(self) -> None:
         """Puts the step's values back."""
@@ -86,4 +94,6 @@ class StepBuffers:
         with torch.no_grad():
             for name, part in zip(self.names, values.split([self._now(n).numel() for n in self.names]), strict=True):
                 buffer = self._now(name)
+                if buffer.is_meta:
+                    continue
                 buffer.copy_((part if buffer.is_floating_point() else part.round()).view_as(buffer))

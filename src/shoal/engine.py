@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.agreement import together
+from shoal.agreement import collectively, together
 from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
 from shoal.computation import Computation, Computer
@@ -22,15 +24,17 @@ from shoal.errors import JobError, ShoalError
 from shoal.evaluation import Evaluator
 from shoal.faults import user_error
 from shoal.grains import random_key
+from shoal.holding import Holding
 from shoal.job import Epochs, Job
 from shoal.keeper import Keeper, RunState, Trained
 from shoal.mesh import Mesh
 from shoal.observation import Observer
 from shoal.plan.plan import Plan
+from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
 from shoal.step import StepParts
-from shoal.strategies.assemble import assemble
+from shoal.strategies.assemble import assemble, divide, divides_model
 from shoal.strategies.base import Strategy
 from shoal.strategies.recompute import recompute
 from shoal.telemetry import RecordWriter, StepClock
@@ -51,6 +55,7 @@ class Engine:
     mesh: Mesh
     precision: Precision
     model: nn.Module
+    holding: Holding
     parameters: Parameters
     strategy: Strategy
     updater: Updater
@@ -67,7 +72,7 @@ class Engine:
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters, each parameter once."""
-        return sum(p.numel() for p in self.model.parameters())
+        return sum(math.prod(shape) for shape in self.holding.shapes().values())
 
     def load(self) -> tuple[RunState | None, list[str]]:
         """The state of the newest good checkpoint, and lines about damaged ones. Collective: all ranks."""
@@ -89,11 +94,12 @@ class Engine:
         step = StepParts(
             mesh=self.mesh,
             precision=self.precision,
+            holding=self.holding,
             strategy=self.strategy,
             loader=self.loader,
             transfer=Transfer(self.mesh.device, self.precision.inputs),
             computer=Computer(self.job, self.model, self.precision, computation),
-            buffers=StepBuffers(self.model),
+            buffers=StepBuffers(self.model, self.holding.counts_buffer),
             clock=self.clock,
             note=around.note,
             observer=self.observer,
@@ -136,16 +142,16 @@ class Options:
 
 def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
+    refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device)
-    model = together(mesh, lambda: build_model(job, precision))
-    together(mesh, lambda: recompute(model, plan.memory.recompute))
-    mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+    holding = _hold(job, plan, mesh, precision)
+    model = holding.model
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
     clock = StepClock(mesh.device, options.telemetry)
-    strategy = assemble(plan, mesh, parameters, job.grains, clock.mark)
+    strategy = assemble(plan, holding, parameters, job.grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
-    updater = Updater(optimizer, parameters, job, options.observer, strategy)
+    updater = Updater(optimizer, job, options.observer, strategy, holding)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
     is_map = isinstance(source, MapSource)
@@ -159,20 +165,28 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
     loader = together(mesh, lambda: _loader(job, plan, mesh, source, order))
     store = Store(options.checkpoints) if options.checkpoints is not None else None
-    keeper = Keeper(mesh, store, Trained(model, optimizer, loader, strategy), options.checkpoint_every)
+    keeper = Keeper(mesh, store, Trained(holding, optimizer, loader, strategy), options.checkpoint_every)
     return Engine(
         job=job,
         plan=plan,
         mesh=mesh,
         precision=precision,
         model=model,
+        holding=holding,
         parameters=parameters,
         strategy=strategy,
         updater=updater,
         loader=loader,
         order=order,
         evaluator=Evaluator(
-            job, mesh, precision, evaluation, {"loss": job.loss, **job.metrics}, most_samples=options.eval_samples
+            job,
+            mesh,
+            precision,
+            evaluation,
+            {"loss": job.loss, **job.metrics},
+            most_samples=options.eval_samples,
+            divided=holding.divided,
+            lockstep=strategy.lockstep,
         ),
         keeper=keeper,
         clock=clock,
@@ -183,9 +197,26 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
+def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
+    """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
+    if divides_model(plan):
+        key = random_key(job.seed, "initial values")
+        return collectively(mesh, True, lambda: divide(functools.partial(make_model, job), key, plan, mesh, precision))
+    model = together(mesh, lambda: build_model(job, precision))
+    together(mesh, lambda: recompute(model, plan.memory.recompute))
+    mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+    return Holding(mesh, model, divides_state=plan.layout.shard > 1)
+
+
 def build_model(job: Job, precision: Precision) -> nn.Module:
     """The job's model with the seed's initial values, on the device in the plan's dtype."""
     seed_everything(random_key(job.seed, "initial values"))
+    model = make_model(job).to(precision.device)
+    return model if precision.parameters == torch.float32 else model.to(precision.parameters)
+
+
+def make_model(job: Job) -> nn.Module:
+    """What the job's `model` gives. Raises: UserCodeError, JobError."""
     try:
         model = job.model()
     except ShoalError:
@@ -198,8 +229,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
             conflict="the engine trains a torch.nn.Module",
             remedy="return the module",
         )
-    model = model.to(precision.device)
-    return model if precision.parameters == torch.float32 else model.to(precision.parameters)
+    return model
 
 
 def _evaluation_source(job: Job) -> MapSource | Iterable[Any] | None:

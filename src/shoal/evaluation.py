@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from shoal.agreement import together
+from shoal.agreement import collectively
 from shoal.computation import check_pair
 from shoal.data.loader import Place
 from shoal.data.source import MapSource, collate_samples
@@ -42,7 +42,11 @@ class Evaluator:
         metrics: Mapping[str, Callable[[Any, Any], Any]],
         *,
         most_samples: int | None = None,
+        divided: bool = False,
+        lockstep: bool = False,
     ) -> None:
+        """`divided`: the model computes with other ranks; `lockstep`: also with those that have other samples."""
+        self._divided, self._lockstep = divided, lockstep
         self._job, self._mesh, self._precision, self._source = job, mesh, precision, source
         self._metrics = dict(metrics)
         self._most = most_samples
@@ -58,7 +62,7 @@ class Evaluator:
         training = model.training
         model.eval()
         try:
-            sums = together(self._mesh, lambda: self._local_sums(model))
+            sums = collectively(self._mesh, self._divided, lambda: self._local_sums(model))
         finally:
             model.train(training)
         gathered = self._mesh.gather_json(sums)
@@ -78,7 +82,9 @@ class Evaluator:
             for number, size, batch in self._chunks(place):
                 batch = self._precision.inputs(batch)
                 seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
-                sums["samples"].append(size)
+                counted = self._mesh.speaks and size > 0
+                if counted:
+                    sums["samples"].append(size)
                 for name, function in self._metrics.items():
                     try:
                         with self._precision.products(), self._precision.autocast():
@@ -90,27 +96,34 @@ class Evaluator:
                             raise
                         raise user_error(f"metric {name!r}", error) from error
                     total, weight = check_pair(f"metric {name!r}", pair)
-                    sums[name][0].append(float(total))
-                    sums[name][1].append(float(weight))
+                    if counted:
+                        sums[name][0].append(float(total))
+                        sums[name][1].append(float(weight))
         return sums
 
     def _chunks(self, place: Place) -> Iterator[tuple[int, int, Any]]:
         """This rank's chunks as (number c, samples, batch): c belongs to rank c modulo their number."""
         if isinstance(self._source, MapSource):
             count = min(len(self._source), self._most or len(self._source))
-            for start in range(place.rank * self._chunk, count, place.num_ranks * self._chunk):
+            rounds = range(0, count, place.num_ranks * self._chunk)
+            for start in (first + place.rank * self._chunk for first in rounds):
+                if start >= count:
+                    if self._lockstep:  # as many as others, of no samples
+                        yield 0, 0, self._source.fetch([np.zeros(1, np.int64)], [random_key(self._job.seed, "filler")])
+                    continue
                 ids = np.arange(start, min(start + self._chunk, count), dtype=np.int64)
                 key = random_key(self._job.seed, "evaluation", start)
                 yield start // self._chunk, len(ids), self._source.fetch([ids], [key])
         else:
-            stream = itertools.islice(self._source or (), self._most)
+            collate = self._job.collate or default_collate
+            stream, own, number, first = itertools.islice(self._source or (), self._most), 0, -1, None
             for number, samples in enumerate(_batched(stream, self._chunk)):
+                first = first or samples
                 if number % place.num_ranks == place.rank:
-                    yield (
-                        number,
-                        len(samples),
-                        collate_samples(self._job.collate or default_collate, samples, "eval_data"),
-                    )
+                    own += 1
+                    yield number, len(samples), collate_samples(collate, samples, "eval_data")
+            if self._lockstep and own < -(-(number + 1) // place.num_ranks):
+                yield 0, 0, collate_samples(collate, first or [], "eval_data")
 
 
 def _batched(stream: Iterable[Any], size: int) -> Iterator[list[Any]]:

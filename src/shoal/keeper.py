@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from shoal.agreement import together
 from shoal.checkpoint.manifest import ManifestError
-from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
-from shoal.checkpoint.store import Snapshot, Store
+from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
+from shoal.checkpoint.state import load_optimizer, optimizer_state
+from shoal.checkpoint.store import Saved, Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter
 from shoal.data.loader import Loader
 from shoal.errors import IntegrityError, ShoalError, StorageError
+from shoal.holding import Held, Holding, merged
 from shoal.ledger import EMPTY_DIGEST, chain_digest
 from shoal.mesh import Mesh
 from shoal.precision import LossScale
-from shoal.strategies.base import OptimizerState, StepSums, Strategy
+from shoal.strategies.base import StepSums, Strategy
 
 
 @dataclass
@@ -82,7 +84,7 @@ class RunState:
 class Trained:
     """What a checkpoint is of."""
 
-    model: nn.Module
+    holding: Holding
     optimizer: torch.optim.Optimizer
     loader: Loader
     strategy: Strategy
@@ -130,29 +132,37 @@ class Keeper:
             )
 
     def _start(self, state: RunState) -> None:
-        streams = self._mesh.gather_json(self._trained.loader.state())
-        own = together(self._mesh, self._own_state)
-        held = self._trained.strategy.collect(own) if self._trained.strategy.divides_state else own
-        together(self._mesh, lambda: self._hand_over(state, streams, held))
+        document = {"run": state.to_json(), "world_size": self._mesh.world_size}
+        document["streams"] = self._mesh.gather_json(self._trained.loader.state())
+        if self._trained.holding.divides_state:
+            self._write_together(state.step, document)
+        else:
+            together(self._mesh, lambda: self._hand_over(state.step, document))
 
-    def _own_state(self) -> OptimizerState:
-        """The optimizer's state on this rank, where it is needed."""
-        if self._writer is None and not self._trained.strategy.divides_state:
-            return {}, {}
-        return optimizer_state(self._trained.optimizer, self._trained.model)
+    def _held(self) -> tuple[dict[str, Held], dict[str, Any]]:
+        """This rank's tensors by group, and the optimizer's document."""
+        holding = self._trained.holding
+        tensors, document = optimizer_state(self._trained.optimizer, holding.model)
+        return {"model": holding.tensors(), "optimizer": holding.state(tensors)}, document
 
-    def _hand_over(self, state: RunState, streams: list[Any], held: OptimizerState) -> None:
+    def _hand_over(self, step: int, document: dict[str, Any]) -> None:
+        """What rank 0 holds, which is everything, to the thread that writes."""
         if self._writer is None:
             return
-        tensors, document = held
-        model = model_tensors(self._trained.model)
-        document = {
-            "run": state.to_json(),
-            "optimizer": document,
-            "streams": streams,
-            "world_size": self._mesh.world_size,
-        }
-        self._writer.write(Snapshot(state.step, {"model": model, "optimizer": tensors}, document))
+        held, optimizer = self._held()
+        written = index([described(held)])
+        document = {**document, "optimizer": optimizer, "tensors": written}
+        self._writer.write(Snapshot(step, share(held, written, 0, 1), document))
+
+    def _write_together(self, step: int, document: dict[str, Any]) -> None:
+        """Each rank writes what it is the first to hold, so that none ever has the whole. Collective: all ranks."""
+        assert self._store is not None
+        began = time.monotonic()
+        held, optimizer = together(self._mesh, self._held)
+        document = {**document, "optimizer": merged(self._mesh.gather_json(optimizer))}
+        failure = write_together(self._mesh, self._store, Snapshot(step, {}, document), held)
+        if self._writer is not None:
+            self._writer.wrote(failure, time.monotonic() - began)
 
     def load(self, loss_scale: LossScale) -> tuple[RunState | None, list[str]]:
         """Sets model, optimizer and loader from the newest good checkpoint; and lines about damaged ones.
@@ -167,10 +177,21 @@ class Keeper:
         step, complaints = self._mesh.gather_json([newest.step if newest else None, complaints])[0]
         if step is None:
             return None, complaints
-        restored = together(self._mesh, lambda: self._restore(newest or self._read(store, step), loss_scale))
-        return restored, complaints
+        return together(self._mesh, lambda: self._take_up(store, newest, step, loss_scale)), complaints
 
-    def _newest_good(self, store: Store) -> tuple[Snapshot | None, list[str]]:
+    def _take_up(self, store: Store, saved: Saved | None, step: int, loss_scale: LossScale) -> RunState:
+        try:
+            return self._restore(saved or store.read(step), loss_scale)
+        except (ManifestError, OSError) as error:
+            if isinstance(error, ShoalError):
+                raise
+            raise IntegrityError(
+                given=f"the checkpoint of step {step} in {store.folder}",
+                conflict=f"rank 0 can read it, rank {self._mesh.rank} on {self._mesh.host} cannot: {error}",
+                remedy="give an --out directory that all hosts share",
+            ) from error
+
+    def _newest_good(self, store: Store) -> tuple[Saved | None, list[str]]:
         """On rank 0, which judges; nothing on the others."""
         if self._writer is None:
             return None, []
@@ -186,27 +207,24 @@ class Keeper:
                 remedy="mend the permission or the disk, then --resume",
             ) from error
 
-    def _read(self, store: Store, step: int) -> Snapshot:
-        try:
-            return store.read(step)
-        except (ManifestError, OSError) as error:
-            raise IntegrityError(
-                given=f"the checkpoint of step {step} in {store.folder}",
-                conflict=f"rank 0 can read it, rank {self._mesh.rank} on {self._mesh.host} cannot: {error}",
-                remedy="give an --out directory that all hosts share",
-            ) from error
-
-    def _restore(self, snapshot: Snapshot, loss_scale: LossScale) -> RunState:
-        trained, document = self._trained, snapshot.document
-        load_model(trained.model, snapshot.tensors["model"])
-        parameters = dict(trained.model.named_parameters())
-        state = document["optimizer"]["state"].items()
+    def _restore(self, saved: Saved, loss_scale: LossScale) -> RunState:
+        trained, document = self._trained, saved.document
+        holding, strategy = trained.holding, trained.strategy
+        held, parameters, absent = holding.tensors(), dict(holding.parameters()), holding.absent()
+        refuse_other_model(saved, held, absent)
         # Of a name that is no parameter any more `load_optimizer` tells.
-        own = {n: values for n, values in state if n not in parameters or trained.strategy.updates(parameters[n])}
-        saved = {**document["optimizer"], "state": own}
-        load_optimizer(trained.optimizer, trained.model, snapshot.tensors["optimizer"], saved)
+        state = {
+            name: values
+            for name, values in document["optimizer"]["state"].items()
+            if name not in absent and (name not in parameters or strategy.updates(parameters[name]))
+        }
+        targets = holding.room(document["tensors"]["optimizer"], state.keys())
+        fill(saved, "optimizer", targets)
+        tensors = {path: tensor for path, (_, tensor) in targets.items()}
+        load_optimizer(trained.optimizer, holding.model, tensors, {**document["optimizer"], "state": state})
+        fill(saved, "model", held)
         trained.loader.restore(document["streams"])
-        self._newest = snapshot.step
+        self._newest = saved.step
         if self._writer is not None:
             self._writer.failure = None  # that of a snapshot that is no longer the newest
         return RunState.from_json(document["run"], loss_scale)

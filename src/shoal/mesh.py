@@ -21,10 +21,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal.environment import Environment
 from shoal.errors import LaunchError
-from shoal.plan.layout import Layout
+from shoal.plan.layout import AXES, Layout
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# The group of the ranks that hold the same of the model.
+REPLICAS = "replicas"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -44,14 +46,25 @@ class Mesh:
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of the ranks that differ from this one along `axis` only; None stands for all ranks.
 
-        Raises: KeyError for an axis of one rank in a larger world, which has no group.
+        Raises: KeyError for an axis of one rank.
         """
-        return None if self.layout.degree(axis) == self.world_size else self.groups[axis]
+        return self.groups[axis] if axis in self.groups or self.layout.degree(axis) != self.world_size else None
 
     def ranks(self, axis: str, of: int | None = None) -> list[int]:
         """The ranks of that group, in the order of the axis; or of the group that the rank `of` is in."""
         wanted = self.rank if of is None else of
         return next(ranks for ranks in self.layout.groups(axis) if wanted in ranks)
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that hold the same of the model and compute different grains; None for all ranks."""
+        return self.groups.get(REPLICAS)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the one of those with the same grains that counts their losses and samples."""
+        place = self.layout.coordinate(self.rank)
+        return place.tensor == 0 and place.context == 0 and place.pipeline == self.layout.pipeline - 1
 
     @property
     def world_size(self) -> int:
@@ -67,7 +80,7 @@ class Mesh:
     @property
     def num_data_ranks(self) -> int:
         """How many ranks hold different grains."""
-        return self.layout.data * self.layout.shard
+        return self.layout.divides_grains
 
     def all_gather(self, values: list[float]) -> npt.NDArray[np.float64]:
         """Every rank's `values`, float64 [world_size, len(values)].
@@ -142,14 +155,20 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
 
 
 def _groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
-    """A group for each axis that has its own collectives and does not take in all ranks. Collective: all ranks."""
+    """A group for each axis by itself, and one for the replicas where they are not all ranks. Collective: all ranks.
+
+    An axis that takes in all ranks has a group of its own too: what is sent in a forward never meets the engine's own.
+    """
+    wanted: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES if axis != "data" or layout.shard > 1}
+    if layout.shares_grains > 1:
+        wanted[REPLICAS] = ("data", "shard")
     found = {}
-    for axis in ("shard",):
-        if 1 < layout.degree(axis) < layout.world_size:
-            for ranks in layout.groups(axis):
+    for name, axes in wanted.items():
+        for ranks in layout.groups(*axes):
+            if len(ranks) > 1:
                 group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
                 if rank in ranks:
-                    found[axis] = group
+                    found[name] = group
     return found
 
 

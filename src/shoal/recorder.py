@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.checkpoint.state import model_tensors, optimizer_state
+from shoal.checkpoint.state import optimizer_state
+from shoal.holding import Held, Holding, local, merged
 from shoal.microbatch import Microbatch
 from shoal.observation import Observer
 from shoal.strategies.base import Strategy
@@ -106,11 +107,13 @@ class Recorder(Observer):
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
-        """Watches a model and its optimizer, and writes their state. Collective where the strategy's `collect` is."""
-        self._model, self._optimizer, self._strategy = model, optimizer, strategy
-        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._forward, self._own = ForwardRecorder(model), OwnGradients(self._named)
+    def attach(self, holding: Holding, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+        """Watches a model and its optimizer, and writes their state. Collective: as Holding.wholes."""
+        self._holding, self._optimizer, self._strategy = holding, optimizer, strategy
+        self._named = [(name, p) for name, p in holding.parameters() if p.requires_grad]
+        # What is summed in the backward, or of a part of the model only, is not the gradient of a rank's grains.
+        self._own = OwnGradients([] if holding.divided else self._named)
+        self._forward = ForwardRecorder(holding.model)
         self._trace = StepTrace(-1)
         self._state()
         write(self._folder, self._trace, self._rank)
@@ -130,6 +133,8 @@ class Recorder(Observer):
         """Notes the microbatch's loss."""
         self._forward.end()
         taken = self._microbatch
+        if not self._holding.speaks:
+            return
         ids = tuple(tuple(ids.tolist()) for ids in taken.ids)
         grains = tuple(grain.index for grain in taken.grains)
         self._trace.parts.append(Part(self._rank, grains, ids, float(total), float(weight)))
@@ -138,7 +143,8 @@ class Recorder(Observer):
         """Keeps the mean gradients, and this rank's share of them."""
         trace = self._trace
         trace.loss, trace.weight, trace.forward = loss, weight, self._forward.found
-        trace.gradients[self._rank] = {name: g * scale for name, g in self._own.sums.items()}
+        if not self._holding.divided:
+            trace.gradients[self._rank] = {name: g * scale for name, g in self._own.sums.items()}
         self._gradients("reduction", scale)
 
     def clipped(self, norm: float) -> None:
@@ -153,23 +159,28 @@ class Recorder(Observer):
         write(self._folder, self._trace, self._rank)
 
     def _gradients(self, phase: str, scale: float) -> None:
-        for name, parameter in self._named:
-            if parameter.grad is not None:
-                self._keep(f"{phase}/{name}", self._strategy.whole(parameter.grad) * scale)
+        found = [(name, p.grad) for name, p in self._named if p.grad is not None]
+        self._keep({f"{phase}/{name}": (self._holding.part(name, g), local(g) * scale) for name, g in found})
 
     def _state(self) -> None:
-        own = optimizer_state(self._optimizer, self._model)
-        tensors, self._trace.optimizer = self._strategy.collect(own)
-        if self._strategy.divides_state and self._rank:
+        holding = self._holding
+        tensors, self._trace.optimizer = optimizer_state(self._optimizer, holding.model)
+        if holding.divides_state:
+            self._trace.optimizer = merged(holding.mesh.gather_json(self._trace.optimizer))
+        self._trace.divided = holding.divided
+        if not holding.divided and holding.divides_state:
             self._trace.updates[self._rank] = [name for name, p in self._named if self._strategy.updates(p)]
-        parameters = dict(self._model.named_parameters())
-        for key, value in state_by_key(model_tensors(self._model), parameters, tensors).items():
-            self._keep(key, value)
+        parameters = {name for name, _ in holding.model.named_parameters()}
+        self._keep(state_by_key(holding.tensors(), parameters, holding.state(tensors)))
 
-    def _keep(self, key: str, value: Tensor) -> None:
-        self._trace.digests.setdefault(self._rank, {})[key] = digest(value)
-        if self._rank == 0:
-            self._trace.tensors[key] = value.detach().cpu().clone()
+    def _keep(self, held: Held) -> None:
+        """Digests of what this rank has, and on rank 0 the logical tensors. Collective: as Holding.wholes."""
+        own = self._trace.digests.setdefault(self._rank, {})
+        for key, (part, tensor) in held.items():
+            own[key if part.is_whole else f"{key} {part.to_json()}"] = digest(tensor)
+        for key, whole in self._holding.wholes(held):
+            if whole is not None:
+                self._trace.tensors[key] = whole.detach().clone()
 
     def close(self) -> None:
         """Takes the hooks off."""

@@ -18,6 +18,7 @@ import shoal
 from shoal.agreement import together
 from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
+from shoal.checkpoint.state import sha256_of
 from shoal.engine import Engine, Options, build
 from shoal.environment import Environment
 from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError, StorageError
@@ -159,7 +160,7 @@ def _shake_hands(mesh: Mesh, loaded: LoadedJob, plan: Plan) -> None:
 
 def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[str, Any]:
     """job.json: what is trained, as far as numbers and names can say it."""
-    shapes = [f"{name} {list(p.shape)}" for name, p in engine.model.named_parameters()]
+    shapes = [f"{name} {list(shape)}" for name, shape in engine.holding.shapes().items()]
     return {
         "file": str(request.job.path),
         "function": loaded.function,
@@ -168,7 +169,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[st
         "stop_after": request.steps,
         **loaded.job.describe(),
         "train_samples": engine.num_train_samples,
-        "parameters": sum(p.numel() for p in engine.model.parameters()),
+        "parameters": engine.num_parameters,
         "parameter_shapes_sha256": weights_sha256({"shapes": torch.tensor(list("\n".join(shapes).encode()))}),
         "versions": versions(),
     }
@@ -255,7 +256,7 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         train_loss=state.loss,
         metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
         eval_samples=outcome.eval_samples,
-        weights_sha256=weights_sha256(engine.model.state_dict()),
+        weights_sha256=sha256_of(whole for _, whole in engine.holding.wholes(engine.holding.state_dict())),
         sample_digest=state.digest,
         step_seconds={"median": median, "p10": p10, "p90": p90} if outcome.step_seconds else {},
         wall_seconds=time.time() - request.started_at,

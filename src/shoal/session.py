@@ -26,12 +26,13 @@ from shoal.errors import JobError, NonFiniteError, ShoalError, StorageError, Use
 from shoal.evaluation import Evaluator
 from shoal.faults import as_shoal_error
 from shoal.grains import random_key
+from shoal.holding import Holding
 from shoal.job import Epochs, Job, Length, Progress
 from shoal.keeper import Keeper, RunState, Trained
 from shoal.mesh import open_mesh
 from shoal.microbatch import Microbatch, StepData
 from shoal.observation import Observer
-from shoal.plan import Plan
+from shoal.plan import AXES, Plan
 from shoal.plan.resolve import Wishes, apply_wishes, complete
 from shoal.precision import LossScale, Precision
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
@@ -82,7 +83,7 @@ class Session:
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
         self.replay = Replay.told(os.environ)
         if self.replay and self.replay.of is not None:  # the same loop on one process
-            plan = plan.with_sections(layout={"data": 1, "shard": 1})
+            plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
         self.plan = complete(plan, self._job.grains, self._job.grain_size)
         prepare_process(self.plan.execution.exact, num_threads=None)
         self._exit = contextlib.ExitStack()
@@ -216,24 +217,25 @@ class _Loop:
     def run(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Step]:
         training = self._session.training
         parameters = Parameters(model)
-        self._strategy = assemble(self._plan, self._mesh, parameters, self._job.grains, lambda span: None)
+        holding = Holding(self._mesh, model, divides_state=self._plan.layout.shard > 1)
+        self._strategy = assemble(self._plan, holding, parameters, self._job.grains, lambda span: None)
         replay = self._session.replay
         self._observer = Recorder(Path(replay.folder), self._mesh.rank) if replay else Observer()
-        self._updater = Updater(optimizer, parameters, self._job, self._observer, self._strategy)
+        self._updater = Updater(optimizer, self._job, self._observer, self._strategy, holding)
         self._buffers = StepBuffers(model)
         self._buffers.watch()
         folder = training.checkpoints if replay is None else None  # a verification leaves the user's own alone
         store = None if folder is None else Store(Path(folder))
         if store is not None and self._mesh.rank == 0:
             store.clean()
-        self._keeper = Keeper(self._mesh, store, Trained(model, optimizer, self._loader, self._strategy), None)
+        self._keeper = Keeper(self._mesh, store, Trained(holding, optimizer, self._loader, self._strategy), None)
         self._scale = LossScale.of(self._plan.precision.loss_scale, self._precision.compute)
         loaded = self._keeper.load(self._scale)[0] if training.resume else None
         self.state = loaded or RunState(loss_scale=self._scale)
         fuse = training.fuse and not (replay and replay.grain_by_grain)
         self._loader.seek(self.state.step, self._plan.batch.grains_per_microbatch if fuse else 1)
         if isinstance(self._observer, Recorder):
-            self._observer.attach(model, optimizer, self._strategy)
+            self._observer.attach(holding, optimizer, self._strategy)
         num_steps = min(self._order.num_steps, replay.num_steps) if replay else self._order.num_steps
         try:
             while self.state.step < num_steps:

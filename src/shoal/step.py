@@ -9,19 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shoal.agreement import raise_together, together
+from shoal.agreement import collectively, raise_together
 from shoal.buffers import StepBuffers
 from shoal.computation import Computation, Computer, RedoError
 from shoal.data.loader import Loader
 from shoal.errors import LossError, OutOfMemoryError, ShoalError
 from shoal.faults import as_shoal_error, is_lost_peer, is_out_of_memory, user_error
+from shoal.holding import Holding
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch, StepData
 from shoal.observation import Observer
 from shoal.precision import Precision
 from shoal.randomness import NotFusibleError
-from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_sums
+from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy, buffer_sums, microbatch_sums
 from shoal.telemetry import StepClock
 from shoal.transfer import Transfer
 
@@ -32,6 +34,7 @@ class StepParts:
 
     mesh: Mesh
     precision: Precision
+    holding: Holding
     strategy: Strategy
     loader: Loader
     transfer: Transfer
@@ -137,7 +140,10 @@ class StepRunner:
                 first = next(data.microbatches)
                 data = replace(data, microbatches=itertools.chain([first], data.microbatches))
             self._too_large, self._unclear = False, False
-            found = together(self._parts.mesh, functools.partial(self._propose, first))
+            if first is None and self._parts.strategy.lockstep:
+                first = self._parts.loader.filler(self._step)
+            divided = self._parts.holding.divided
+            found = collectively(self._parts.mesh, divided, functools.partial(self._propose, first))
             told = self._parts.mesh.all_gather([float(self._too_large), float(self._unclear)])
             again, unclear = told.max(axis=0) > 0
             self._probed = not unclear  # a batch that is not finite tells too little: the next one is asked as well
@@ -154,7 +160,7 @@ class StepRunner:
             self._unclear = not finding.conclusive
             return finding.computation
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or self._parts.holding.divided:
                 raise
             # Nothing is known of the model yet: fewer grains, and the same question again.
             self._too_large = True
@@ -208,15 +214,21 @@ class StepRunner:
         self.seen = []
         flags = Flags()
         try:
-            if data is not None:
-                for number in range(data.num_microbatches):
-                    parts.clock.mark("data_wait")
+            own = data.num_microbatches if data is not None else 0
+            most = parts.loader.most_microbatches(self._step) if parts.strategy.lockstep else own
+            for number in range(most):
+                parts.clock.mark("data_wait")
+                if data is not None and number < own:
                     microbatch = next(data.microbatches)
                     self.seen.append(replace(microbatch, batch=None))
-                    self._microbatch(microbatch, last=number == data.num_microbatches - 1)
+                    self._microbatch(microbatch, last=number == most - 1)
+                else:
+                    self._fill(parts.loader.filler(self._step), last=number == most - 1)
         except RedoError as redo:
             self._proposal, flags = redo.proposal, Flags(redo=1)
         except Exception as error:
+            if parts.holding.divided:  # the others wait in a collective of this microbatch: this rank ends at once
+                raise as_shoal_error(error) from error
             flags = self._failed(error)
         else:
             if parts.loader.looks_ahead:  # while the device computes and the sums are on their way
@@ -253,7 +265,7 @@ class StepRunner:
             if unknown:
                 names = tuple({*self._parts.buffers.names, *unknown})
                 raise RedoError(replace(self._parts.computer.computation, buffers=names), "further buffers change")
-            sums = microbatch_sums(microbatch, total, weight, self._parts.buffers.weighted(microbatch.num_samples))
+            sums = self._sums(microbatch, total, weight)
             parts.observer.loss(total.detach(), weight)
             parts.clock.mark("backward")
             scaled = total * self._factor if self._factor != 1.0 else total
@@ -267,3 +279,18 @@ class StepRunner:
                 raise user_error("the backward", error) from error
         parts.observer.computed()
         self._parts.buffers.restore()
+
+    def _sums(self, microbatch: Microbatch, total: Tensor, weight: Tensor | float) -> Tensor:
+        buffers = self._parts.buffers.weighted(microbatch.num_samples)
+        if not self._parts.mesh.speaks:
+            return buffer_sums(buffers)
+        return microbatch_sums(microbatch, total, weight, buffers)
+
+    def _fill(self, microbatch: Microbatch, last: bool) -> None:
+        """Computes a microbatch of weight zero, in step with ranks that have more of them."""
+        parts = self._parts
+        with parts.computer.scope(microbatch):
+            total, _ = parts.computer.loss(parts.precision.inputs(microbatch.batch))
+            sums = torch.zeros(NUM_SUMS + parts.buffers.num_values, dtype=torch.float64, device=parts.mesh.device)
+            parts.strategy.backward(microbatch, total * 0.0, sums, last)
+        parts.buffers.restore()

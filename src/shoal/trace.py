@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+T = TypeVar("T")
 
 # In the order of the dataflow. `backward` is each rank's own gradient, `reduction` the mean over all of them.
 PHASES = ("data", "forward", "loss", "backward", "reduction", "clipping", "update", "buffers", "metrics")
@@ -55,6 +57,7 @@ class StepTrace:
     optimizer: dict[str, Any] = field(default_factory=dict)
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
     updates: dict[int, list[str] | None] = field(default_factory=dict)  # by rank; None: every parameter
+    divided: bool = False  # whether ranks hold parts of the model
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -67,14 +70,29 @@ class StepTrace:
         found = self.phase("update").items()
         return {name.removesuffix(_OPTIMIZER): t for name, t in found if is_optimizer(name)}
 
-    def missing(self, rank: int, key: str) -> bool:
-        """Whether a rank lacks a tensor that it need not hold: the optimizer's for a parameter that it does not update.
+    @property
+    def first_digests(self) -> dict[str, str]:
+        """Of each key the digest of the first rank that has it."""
+        found: dict[str, str] = {}
+        for _, own in sorted(self.digests.items()):
+            found = {**own, **found}
+        return found
 
-        Rank 0 holds all, since it has collected them.
-        """
-        updates = self.updates.get(rank)
-        if key in self.digests[rank] or updates is None or not is_optimizer(key):
+    def strays(self) -> Iterator[tuple[int, str]]:
+        """Rank and key of what a rank holds otherwise than the first that holds the same, or lacks."""
+        first = self.first_digests
+        for rank, own in sorted(self.digests.items()):
+            for key in sorted(first):
+                if own.get(key) != first[key] and not self._missing(rank, key):
+                    yield rank, key
+
+    def _missing(self, rank: int, key: str) -> bool:
+        """Whether a rank lacks what it need not hold: a part of the model, or state that it does not update."""
+        if key in self.digests[rank]:
             return False
+        updates = self.updates.get(rank)
+        if self.divided or updates is None or not is_optimizer(key):
+            return self.divided
         return key.partition("/")[2].partition("/")[0] not in updates
 
     def phase(self, name: str) -> dict[str, Tensor]:
@@ -87,9 +105,7 @@ def is_optimizer(name: str) -> bool:
     return name.endswith(_OPTIMIZER)
 
 
-def state_by_key(
-    model: Mapping[str, Tensor], parameters: Container[str], optimizer: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def state_by_key(model: Mapping[str, T], parameters: Container[str], optimizer: Mapping[str, T]) -> dict[str, T]:
     """A training state by a trace's keys: the model's values, some of them parameters, and the optimizer's."""
     found = {f"update/{name}" if name in parameters else f"buffers/{name}": value for name, value in model.items()}
     return found | {f"update/{name}{_OPTIMIZER}": value for name, value in optimizer.items()}
@@ -122,6 +138,9 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()
 
 
+_FACTS = ("loss", "weight", "norm", "factor", "skipped", "optimizer", "divided")
+
+
 def write(folder: Path, trace: StepTrace, rank: int) -> None:
     """Writes one rank's view of a step: its own gradients, forward and digests; on rank 0 the logical tensors too."""
     tensors = {f"gradient/{name}": t for name, t in trace.gradients.get(rank, {}).items()}
@@ -135,7 +154,7 @@ def write(folder: Path, trace: StepTrace, rank: int) -> None:
         "forward": trace.forward,
         "digests": trace.digests.get(rank, {}),
         "updates": trace.updates.get(rank),
-        **{k: getattr(trace, k) for k in ("loss", "weight", "norm", "factor", "skipped", "optimizer")},
+        **{k: getattr(trace, k) for k in _FACTS},
     }
     (folder / f"step-{trace.step}-{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
 
@@ -153,7 +172,7 @@ def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> Step
         for call, grains in facts["forward"].items():
             whole.forward.setdefault(call, {}).update({int(g): numbers for g, numbers in grains.items()})
         whole.digests[rank], whole.updates[rank] = facts["digests"], facts["updates"]
-        for name in ("loss", "weight", "norm", "factor", "skipped", "optimizer"):
+        for name in _FACTS:
             setattr(whole, name, facts[name])
     return whole
 

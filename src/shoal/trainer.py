@@ -188,11 +188,16 @@ class Trainer:
     def _nonfinite(self, sums: StepSums) -> dict[str, Any] | None:
         """Acts on the job's policy; None after a rollback. Raises: NonFiniteError, the same on every rank."""
         parts, state = self._parts, self.state
-        search = Search(parts.step.computer, parts.step.precision, parts.parameters)
-        found = search.find(self._mesh, self._runner.seen)
+        if parts.step.holding.divided:  # a sample alone would be computed by all ranks of the model
+            found: dict[str, Any] = {"rank": None, "host": None, "grains": [], "samples": [], "other_ranks": []}
+        else:
+            search = Search(parts.step.computer, parts.step.precision, parts.parameters)
+            found = search.find(self._mesh, self._runner.seen)
         self._buffers.restore()
         state.bad_streak += 1
         culprit = f"rank {found['rank']} on {found['host']}, grains {found['grains']}, samples {found['samples']}"
+        if parts.step.holding.divided:
+            culprit = "which sample brought it is not searched for in a divided model"
         what = "loss" if not math.isfinite(sums.loss) else "gradient"
         self._around.note(f"step {state.step}: {what} is not finite: {culprit}: {parts.job.on_nonfinite}")
         if parts.job.on_nonfinite == "stop" or state.bad_streak > MAX_BAD_STREAK:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.faults import user_error
 from shoal.grains import random_key
+from shoal.holding import Holding, local
 from shoal.job import Job, Progress
 from shoal.observation import Observer
 from shoal.precision import LossScale
@@ -26,10 +27,10 @@ _CLIP_EPSILON = 1e-6
 
 
 class Parameters(list[nn.Parameter]):
-    """The trainable parameters of a model, each once; `named` gives (name, parameter) pairs in the same order."""
+    """The trainable parameters that a rank holds, each once; `named` gives them with their names, in the same order."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
         super().__init__(p for _, p in self._named)
         if not self:
             raise JobError(
@@ -95,15 +96,16 @@ class Updater:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Parameters,
         job: Job,
         observer: Observer,
         strategy: Strategy,
+        holding: Holding,
     ) -> None:
-        self.optimizer, self._strategy = optimizer, strategy
+        self.optimizer, self._strategy, self._holding = optimizer, strategy, holding
         for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
             del optimizer.state[parameter]
-        self._parameters, self._job, self._observer = parameters, job, observer
+        self._parameters = [p for _, p in holding.parameters() if p.requires_grad]
+        self._job, self._observer = job, observer
         self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
             raise JobError(
@@ -116,15 +118,16 @@ class Updater:
         """Divides the summed gradients by `weight` and by the loss's factor, clips their norm, and steps.
 
         `loss` is the mean. The norm counts every trainable parameter once. Nothing is changed where the update says
-        that it was skipped.
+        that it was skipped. Collective: as Holding.complete and Holding.norm, and the strategy's `update`.
         """
         rate = self._set_rates(progress)
         if weight == 0.0:
             return Update(0.0, rate, "weightless")
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        self._holding.complete()
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         self._observer.reduced(loss, weight, scale)
-        norm = global_norm(gradients) * abs(scale)
+        norm = self._holding.norm(global_norm(self._holding.gradients())) * abs(scale)
         if not math.isfinite(loss) or not math.isfinite(scale):
             return Update(norm, rate, "nonfinite")
         if not math.isfinite(norm):

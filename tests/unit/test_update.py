@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.errors import JobError, UserCodeError
+from shoal.holding import Holding
 from shoal.job import Job, Progress, warmup_cosine
 from shoal.mesh import alone
 from shoal.observation import Observer
@@ -36,7 +37,9 @@ def job(**options: Any) -> Job:
 
 def updater_of(optimizer: torch.optim.Optimizer, parameters: Parameters, of: Job) -> Updater:
     strategy = DataParallel(parameters, alone(torch.device("cpu")), torch.float32, lambda span: None)
-    return Updater(optimizer, parameters, of, Observer(), strategy)
+    return Updater(
+        optimizer, of, Observer(), strategy, Holding(alone(torch.device("cpu")), nn.ParameterList(parameters))
+    )
 
 
 def updater(parameters: Parameters, clip: float | None = None, schedule: Any = None) -> Updater:

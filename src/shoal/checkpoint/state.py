@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import JobMismatchError, UserCodeError
+from shoal.holding import local
 
 _TENSOR, _TUPLE, _HOST = "$tensor", "$tuple", "$host"
 _CPU = torch.device("cpu")
@@ -65,15 +66,17 @@ def load_optimizer(
     """Sets the optimizer's state. Raises: JobMismatchError where the parameter groups are not the same."""
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
-    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    if mine != [group["params"] for group in document["groups"]]:
+    mine = [sorted(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
+    absent = {name for name, p in parameters.items() if p.is_meta}
+    saved = [sorted(n for n in group["params"] if n not in absent) for group in document["groups"]]
+    if mine != saved:
         raise JobMismatchError(
             given="a checkpoint of another optimizer",
             conflict="its parameter groups hold other parameters than the job's",
             remedy="resume with the job that the run began with",
         )
-    for group, saved in zip(optimizer.param_groups, document["groups"], strict=True):
-        group.update(_decode(saved["values"], tensors))
+    for group, kept in zip(optimizer.param_groups, document["groups"], strict=True):
+        group.update(_decode(kept["values"], tensors))
     optimizer.state.clear()
     counted_on_device = {
         id(p): bool(group.get("capturable") or group.get("fused"))
@@ -87,7 +90,18 @@ def load_optimizer(
         counter = decoded.get("step")
         if isinstance(counter, Tensor) and not counted_on_device[id(parameter)]:
             decoded["step"] = counter.cpu()
-        optimizer.state[parameter] = decoded
+        optimizer.state[parameter] = {key: _as_parameter(value, parameter) for key, value in decoded.items()}
+
+
+def _as_parameter(value: Any, parameter: Tensor) -> Any:
+    """A DTensor where the parameter is one and the value has its shape."""
+    to_local = getattr(parameter, "to_local", None)
+    if to_local is None or not isinstance(value, Tensor) or value.shape != to_local().shape or value.ndim == 0:
+        return value
+    from torch.distributed.tensor import DTensor
+
+    layout = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(value, *layout, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor], device: torch.device = _CPU) -> Any:
@@ -121,16 +135,20 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device = _C
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return local(tensor).to("cpu", copy=True).contiguous()
 
 
 def weights_sha256(state_dict: Mapping[str, Any]) -> str:
     """SHA-256 over a state dict's tensors: names sorted, raw little-endian bytes, nothing else; hexadecimal."""
+    return sha256_of(state_dict[name] for name in sorted(state_dict) if isinstance(state_dict[name], Tensor))
+
+
+def sha256_of(tensors: Iterable[Tensor | None]) -> str:
+    """SHA-256 over the bytes of tensors, one after the other; those that are None add nothing."""
     digest = hashlib.sha256()
-    for name in sorted(state_dict):
-        value = state_dict[name]
-        if isinstance(value, Tensor):
-            digest.update(_raw(value))
+    for tensor in tensors:
+        if tensor is not None:
+            digest.update(_raw(tensor))
     return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import stat
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from shoal.checkpoint.manifest import (
 )
 from shoal.errors import IntegrityError
 
-_STATE_NAME = "state.json"
+_STATE_NAME, _TENSORS = "state.json", ".safetensors"
 # What reading a damaged checkpoint may give: a file gone, a link or folder in its place, a bad sector.
 _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EIO)
 
@@ -41,6 +42,39 @@ class Snapshot:
     step: int
     tensors: dict[str, dict[str, Tensor]]
     document: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk that has passed its checks; its tensors are read a file at a time."""
+
+    folder: Path
+    manifest: Manifest
+    document: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The step that it was taken after."""
+        return self.manifest.step
+
+    @property
+    def names(self) -> list[str]:
+        """Its files of tensors, without their ending."""
+        return sorted(n.removesuffix(_TENSORS) for n in self.manifest.files if n.endswith(_TENSORS))
+
+    def read(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one file. Raises: ManifestError where it is not what was written; OSError."""
+        content = _verified(self.folder, f"{name}{_TENSORS}", self.manifest.files[f"{name}{_TENSORS}"])
+        try:
+            found: dict[str, Tensor] = load_tensors(content)
+        except SafetensorError as error:
+            raise ManifestError(f"{name} does not hold tensors: {error}") from None
+        return found
+
+    @property
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All of them by file and name."""
+        return {name: self.read(name) for name in self.names}
 
 
 class Store:
@@ -58,56 +92,74 @@ class Store:
 
     def write(self, snapshot: Snapshot) -> None:
         """Writes a checkpoint: either it is there whole, or not at all. Raises: OSError where the disk does."""
+        aside = self.begin(snapshot.step)
+        with self.undone(aside):
+            files = dict(self.add(aside, name, group) for name, group in snapshot.tensors.items())
+            self.commit(aside, snapshot.step, files, snapshot.document)
+
+    def begin(self, step: int) -> Path:
+        """A new folder for the files of a checkpoint, which `commit` makes one."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        target = self.folder / directory_name(snapshot.step)
-        aside = self.folder / f".tmp-{target.name}-{uuid.uuid4().hex[:12]}"
+        aside = self.folder / f".tmp-{directory_name(step)}-{uuid.uuid4().hex[:12]}"
         aside.mkdir(mode=0o700)
+        return aside
+
+    @contextlib.contextmanager
+    def undone(self, aside: Path) -> Iterator[None]:
+        """A context that removes the folder where anything is raised in it."""
         try:
-            contents = {f"{name}.safetensors": save_tensors(group) for name, group in snapshot.tensors.items()}
-            contents[_STATE_NAME] = json.dumps(snapshot.document, sort_keys=True).encode()
-            files = {name: _write(aside / name, content) for name, content in contents.items()}
-            _write(aside / MANIFEST_NAME, Manifest(snapshot.step, files).to_bytes())
-            _sync_directory(aside)
-            if target.exists():  # the same step again, after a rollback or a resume: the older one steps aside first
-                old = self.folder / f".old-{target.name}-{uuid.uuid4().hex[:12]}"
-                target.rename(old)
-                try:
-                    aside.rename(target)
-                except OSError:
-                    old.rename(target)
-                    raise
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                aside.rename(target)
-            _sync_directory(self.folder)
+            yield
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-        for step in [s for s in self.steps() if s != snapshot.step][: -self.keep + 1 or None]:
-            shutil.rmtree(self.folder / directory_name(step), ignore_errors=True)
 
-    def read(self, step: int) -> Snapshot:
+    def add(self, aside: Path, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
+        """Writes one file of tensors; its name and the manifest's entry for it. Raises: OSError."""
+        return f"{name}{_TENSORS}", _write(aside / f"{name}{_TENSORS}", save_tensors(tensors))
+
+    def commit(self, aside: Path, step: int, files: dict[str, FileEntry], document: dict[str, Any]) -> None:
+        """Seals what is in the folder and gives it its name; the oldest beyond `keep` go. Raises: OSError."""
+        target = self.folder / directory_name(step)
+        content = json.dumps(document, sort_keys=True).encode()
+        files = {**files, _STATE_NAME: _write(aside / _STATE_NAME, content)}
+        _write(aside / MANIFEST_NAME, Manifest(step, files).to_bytes())
+        _sync_directory(aside)
+        if target.exists():  # the same step again, after a rollback or a resume: the older one steps aside first
+            old = self.folder / f".old-{target.name}-{uuid.uuid4().hex[:12]}"
+            target.rename(old)
+            try:
+                aside.rename(target)
+            except OSError:
+                old.rename(target)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            aside.rename(target)
+        _sync_directory(self.folder)
+        for other in [s for s in self.steps() if s != step][: -self.keep + 1 or None]:
+            shutil.rmtree(self.folder / directory_name(other), ignore_errors=True)
+
+    def read(self, step: int) -> Saved:
         """The verified checkpoint of a step. Raises: ManifestError naming what is wrong with it; OSError."""
         folder = self.folder / directory_name(step)
         manifest = Manifest.from_bytes(_read(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES + 1))
         if manifest.step != step:
             raise ManifestError(f"it is the checkpoint of step {manifest.step}")
-        contents = {}
+        document = None
         for name, entry in manifest.files.items():
-            content = _read(folder / name, entry.size + 1)
-            if len(content) != entry.size:
-                raise ManifestError(f"{name} has {len(content)} bytes or more, written were {entry.size}")
-            if hashlib.sha256(content).hexdigest() != entry.sha256:
-                raise ManifestError(f"{name} is not what was written (SHA-256 differs)")
-            contents[name] = content
-        try:
-            document = json.loads(contents.pop(_STATE_NAME))
-            tensors = {name.removesuffix(".safetensors"): load_tensors(c) for name, c in contents.items()}
-        except (KeyError, ValueError, SafetensorError) as error:
-            raise ManifestError(f"its files do not hold a training state: {error}") from None
-        return Snapshot(step, tensors, document)
+            content = _verified(folder, name, entry)
+            try:
+                if name == _STATE_NAME:
+                    document = json.loads(content)
+                else:
+                    load_tensors(content)
+            except (ValueError, SafetensorError) as error:
+                raise ManifestError(f"its files do not hold a training state: {error}") from None
+        if document is None:
+            raise ManifestError(f"its files do not hold a training state: {_STATE_NAME!r}")
+        return Saved(folder, manifest, document)
 
-    def newest_good(self) -> tuple[Snapshot | None, list[str]]:
+    def newest_good(self) -> tuple[Saved | None, list[str]]:
         """The newest checkpoint that passes, and a line about each that did not; those are kept aside as `.bad`.
 
         None where there is no checkpoint at all. Raises: IntegrityError where there are some and none passes; OSError
@@ -162,6 +214,15 @@ def _write(path: Path, content: bytes) -> FileEntry:
         file.flush()
         os.fsync(file.fileno())
     return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+
+
+def _verified(folder: Path, name: str, entry: FileEntry) -> bytes:
+    content = _read(folder / name, entry.size + 1)
+    if len(content) != entry.size:
+        raise ManifestError(f"{name} has {len(content)} bytes or more, written were {entry.size}")
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise ManifestError(f"{name} is not what was written (SHA-256 differs)")
+    return content
 
 
 def _read(path: Path, limit: int) -> bytes:

@@ -49,9 +49,20 @@ class CheckpointWriter:
             self.failure = None
         except OSError as error:
             self.failure = error
-            warnings.warn(f"no checkpoint written: {error}; the last good one stays", RuntimeWarning, stacklevel=2)
+            _warn(error)
+
+    def wrote(self, failure: str | None, seconds: float) -> None:
+        """Notes what came of a checkpoint that the ranks wrote together."""
+        self._last, self._cost_seconds = time.monotonic(), seconds
+        self.failure = None if failure is None else OSError(failure)
+        if failure is not None:
+            _warn(failure)
 
     def close(self) -> None:
         """Waits and ends the thread."""
         self.wait()
         self._thread.shutdown()
+
+
+def _warn(reason: object) -> None:
+    warnings.warn(f"no checkpoint written: {reason}; the last good one stays", RuntimeWarning, stacklevel=3)

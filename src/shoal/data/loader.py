@@ -42,6 +42,12 @@ class Loader(Protocol):
     def step(self, step: int) -> StepData | None:
         """This rank's part of `step`; None where the data have ended. Raises: DataError."""
 
+    def most_microbatches(self, step: int) -> int:
+        """How many microbatches the rank with most of them has in `step`."""
+
+    def filler(self, step: int) -> Microbatch:
+        """Some microbatch of `step` for a rank that has fewer than others, to compute with weight zero."""
+
     def commit(self) -> None:
         """Says that the step asked for last has been trained on; until then asking for it again gives it again."""
 
@@ -104,9 +110,19 @@ class MapLoader:
         self.close()
         self._per_microbatch, self._next = grains_per_microbatch, step
 
-    def requests(self, step: int) -> list[_Request]:
-        """What this rank fetches for `step`, a microbatch each."""
-        mine = share(self._order.grains(step), self._place.rank, self._place.num_ranks)
+    def most_microbatches(self, step: int) -> int:
+        """How many microbatches the rank with most of them has in `step`."""
+        return max(len(self.requests(step, rank)) for rank in range(self._place.num_ranks))
+
+    def filler(self, step: int) -> Microbatch:
+        """The first microbatch that any rank has in `step`."""
+        requests = (self.requests(step, rank) for rank in range(self._place.num_ranks))
+        first = next(found[0] for found in requests if found)
+        return self._microbatch(first, self._fetcher[first])
+
+    def requests(self, step: int, rank: int | None = None) -> list[_Request]:
+        """What this data rank, or another, fetches for `step`, a microbatch each."""
+        mine = share(self._order.grains(step), self._place.rank if rank is None else rank, self._place.num_ranks)
         ids = dict(zip((g.index for g in mine), self._order.ids(step, mine), strict=True))
         return [
             _Request(step, tuple(run), tuple(ids[g.index] for g in run))

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from shoal.data.loader import Place
 from shoal.data.order import Order
 from shoal.data.source import Collate, collate_samples
-from shoal.errors import DataError
+from shoal.errors import DataError, JobError
 from shoal.grains import Grain, divide, microbatches, random_key, share
 from shoal.ledger import Ids
 from shoal.microbatch import Microbatch, StepData
@@ -105,6 +105,14 @@ class StreamLoader:
         count = len(microbatches([grain for grain, _, _ in self._pending], self._per_microbatch))
         return StepData(step, 0, count, self._microbatches(step, self._pending))
 
+    def most_microbatches(self, step: int) -> int:
+        """Unknown. Raises: JobError."""
+        raise _no_lockstep()
+
+    def filler(self, step: int) -> Microbatch:
+        """None to be had. Raises: JobError."""
+        raise _no_lockstep()
+
     def commit(self) -> None:
         """Notes the readers' places."""
         self._pending, self._state = None, self._read_state()
@@ -172,3 +180,11 @@ class StreamLoader:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def _no_lockstep() -> JobError:
+    return JobError(
+        given="a stream as train_data, with shard.level = 'gradients' or 'parameters'",
+        conflict="ranks compute as many microbatches as each other there, and of a stream none knows the others' share",
+        remedy='use a map-style dataset, or shard.level = "optimizer"',
+    )

@@ -68,9 +68,19 @@ class Layout:
             rank = rank * self.degree(axis) + place
         return rank
 
-    def groups(self, axis: str) -> Iterator[list[int]]:
-        """The ranks that differ along `axis` only, one list a group, in order."""
+    def groups(self, *axes: str) -> Iterator[list[int]]:
+        """The ranks that differ along `axes` only, one list a group, in order."""
         seen: dict[Coordinate, list[int]] = {}
         for rank in range(self.world_size):
-            seen.setdefault(self.coordinate(rank)._replace(**{axis: 0}), []).append(rank)
+            seen.setdefault(self.coordinate(rank)._replace(**dict.fromkeys(axes, 0)), []).append(rank)
         yield from seen.values()
+
+    @property
+    def divides_grains(self) -> int:
+        """How many ranks hold different grains: the data axis times the shard axis."""
+        return self.data * self.shard
+
+    @property
+    def shares_grains(self) -> int:
+        """How many ranks compute the same grains together: the product of the other axes."""
+        return self.tensor * self.pipeline * self.context

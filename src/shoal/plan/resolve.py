@@ -88,8 +88,6 @@ def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int |
 def refuse_unsupported(plan: Plan) -> None:
     """Raises: PlanError naming everything in the plan that this version does not execute; never runs it as less."""
     wants = {
-        "shard.level": (plan.shard.level if plan.layout.shard > 1 else "optimizer", "optimizer"),
-        "shard.offload": (plan.shard.offload, False),
         "layout.tensor": (plan.layout.tensor, 1),
         "layout.pipeline": (plan.layout.pipeline, 1),
         "layout.context": (plan.layout.context, 1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +74,9 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
     return sums
 
 
-# The optimizer's tensors by path, and a JSON document: "state" by parameter name, "groups".
-OptimizerState = tuple[dict[str, Tensor], dict[str, Any]]
+def buffer_sums(buffers: Tensor) -> Tensor:
+    """What a microbatch adds where another rank counts its loss and samples: the buffers alone."""
+    return torch.cat([buffers.new_zeros(NUM_SUMS), buffers])
 
 
 # Takes the name of the span that begins.
@@ -110,13 +110,6 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The logical tensor that this rank's `tensor` (a parameter or its gradient) is a part of.
-
-        Collective: the ranks that hold parts of it; none where every rank holds the whole.
-        """
-
-    @abstractmethod
     def update(self, step: Callable[[], None]) -> None:
         """Calls the optimizer's `step` so that every rank ends with every parameter's new value.
 
@@ -128,16 +121,9 @@ class Strategy(ABC):
         """Whether this rank updates it and so holds the optimizer's state for it."""
 
     @property
-    @abstractmethod
-    def divides_state(self) -> bool:
-        """Whether ranks hold the optimizer's state for different parameters."""
-
-    @abstractmethod
-    def collect(self, state: OptimizerState) -> OptimizerState:
-        """The whole of the optimizer's state on rank 0, from what each rank holds; on the others their own.
-
-        Collective: all ranks where `divides_state`.
-        """
+    def lockstep(self) -> bool:
+        """Whether ranks with different grains meet within each microbatch, and so have to compute as many of them."""
+        return False
 
     @abstractmethod
     def close(self) -> None:
@@ -145,11 +131,7 @@ class Strategy(ABC):
 
 
 class Replicated(Strategy):
-    """Every rank holds the whole model and the whole of the optimizer's state."""
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
-        return tensor
+    """Every rank updates all that it holds."""
 
     def update(self, step: Callable[[], None]) -> None:
         """Every rank computes the same."""
@@ -158,12 +140,3 @@ class Replicated(Strategy):
     def updates(self, parameter: Tensor) -> bool:
         """Every parameter."""
         return True
-
-    @property
-    def divides_state(self) -> bool:
-        """No."""
-        return False
-
-    def collect(self, state: OptimizerState) -> OptimizerState:
-        """What every rank has."""
-        return state

@@ -64,9 +64,16 @@ class GradientBuckets:
     caller's extra numbers: one collective more costs as much as all of them where processes outnumber idle cores.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype, world_size: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`group` of `world_size` ranks; None for all."""
         self._parameters = list(parameters)
-        self._dtype, self._world_size = dtype, world_size
+        self._dtype, self._world_size, self._group = dtype, world_size, group
         self._buckets: list[_Bucket] = []
         self._place: dict[int, tuple[_Bucket, Tensor]] = {}
         self._num_extras = 0
@@ -175,10 +182,10 @@ class GradientBuckets:
         if small and flat.device.type == "cpu":
             if bucket.gathered is None or bucket.gathered.shape[1] != flat.numel():
                 bucket.gathered = flat.new_empty(self._world_size, flat.numel())
-            bucket.work = dist.all_gather(list(bucket.gathered.unbind()), flat, async_op=True)
+            bucket.work = dist.all_gather(list(bucket.gathered.unbind()), flat, group=self._group, async_op=True)
         else:
             bucket.gathered = None
-            bucket.work = dist.all_reduce(flat, async_op=True)
+            bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
         self._launched += 1
 
     def _zero_missing(self, first: int) -> None:

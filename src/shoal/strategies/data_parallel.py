@@ -24,7 +24,7 @@ class DataParallel(Replicated):
 
     def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, mark: Mark) -> None:
         self._mesh, self._mark = mesh, mark
-        self._buckets = GradientBuckets(parameters, reduce, mesh.world_size)
+        self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, mesh.replicas)
 
     def begin(self) -> None:
         """No gradients, no sums."""
@@ -49,11 +49,9 @@ class DataParallel(Replicated):
         if world_size == 1:
             flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
             return StepSums(sums.cpu().numpy(), flags)
-        if not self._buckets.carries_extras:
+        if not self._buckets.carries_extras or self._mesh.num_data_ranks < world_size:
             flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
-            sums = sums.cpu()
-            dist.all_reduce(sums)
-            return StepSums(sums.numpy(), flags)
+            return all_sums(sums, flags)
         rows = torch.zeros(world_size, len(row))
         rows[self._mesh.rank] = torch.tensor(row)
         extras = torch.cat([to_limbs(sums.to(self._mesh.device)), rows.flatten().to(self._mesh.device)])
@@ -65,6 +63,13 @@ class DataParallel(Replicated):
     def close(self) -> None:
         """Takes the hooks off."""
         self._buckets.close()
+
+
+def all_sums(sums: Tensor, flags: Flags) -> StepSums:
+    """A step's sums and flags over all ranks. Collective: all ranks, one all-reduce of float64 numbers."""
+    numbers = torch.cat([sums.cpu(), torch.tensor([flags.errors, flags.redo], dtype=torch.float64)])
+    dist.all_reduce(numbers)
+    return StepSums(numbers[:-2].numpy(), Flags(int(numbers[-2]), int(numbers[-1])))
 
 
 class ExactDataParallel(Replicated):

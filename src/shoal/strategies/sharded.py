@@ -20,7 +20,7 @@ from shoal.faults import as_shoal_error
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
 from shoal.randomness import all_generators
-from shoal.strategies.base import Flags, Mark, OptimizerState, StepSums, Strategy
+from shoal.strategies.base import Flags, Mark, StepSums, Strategy
 
 # Smaller parameters of one owner travel together, up to this many bytes: a broadcast costs as much as 0.1 MB of it.
 PIECE_BYTES = 1 << 20
@@ -82,10 +82,6 @@ class ShardedOptimizer(Strategy):
         """As the inner strategy."""
         return self._inner.finish(flags, num_sums, row)
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The tensor itself: parameters and gradients are whole on every rank."""
-        return tensor
-
     def update(self, step: Callable[[], None]) -> None:
         """Steps the optimizer for this rank's parameters, then exchanges the new values.
 
@@ -140,33 +136,6 @@ class ShardedOptimizer(Strategy):
         """Whether this rank is its owner; what is not trained (and has a state all the same) has every rank."""
         return self._root.get(id(parameter), self._mesh.rank) == self._mesh.rank
 
-    @property
-    def divides_state(self) -> bool:
-        """Yes."""
-        return True
-
-    def collect(self, state: OptimizerState) -> OptimizerState:
-        """The state of rank 0's shard group, put together on rank 0; the others get their own tensors.
-
-        Collective: all ranks, a JSON gather; then each tensor once from its owner to rank 0.
-        """
-        group = self._mesh.ranks("shard", of=0)
-        tensors, document = state
-        shapes = {path: [str(t.dtype).removeprefix("torch."), list(t.shape)] for path, t in tensors.items()}
-        told = self._mesh.gather_json([document["state"], shapes] if self._mesh.rank in group else None)
-        held, merged = set(told[0][1]), dict(told[0][0])
-        for rank in group[1:]:
-            merged |= told[rank][0]
-            for path, (dtype, shape) in sorted(told[rank][1].items()):
-                if path in held:  # the groups' own, which every rank has
-                    continue
-                if self._mesh.rank == rank:
-                    dist.send(_bytes(tensors[path]), 0)
-                elif self._mesh.rank == 0:
-                    tensors[path] = torch.empty(shape, dtype=getattr(torch, dtype))
-                    dist.recv(_bytes(tensors[path]), rank)
-        return tensors, {**document, "state": merged}
-
     def close(self) -> None:
         """As the inner strategy."""
         self._inner.close()
@@ -175,10 +144,6 @@ class ShardedOptimizer(Strategy):
 def _arrive(piece: _Piece, work: dist.Work) -> None:
     work.wait()
     piece.unpack()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _without_noise(step: Callable[[], None]) -> None:

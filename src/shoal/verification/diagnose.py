@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.trace import StepTrace
-from shoal.verification.compare import Check, References, parts_within, some
+from shoal.verification.compare import STRAY, Check, References, parts_within, some
 from shoal.verification.reference import Computed
 
 # A fit explains a divergence where it leaves less than this of it.
@@ -59,7 +59,7 @@ def diagnose(
         "buffers": _buffers,
         "metrics": _metrics,
     }
-    if first.said == "is not what rank 0 holds":
+    if first.said == STRAY:
         causes = [f"replicas drift apart: rank {first.rank} does not do with {first.name} what rank 0 does"]
         return Diagnosis(first, causes)
     if references is None and first.phase not in ("data", "loss", "metrics"):

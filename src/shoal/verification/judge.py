@@ -23,7 +23,7 @@ from shoal.plan.plan import Plan
 from shoal.precision import Precision
 from shoal.run_request import cores_here
 from shoal.trace import PHASES, StepTrace
-from shoal.verification.compare import MULTIPLE, UNIT, UNITS, Check, References, compare
+from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import Diagnosis, diagnose
 from shoal.verification.layers import SampledLayers
 from shoal.verification.parallel import Traced, read_outcome
@@ -168,15 +168,8 @@ class _Judges:
             said = "is missing" if held is None else "does not begin as the job's model() makes it from the seed"
             if held is None or not torch.equal(held, value.detach().cpu()):
                 found.append(Check(0, "data", f"initial {name}", None, math.inf, 0.0, said))
-        first = initial.digests.get(0, {})
-        for rank, own in sorted(initial.digests.items()):
-            different = [key for key in first if own.get(key) != first[key] and not initial.missing(rank, key)]
-            found += [
-                Check(
-                    0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, "is not what rank 0 begins with"
-                )
-                for key in different
-            ]
+        for rank, key in initial.strays():
+            found.append(Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY))
         return found
 
     def sum_over_grains(self) -> list[Check]:
@@ -312,10 +305,10 @@ def compare_exact(parallel: Iterable[StepTrace], alone_: Iterable[StepTrace]) ->
     """Exact mode's demand: every number of every step the same, to the bit, as from one process."""
     found: list[Check] = []
     for mine, single in zip(parallel, alone_, strict=True):
-        wanted = single.digests[0]
-        keys = sorted(mine.digests[0].keys() | wanted.keys(), key=lambda key: PHASES.index(key.partition("/")[0]))
+        held, wanted = mine.first_digests, single.first_digests
+        keys = sorted(held.keys() | wanted.keys(), key=lambda key: PHASES.index(key.partition("/")[0]))
         for key in keys:
-            same = mine.digests[0].get(key) == wanted.get(key)
+            same = held.get(key) == wanted.get(key)
             phase, _, name = key.partition("/")
             said = None if same else "is not bit for bit what one process computes"
             found.append(Check(mine.step, phase, name, None, 0.0, 0.0, said))

@@ -13,6 +13,7 @@ from shoal.environment import Environment
 from shoal.evaluation import SAMPLED_CHUNK
 from shoal.job import Job
 from shoal.mesh import open_mesh
+from shoal.plan.layout import AXES
 from shoal.plan.plan import Plan
 from shoal.recorder import Recorder
 from shoal.telemetry import RecordWriter
@@ -28,7 +29,7 @@ def runs(plan: Plan) -> dict[str, Plan]:
     """The runs to trace: the plan's, and in exact mode the same on one process."""
     found = {"parallel": plan}
     if plan.execution.exact and plan.degrees.world_size > 1:
-        found["alone"] = plan.with_sections(layout={"data": 1, "shard": 1})
+        found["alone"] = plan.with_sections(layout=dict.fromkeys(AXES, 1))
     return found
 
 
@@ -61,7 +62,7 @@ def trace_rank(job: Job, plan: Plan, environment: Environment, folder: Path, num
             job = replace(job, on_nonfinite="skip")
         engine = build(job, plan, mesh, Options(telemetry=False, eval_samples=samples, observer=recorder))
         try:
-            recorder.attach(engine.model, engine.updater.optimizer, engine.strategy)
+            recorder.attach(engine.holding, engine.updater.optimizer, engine.strategy)
             last = min(num_steps, engine.order.num_steps)
             outcome = engine.trainer(None, last, around, RecordWriter(None)).train()
             if mesh.rank == 0:

@@ -13,6 +13,7 @@ from shoal.data.source import MapSource, open_source
 from shoal.errors import PlanError
 from shoal.job import Steps
 from shoal.ledger import DIGEST_WORDS, grain_digest
+from shoal.holding import Holding
 from shoal.mesh import Mesh
 from shoal.plan import Layout, Plan
 from shoal.strategies.assemble import assemble
@@ -28,7 +29,7 @@ ORDER = Order(20, 16, 4, seed=0, shuffle=True, length=Steps(9))
 
 def strategy(model: nn.Module, exact: bool) -> Strategy:
     plan = Plan().with_sections(execution={"exact": exact})
-    found = assemble(plan, MESH, list(model.parameters()), 4, lambda span: None)
+    found = assemble(plan, Holding(MESH, model), list(model.parameters()), 4, lambda span: None)
     assert type(found) is (ExactDataParallel if exact else DataParallel)
     return found
 
@@ -113,7 +114,8 @@ def test_flags_travel_with_the_sums(exact: bool) -> None:
 def test_what_is_not_executed_is_refused() -> None:
     plan = Plan().with_sections(collectives={"all_reduce": "ring"})
     with pytest.raises(PlanError, match=r"collectives\.all_reduce"):
-        assemble(plan, MESH, list(nn.Linear(1, 1).parameters()), 4, lambda span: None)
+        model = nn.Linear(1, 1)
+        assemble(plan, Holding(MESH, model), list(model.parameters()), 4, lambda span: None)
 
 
 def test_sums_survive_their_way_in_float32() -> None:

@@ -1,0 +1,136 @@
+"""Pieces: a checkpoint's tensors as the parts that ranks hold, each in one file, and back into other parts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.manifest import FileEntry, ManifestError
+from shoal.checkpoint.store import Saved, Snapshot, Store
+from shoal.errors import JobMismatchError
+from shoal.holding import Held, entries, first_holders
+from shoal.mesh import Mesh
+from shoal.parts import Part
+
+# By group ("model", "optimizer") and path: dtype, shape of the whole, and of each file that has some of it the ranges.
+Index = dict[str, dict[str, dict[str, Any]]]
+
+
+def file_name(group: str, rank: int, world_size: int) -> str:
+    """The file of one rank's share of a group; of one rank alone it has the group's name."""
+    return group if world_size == 1 else f"{group}-{rank:05d}-of-{world_size:05d}"
+
+
+def described(held: Mapping[str, Held]) -> dict[str, dict[str, Any]]:
+    """What a rank tells the others of what it holds. JSON values."""
+    return {group: entries(tensors) for group, tensors in held.items()}
+
+
+def index(told: list[dict[str, dict[str, Any]]]) -> Index:
+    """Which file has what, from what every rank `described`: each different part once, by the first that holds it."""
+    found: Index = {}
+    for group in told[0]:
+        own = [ranks[group] for ranks in told]
+        found[group] = {}
+        for path in sorted(set().union(*own)):
+            holders = first_holders(own, path)
+            dtype, shape, _ = own[holders[0]][path]
+            files = {file_name(group, rank, len(told)): own[rank][path][2] for rank in holders}
+            found[group][path] = {"dtype": dtype, "shape": shape, "files": files}
+    return found
+
+
+def share(held: Mapping[str, Held], written: Index, rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
+    """The tensors of this rank's files, on the CPU and owned by the result."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for group, tensors in held.items():
+        name = file_name(group, rank, world_size)
+        found[name] = {
+            path: tensor.to("cpu", copy=True).contiguous()
+            for path, (_, tensor) in tensors.items()
+            if name in written[group][path]["files"]
+        }
+    return found
+
+
+def fill(saved: Saved, group: str, targets: Held) -> None:
+    """Copies what a checkpoint has into the targets, one file in memory at a time.
+
+    Raises: ManifestError where it does not have all of one.
+    """
+    known = saved.document["tensors"][group]
+    missing = {path: part.numel for path, (part, _) in targets.items()}
+    files = sorted({name for path in targets for name in known[path]["files"]})
+    with torch.no_grad():
+        for name in files:
+            content = saved.read(name)
+            for path in targets.keys() & content.keys():
+                part, tensor = targets[path]
+                piece = Part.from_json(known[path]["shape"], known[path]["files"][name])
+                missing[path] -= part.copy(tensor, piece, content[path])
+    incomplete = sorted(path for path, count in missing.items() if count)
+    if incomplete:
+        raise ManifestError(f"its files lack some of {incomplete[0]}")
+
+
+def refuse_other_model(saved: Saved, held: Held, absent: set[str]) -> None:
+    """Raises: JobMismatchError where names, shapes or dtypes are not the model's; `absent` are held by other ranks."""
+    known = saved.document["tensors"]["model"]
+    wrong = [f"{n}: not in the checkpoint" for n in held.keys() - known.keys()]
+    wrong += [f"{n}: not in the model" for n in known.keys() - held.keys() - absent]
+    for name in held.keys() & known.keys():
+        part, tensor = held[name]
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(part.shape)
+        if [dtype, shape] != [known[name]["dtype"], known[name]["shape"]]:
+            wrong.append(f"{name}: {known[name]['dtype']} {known[name]['shape']} in the checkpoint, {dtype} {shape}")
+    if wrong:
+        raise JobMismatchError(
+            given="a checkpoint of another model: " + "\n".join(sorted(wrong)[:8]),
+            conflict=f"{len(wrong)} names, shapes or dtypes differ from the job's model",
+            remedy="resume with the job and settings that the run began with, or start anew with another --out",
+        )
+
+
+def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[str, Held]) -> str | None:
+    """Writes a checkpoint of what all ranks hold, each its share; why it could not be written, or None.
+
+    Collective: all ranks, JSON gathers. Either the checkpoint is there whole, or not at all.
+    """
+    written = index(mesh.gather_json(described(held)))
+    aside, failure = _attempt(lambda: store.begin(snapshot.step)) if mesh.rank == 0 else (None, None)
+    place, failure = mesh.gather_json([str(aside), failure])[0]
+    if failure is not None:
+        return str(failure)
+
+    def add() -> dict[str, FileEntry]:
+        content = share(held, written, mesh.rank, mesh.world_size)
+        return dict(store.add(Path(place), name, tensors) for name, tensors in content.items())
+
+    files, failure = _attempt(add)
+    told = mesh.gather_json([{name: vars(entry) for name, entry in (files or {}).items()}, failure])
+    failure = next((text for _, text in told if text is not None), None)
+    if aside is not None:
+        every = {name: FileEntry(**entry) for of, _ in told for name, entry in of.items()}
+        if failure is None:
+            document = {**snapshot.document, "tensors": written}
+            _, failure = _attempt(lambda: store.commit(aside, snapshot.step, every, document))
+        if failure is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+    found: str | None = mesh.gather_json(failure)[0]
+    return found
+
+
+T = TypeVar("T")
+
+
+def _attempt(write: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What came of it, and what a disk said that refused."""
+    try:
+        return write(), None
+    except OSError as error:
+        return None, str(error)

@@ -1,0 +1,249 @@
+"""Holding: what this rank holds of the model, under the names of the user's own, undivided module."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.errors import JobError
+from shoal.mesh import Mesh
+from shoal.parts import Part
+
+# Tensors under paths, each with the part that it is of a logical one.
+Held = dict[str, tuple[Part, Tensor]]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's own memory of a tensor: of a DTensor its local tensor, without a gradient's history."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor.detach() if to_local is None else to_local().detach()
+
+
+def cut_of(tensor: Tensor, part: Part) -> Part:
+    """What this rank has of `part` where `tensor`, which stands for it, is a DTensor that is cut further."""
+    if not hasattr(tensor, "to_local"):
+        return part
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    layout: Any = tensor  # a DTensor
+    shape, offset = compute_local_shape_and_global_offset(layout.shape, layout.device_mesh, layout.placements)
+    return part.narrow(0, offset[0], offset[0] + shape[0])
+
+
+class Holding:
+    """What this rank holds of a model. What it does not hold is on the meta device.
+
+    `divided`: whether any rank lacks something of the model; `divides_state`: of the optimizer's state. `partial` names
+    the parameters whose gradient, after the backward, is a partial sum over axes of the mesh, and these axes.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        model: nn.Module,
+        parts: Mapping[str, Part] | None = None,
+        partial: Mapping[str, tuple[str, ...]] | None = None,
+        divides_state: bool = False,
+    ) -> None:
+        """`parts` of what is divided, by name; None where nothing is.
+
+        Collective: all ranks, a JSON gather, where they are given.
+        """
+        self.mesh, self.model = mesh, model
+        self.divided = parts is not None
+        self.divides_state = divides_state or self.divided
+        self.partial = dict(partial or {})
+        self._parts = dict(parts or {})
+        self._told: list[dict[str, Any]] = []
+        if self.divided:
+            self._told = mesh.gather_json({name: part.to_json() for name, (part, _) in self.tensors().items()})
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Name and parameter of each that is held, once however many names it has."""
+        return ((name, p) for name, p in self.model.named_parameters() if not p.is_meta)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and buffer of each that is held."""
+        return ((name, b) for name, b in self.model.named_buffers() if not b.is_meta)
+
+    def part(self, name: str, tensor: Tensor) -> Part:
+        """The part of the logical tensor `name` that this rank's `tensor` is."""
+        return cut_of(tensor, self._parts.get(name) or Part.whole(tensor.shape))
+
+    def tensors(self) -> Held:
+        """Parameters and buffers that are held, this rank's own memory of them."""
+        named = [*self.parameters(), *self.buffers()]
+        return {name: (self.part(name, tensor), local(tensor)) for name, tensor in named}
+
+    def state_dict(self) -> Held:
+        """The model's state dict: what `tensors` has under every name that it has, without what it does not persist."""
+        found = self.model.state_dict(keep_vars=True)
+        names = {id(t): name for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
+        return {
+            key: (self.part(names[id(t)], t), local(t))
+            for key, t in found.items()
+            if isinstance(t, Tensor) and not t.is_meta
+        }
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The logical shape of every parameter of the model, held here or not."""
+        return {
+            n: self._parts[n].shape if n in self._parts else tuple(p.shape) for n, p in self.model.named_parameters()
+        }
+
+    def state(self, tensors: Mapping[str, Tensor]) -> Held:
+        """The optimizer's tensors by path, which begins with the parameter's name.
+
+        Raises: JobError for state of a divided parameter that is not divided as the parameter is.
+        """
+        parts = {name: self.part(name, p) for name, p in self.parameters()}
+        found: Held = {}
+        for path, tensor in tensors.items():
+            part = parts.get(path.partition("/")[0])
+            if part is not None and tuple(tensor.shape) == part.local_shape:
+                found[path] = part, tensor
+            elif part is None or part.is_whole or tensor.numel() == 1:
+                found[path] = Part.whole(tensor.shape), tensor
+            else:
+                raise JobError(
+                    given=f"an optimizer whose state {path} has shape {list(tensor.shape)}",
+                    conflict=f"this rank holds a part of shape {list(part.local_shape)} of that parameter",
+                    remedy="use an optimizer whose state has the shape of the parameter, or the data axis, or "
+                    'shard.level = "optimizer", which divide no parameter',
+                )
+        return found
+
+    def room(self, known: Mapping[str, Any], names: Container[str]) -> Held:
+        """Memory for the optimizer's tensors of these parameters, and of its groups, of those that a checkpoint has."""
+        parts = {name: self.part(name, p) for name, p in self.parameters()}
+        found: Held = {}
+        for path, entry in known.items():
+            owner = path.partition("/")[0]
+            part, shape = parts.get(owner), tuple(entry["shape"])
+            if part is not None and owner not in names:
+                continue
+            if part is None and owner in self.absent():
+                continue
+            mine = part if part is not None and part.shape == shape else Part.whole(shape)
+            found[path] = mine, torch.empty(mine.local_shape, dtype=getattr(torch, entry["dtype"]))
+        return found
+
+    def absent(self) -> set[str]:
+        """The names of parameters and buffers that other ranks hold."""
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        return {name for name, tensor in named if tensor.is_meta}
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank is the first of all that holds what it holds of it; True where nothing is divided."""
+        return self._is_first(name, range(self.mesh.rank))
+
+    def counts_buffer(self, name: str) -> bool:
+        """Whether it is the first of those that compute the same grains."""
+        place = self.mesh.layout.coordinate
+        here = place(self.mesh.rank)
+        same = [r for r in range(self.mesh.rank) if place(r)[1:3] == (here.data, here.shard)]
+        return self._is_first(name, same)
+
+    def _is_first(self, name: str, others: Iterable[int]) -> bool:
+        if not self._told:
+            return True
+        mine = self._told[self.mesh.rank]
+        return name in mine and not any(name in self._told[r] and self._told[r][name] == mine[name] for r in others)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether losses and samples are counted on this rank: on one of those that compute the same grains."""
+        return self.mesh.speaks
+
+    def complete(self) -> None:
+        """Sums the gradients that are partial over axes. Collective: an all-reduce for each in the axis's group."""
+        named = dict(self.parameters())
+        for name, axes in sorted(self.partial.items()):
+            parameter = named.get(name)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            for axis in axes:
+                dist.all_reduce(local(parameter.grad), group=self.mesh.group(axis))
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's memory of the gradients that are there and that it counts."""
+        return [local(p.grad) for name, p in self.parameters() if p.grad is not None and self.counts(name)]
+
+    def norm(self, own: float) -> float:
+        """The Euclidean norm over the whole model from that of each rank's `gradients`.
+
+        Collective: all ranks, one all-reduce of a number, where the model is divided.
+        """
+        if not self.divided:
+            return own
+        squared = torch.tensor(own, dtype=torch.float64).square()
+        dist.all_reduce(squared)
+        return float(squared.sqrt())
+
+    def wholes(self, held: Held) -> Iterator[tuple[str, Tensor | None]]:
+        """Each path of any rank in order, with the whole tensor on rank 0's CPU and None on the others; one at a time.
+
+        Collective: all ranks, a JSON gather and a message for each part that rank 0 lacks, where anything is divided.
+        """
+        mesh = self.mesh
+        if not self.divides_state or mesh.world_size == 1:
+            for path in sorted(held):
+                yield path, held[path][1].cpu() if mesh.rank == 0 else None
+            return
+        told = mesh.gather_json(entries(held))
+        for path in sorted(set().union(*told)):
+            holders = first_holders(told, path)
+            dtype, shape, _ = told[next(iter(holders))][path]
+            whole = torch.empty(shape, dtype=getattr(torch, dtype)) if mesh.rank == 0 else None
+            for rank in holders:
+                part = Part.from_json(shape, told[rank][path][2])
+                if mesh.rank == rank != 0:
+                    dist.send(_bytes(held[path][1].cpu()), 0)
+                elif whole is not None and rank == 0:
+                    part.put(whole, held[path][1].cpu())
+                elif whole is not None:
+                    received = torch.empty(part.local_shape, dtype=whole.dtype)
+                    dist.recv(_bytes(received), rank)
+                    part.put(whole, received)
+            yield path, whole
+
+
+def entries(held: Held) -> dict[str, Any]:
+    """What is held as JSON: dtype, shape of the whole, ranges; by path."""
+    return {path: [_name(t.dtype), list(part.shape), part.to_json()] for path, (part, t) in held.items()}
+
+
+def first_holders(told: list[dict[str, Any]], path: str) -> list[int]:
+    """The first rank of each different part of a tensor, from every rank's `entries`."""
+    found: list[int] = []
+    for rank, own in enumerate(told):
+        if path in own and not any(told[other][path] == own[path] for other in found):
+            found.append(rank)
+    return found
+
+
+def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The optimizer's documents of all ranks as one: of each parameter's state the first, of each group all members."""
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for document in told:
+        state = {**document["state"], **state}
+        if not groups:
+            groups = [{**group, "params": list(group["params"])} for group in document["groups"]]
+        for group, other in zip(groups, document["groups"], strict=True):
+            group["params"] += [name for name in other["params"] if name not in group["params"]]
+    return {"state": state, "groups": groups}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

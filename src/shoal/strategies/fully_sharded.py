@@ -1,0 +1,128 @@
+"""Fully sharded data parallelism: gradients (ZeRO stage 2) or parameters too (stage 3) divided over the shard axis.
+
+On torch's fully_shard (Zhao et al., arXiv 2304.11277): each unit's parameters are cut along their first dim; a unit's
+forward gathers them, its backward leaves the sum of the gradients over the ranks, cut the same way. With a data axis
+beside it the cut gradients are summed over that axis too (hybrid sharding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from shoal.mesh import Mesh
+from shoal.microbatch import Microbatch
+from shoal.plan.plan import Plan
+from shoal.precision import Precision
+from shoal.strategies.base import Flags, Mark, Replicated, StepSums
+from shoal.strategies.blocks import repeated_blocks
+from shoal.strategies.data_parallel import all_sums, run_backward
+
+# Where a model repeats nothing, a module of so many bytes of parameters is a unit: smaller ones travel together.
+UNIT_BYTES = 1 << 20
+
+
+def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> list[nn.Module]:
+    """Cuts the parameters of a model (on the meta device, or real) in place; the units that are gathered as one.
+
+    Names do not change. Collective: none; the forward and the backward of each unit are.
+    """
+    keep = plan.shard.level == "gradients"
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.shard.offload else OffloadPolicy()
+    wide = None if precision.reduce == precision.parameters else precision.reduce
+    found = [*units(model), model]
+    for unit in found:
+        fully_shard(
+            unit,
+            mesh=_device_mesh(mesh),
+            reshard_after_forward=not keep,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False),
+            offload_policy=offload,
+        )
+    for unit in found:
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)  # sums over grains, not means over ranks
+        if mesh.device.type == "cpu":
+            unit.set_force_sum_reduction_for_comms(True)
+    return found
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters travel together, inner ones first; what is in none of them is the model's own unit.
+
+    The blocks that the model repeats, else what is large enough; none that shares a parameter with what is outside.
+    """
+    blocks = [block.module for block in repeated_blocks(model) if block.children is None]
+    found = blocks or list(_large(model))
+    homes: dict[int, set[int]] = {}
+    for number, module in enumerate(model.modules()):
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(number)
+    places = {module: number for number, module in enumerate(model.modules())}
+    kept = []
+    for unit in found:
+        inside = {places[m] for m in unit.modules()}
+        if all(homes[id(p)] <= inside for p in unit.parameters()):
+            kept.append(unit)
+    return kept
+
+
+def _large(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        inner = list(_large(child))
+        size = sum(p.numel() * p.itemsize for p in child.parameters())
+        if len(inner) > 1 or size < UNIT_BYTES or isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from inner
+        else:
+            yield child
+
+
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The axes that fully_shard works on: data, where it has more than one rank, and shard."""
+    axes = [axis for axis in ("data", "shard") if mesh.layout.degree(axis) > 1 or axis == "shard"]
+    ranks = torch.tensor(next(r for r in mesh.layout.groups("data", "shard") if mesh.rank in r))
+    shaped = ranks.view([mesh.layout.degree(axis) for axis in axes])
+    groups = [mesh.groups[axis] for axis in axes]
+    if len(axes) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device.type, mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=shaped, mesh_dim_names=tuple(axes))
+
+
+class FullySharded(Replicated):
+    """The gradient is summed by the units as the backward comes to them; what is left are the sums."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, mark: Mark) -> None:
+        self._mesh, self._mark = mesh, mark
+        self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        self._parameters = list(model.parameters())
+
+    def begin(self) -> None:
+        """No gradients, no sums, and nothing gathered that a forward without a backward has left."""
+        for unit in self._units:
+            unit.reshard()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._sums: Tensor | None = None
+
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        """Adds a microbatch. Collective: the data and shard axes, a reduce-scatter a unit."""
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        run_backward(total)
+
+    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """The sums over all ranks; the gradients are complete. Collective: all ranks, one all-reduce."""
+        self._mark("exposed_communication")
+        sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
+        return all_sums(sums, flags)
+
+    @property
+    def lockstep(self) -> bool:
+        """Yes: each unit gathers its parameters from all ranks."""
+        return True
+
+    def close(self) -> None:
+        """Holds no hooks of its own."""
