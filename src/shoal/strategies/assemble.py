@@ -58,7 +58,6 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
     mesh = holding.mesh
     reduce = Precision.of(plan.precision, mesh.device).reduce
     strategy: Strategy
-    recompute(model, plan.memory.recompute)
     if shards_model(plan):
         from shoal.strategies.fully_sharded import FullySharded
 
