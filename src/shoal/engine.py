@@ -36,6 +36,7 @@ from shoal.randomness import seed_everything
 from shoal.step import StepParts
 from shoal.strategies.assemble import assemble, divide, divides_model
 from shoal.strategies.base import Strategy
+from shoal.strategies.compiled import compile_blocks
 from shoal.strategies.recompute import recompute
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
@@ -146,6 +147,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     precision = Precision.of(plan.precision, mesh.device)
     holding = _hold(job, plan, mesh, precision)
     model = holding.model
+    together(mesh, lambda: compile_blocks(model, plan, precision))
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
     clock = StepClock(mesh.device, options.telemetry)

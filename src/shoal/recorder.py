@@ -45,7 +45,8 @@ class ForwardRecorder:
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._microbatch is not None:
+            # A compiled block shows itself and nothing within.
+            if self._microbatch is not None and not torch.compiler.is_compiling():
                 self._calls[name] += 1
                 call = self._calls[name]
                 self._note(name if call == 1 else f"{name}#{call}", output)

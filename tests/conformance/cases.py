@@ -30,6 +30,7 @@ class Case:
     ranks: tuple[int, ...] = (2,)
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: int = 3
+    slow: bool = False
 
 
 def generator(seed: int) -> torch.Generator:
@@ -374,6 +375,12 @@ CASES: dict[str, Case] = {
         }.items()
     },
     "full recomputation, in bf16": Case(partial(language, model=Stacked), (2,), {**recomputing("full"), **BF16}),
+    **{
+        f"compiled{with_}": Case(
+            partial(language, model=partial(Stacked, layers=1)), (2,), {**COMPILED, **further}, steps=2, slow=True
+        )
+        for with_, further in {"": {}, " and computed again": {"memory": {"recompute": "full"}}}.items()
+    },
     "a loss over pairs": Case(partial(job, loss=contrastive, fuse=False, metrics={}), (2, 3)),
     "randomness outside torch": Case(partial(job, model=Opaque), (2,)),
     "a first batch without weight": Case(

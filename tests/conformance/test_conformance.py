@@ -20,11 +20,14 @@ def applies(case: Case, use: Use) -> bool:
     """Exact mode computes grain by grain in float32: what is about microbatches or narrow dtypes says nothing there."""
     if use.exact:
         return not case.sections
-    return "execution" not in case.sections
+    if case.slow and use.kind != "DataParallel":
+        return False
+    return "exact" not in case.sections.get("execution", {})
 
 
+SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
 RUNS = [
-    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}")
+    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}", marks=SLOW if case.slow else ())
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
     if applies(case, use)

@@ -54,6 +54,18 @@ def recompute(model: nn.Module, kind: str) -> list[str]:
     return [block.name for block in blocks]
 
 
+def recomputed(model: nn.Module) -> list[Recomputed]:
+    """The forwards that `recompute` has put into a model."""
+    found: list[Recomputed] = []
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, Recomputed):
+            found.append(forward)
+        elif isinstance(forward, _Segments):
+            found += [step for step in forward.steps if isinstance(step, Recomputed)]
+    return found
+
+
 def _recomputes_itself(model: nn.Module, block: Block) -> bool:
     """Whether the block, something around it, or something in it is checkpointed: transformers' way and torch's."""
     around = [m for name, m in model.named_modules() if not name or f"{block.name}.".startswith(f"{name}.")]
@@ -159,19 +171,19 @@ class _Segments:
 
     def __init__(self, sequence: nn.Module, blocks: list[Block], kind: str) -> None:
         self._sequence = sequence
-        self._steps: list[Callable[[Any], Any]] = []
+        self.steps: list[Callable[[Any], Any]] = []
         at = 0
         for block in blocks:
             assert block.children is not None
             start, stop = block.children
-            self._steps += [_Run(sequence, i, i + 1) for i in range(at, start)]
+            self.steps += [_Run(sequence, i, i + 1) for i in range(at, start)]
             modules = list(sequence.children())[start:stop]
-            self._steps.append(Recomputed(block.name, modules, _Run(sequence, start, stop), kind))
+            self.steps.append(Recomputed(block.name, modules, _Run(sequence, start, stop), kind))
             at = stop
-        self._steps += [_Run(sequence, at, len(list(sequence.children())))]
+        self.steps += [_Run(sequence, at, len(list(sequence.children())))]
 
     def __call__(self, input: Any) -> Any:
-        for step in self._steps:
+        for step in self.steps:
             input = step(input)
         return input
 
