@@ -25,7 +25,12 @@ def applies(case: Case, use: Use) -> bool:
     return "exact" not in case.sections.get("execution", {})
 
 
-SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
+# Compiled with torch's compiler, which uses what torch calls deprecated.
+SLOW = (
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+)
 RUNS = [
     pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}", marks=SLOW if case.slow else ())
     for name, case in CASES.items()

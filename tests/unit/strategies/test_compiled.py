@@ -6,6 +6,7 @@ import copy
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,7 +135,7 @@ def test_without_randomness_a_block_is_one_graph() -> None:
     assert len(graphs.seen) == 1
 
 
-DIFFERENT = [(4, 4), *((4, n) for n in range(1, 4)), (5, 5), (6, 6), (7, 7), (4, 4)]
+DIFFERENT = [(4, 4), (4, 3), (4, 2), (5, 5), (6, 6), (7, 7), (4, 4)]
 
 
 def test_a_graph_a_shape_in_exact_mode() -> None:
@@ -265,8 +266,8 @@ def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_inductor_computes_the_same() -> None:
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_inductor_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import metrics
 
     torch.manual_seed(0)
@@ -275,11 +276,8 @@ def test_inductor_computes_the_same() -> None:
     recompute(other, "full")
     assert put_by_plan(other, plan(compile="default")) == ["1", "2", "3"]
     metrics.reset()
-    torch._inductor.config.force_disable_caches = True
-    try:
-        for sizes in [(4, 4), (4, 3)]:
-            for a, b in zip(computed(other, sizes), computed(plain, sizes), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    finally:
-        torch._inductor.config.force_disable_caches = False
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing of an earlier run
+    for sizes in [(4, 4), (4, 3)]:
+        for a, b in zip(computed(other, sizes), computed(plain, sizes), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert metrics.generated_kernel_count > 0
