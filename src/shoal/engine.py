@@ -34,7 +34,7 @@ from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
 from shoal.step import StepParts
-from shoal.strategies.assemble import assemble, divide, divides_model
+from shoal.strategies.assemble import assemble, divide
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled import compile_blocks
 from shoal.strategies.recompute import recompute
@@ -201,7 +201,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
 
 def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
     """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
-    if divides_model(plan):
+    if plan.divides_model:
         key = random_key(job.seed, "initial values")
         return collectively(mesh, True, lambda: divide(functools.partial(make_model, job), key, plan, mesh, precision))
     model = together(mesh, lambda: build_model(job, precision))

@@ -140,7 +140,7 @@ class StepRunner:
                 first = next(data.microbatches)
                 data = replace(data, microbatches=itertools.chain([first], data.microbatches))
             self._too_large, self._unclear = False, False
-            if first is None and self._parts.strategy.lockstep:
+            if self._parts.strategy.lockstep:  # the same on all ranks, since they meet in every forward
                 first = self._parts.loader.filler(self._step)
             divided = self._parts.holding.divided
             found = collectively(self._parts.mesh, divided, functools.partial(self._propose, first))

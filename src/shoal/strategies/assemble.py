@@ -33,7 +33,7 @@ def divide(make: Callable[[], nn.Module], key: int, plan: Plan, mesh: Mesh, prec
     partial: dict[str, tuple[str, ...]] = {}
     absent: set[str] = set()
     recompute(model, plan.memory.recompute)
-    if shards_model(plan):
+    if plan.shards_model:
         from shoal.strategies.fully_sharded import shard  # half a second of torch, which other plans do not need
 
         shard(model, plan, mesh, precision)
@@ -42,23 +42,13 @@ def divide(make: Callable[[], nn.Module], key: int, plan: Plan, mesh: Mesh, prec
     return Holding(mesh, model, parts, partial)
 
 
-def shards_model(plan: Plan) -> bool:
-    """Whether gradients, or parameters too, are divided over the shard axis."""
-    return plan.layout.shard > 1 and plan.shard.level != "optimizer"
-
-
-def divides_model(plan: Plan) -> bool:
-    """Whether ranks hold parts of the model."""
-    return shards_model(plan) or plan.degrees.shares_grains > 1
-
-
 def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_grains: int, mark: Mark) -> Strategy:
     """The strategy that a plan asks for. Raises: PlanError for what this version does not execute."""
     refuse_unsupported(plan)
     mesh = holding.mesh
     reduce = Precision.of(plan.precision, mesh.device).reduce
     strategy: Strategy
-    if shards_model(plan):
+    if plan.shards_model:
         from shoal.strategies.fully_sharded import FullySharded
 
         return FullySharded(holding.model, mesh, mark)
