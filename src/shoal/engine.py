@@ -7,18 +7,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from shoal.adapters import adapted
 from shoal.agreement import collectively, together
 from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
-from shoal.computation import Computation, Computer
+from shoal.computation import Computation, Computer, Evaluate, Pair
 from shoal.data.loader import Loader, MapLoader, Place
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource, open_source, small_batch
 from shoal.data.stream import StreamLoader
 from shoal.errors import JobError, ShoalError
 from shoal.evaluation import Evaluator
@@ -34,7 +35,7 @@ from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
 from shoal.step import StepParts
-from shoal.strategies.assemble import assemble, divide
+from shoal.strategies.assemble import Made, assemble, divide
 from shoal.strategies.base import Strategy
 from shoal.strategies.compiled import compile_blocks
 from shoal.strategies.recompute import recompute
@@ -42,6 +43,9 @@ from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
 from shoal.transfer import Transfer
 from shoal.update import Parameters, Updater, build_optimizer
+
+if TYPE_CHECKING:
+    from shoal.strategies.pipeline import Pipeline
 
 # A stream's length is unknown: one pass that no run comes to the end of by counting.
 _ENDLESS = 1 << 62
@@ -57,6 +61,7 @@ class Engine:
     precision: Precision
     model: nn.Module
     holding: Holding
+    pipeline: Pipeline | None
     parameters: Parameters
     strategy: Strategy
     updater: Updater
@@ -82,6 +87,10 @@ class Engine:
         return self.keeper.load(self._loss_scale)
 
     @property
+    def _evaluate(self) -> Evaluate | None:
+        return self.pipeline.evaluate if self.pipeline is not None else None
+
+    @property
     def _loss_scale(self) -> LossScale:
         return LossScale.of(self.plan.precision.loss_scale, self.precision.compute)
 
@@ -96,10 +105,11 @@ class Engine:
             mesh=self.mesh,
             precision=self.precision,
             holding=self.holding,
+            pipeline=self.pipeline,
             strategy=self.strategy,
             loader=self.loader,
             transfer=Transfer(self.mesh.device, self.precision.inputs),
-            computer=Computer(self.job, self.model, self.precision, computation),
+            computer=Computer(self.job, self.model, self.precision, computation, self._evaluate),
             buffers=StepBuffers(self.model, self.holding.counts_buffer),
             clock=self.clock,
             note=around.note,
@@ -145,7 +155,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
     refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device)
-    holding = _hold(job, plan, mesh, precision)
+    source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
+    holding, pipeline = _hold(job, plan, mesh, precision, source)
     model = holding.model
     together(mesh, lambda: compile_blocks(model, plan, precision))
     parameters = together(mesh, lambda: Parameters(model))
@@ -154,7 +165,6 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     strategy = assemble(plan, holding, parameters, job.grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, holding)
-    source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     evaluation = together(mesh, lambda: _evaluation_source(job))
     is_map = isinstance(source, MapSource)
     order = Order(
@@ -175,6 +185,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
         precision=precision,
         model=model,
         holding=holding,
+        pipeline=pipeline,
         parameters=parameters,
         strategy=strategy,
         updater=updater,
@@ -189,6 +200,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
             most_samples=options.eval_samples,
             divided=holding.divided,
             lockstep=strategy.lockstep,
+            evaluate=pipeline.evaluate if pipeline is not None else None,
         ),
         keeper=keeper,
         clock=clock,
@@ -199,15 +211,19 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
-def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
+def _hold(
+    job: Job, plan: Plan, mesh: Mesh, precision: Precision, source: MapSource | Iterable[Any]
+) -> tuple[Holding, Pipeline | None]:
     """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
     if plan.divides_model:
         key = random_key(job.seed, "initial values")
-        return collectively(mesh, True, lambda: divide(functools.partial(make_model, job), key, plan, mesh, precision))
+        pair = Pair(job.loss, precision)
+        made = Made(functools.partial(make_model, job), key, job.loss, pair, lambda: small_batch(source, job.collate))
+        return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
     model = together(mesh, lambda: build_model(job, precision))
     together(mesh, lambda: recompute(model, plan.memory.recompute))
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
-    return Holding(mesh, model, divides_state=plan.layout.shard > 1)
+    return Holding(mesh, model, divides_state=plan.layout.shard > 1), None
 
 
 def build_model(job: Job, precision: Precision) -> nn.Module:
@@ -220,7 +236,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
 def make_model(job: Job) -> nn.Module:
     """What the job's `model` gives. Raises: UserCodeError, JobError."""
     try:
-        model = job.model()
+        model = adapted(job.model())
     except ShoalError:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,27 @@ from shoal.strategies.base import Strategy
 from shoal.trace import Part, StepTrace, digest, fingerprint, state_by_key, write
 
 INPUT = "(batch)"
+# What makes the tensor of the whole model of the one that a module gives here.
+Whole = Callable[[Tensor], Tensor]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class ForwardRecorder:
     """Fingerprints of what each module of a model gives, a grain at a time; for engine and reference alike."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None,
+        is_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`outputs` and `is_elsewhere` of a divided model, as Division has them."""
+        self._is_elsewhere = is_elsewhere
         self.found: dict[str, dict[int, list[float]]] = {}
+        self._outputs = outputs or {}
         self._microbatch: Microbatch | None = None
         self._calls: Counter[str] = Counter()
         names = {module: name or "(model)" for name, module in model.named_modules()}
@@ -45,15 +60,18 @@ class ForwardRecorder:
 
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            whole = self._outputs.get(name, _same)
             # A compiled block shows itself and nothing within.
-            if self._microbatch is not None and not torch.compiler.is_compiling():
+            if self._microbatch is not None and whole is not None and not torch.compiler.is_compiling():
                 self._calls[name] += 1
                 call = self._calls[name]
-                self._note(name if call == 1 else f"{name}#{call}", output)
+                if self._is_elsewhere():
+                    return
+                self._note(name if call == 1 else f"{name}#{call}", output, whole)
 
         return hook
 
-    def _note(self, call: str, value: Any) -> None:
+    def _note(self, call: str, value: Any, whole: Whole = _same) -> None:
         microbatch = self._microbatch
         assert microbatch is not None
         rows = [grain.size for grain in microbatch.grains]
@@ -63,7 +81,7 @@ class ForwardRecorder:
                 if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows) or leaf.is_complex():
                     continue
                 name = call if number == 0 else f"{call}[{number}]"
-                for grain, numbers in zip(microbatch.grains, fingerprint(leaf, rows), strict=True):
+                for grain, numbers in zip(microbatch.grains, fingerprint(whole(leaf), rows), strict=True):
                     self.found.setdefault(name, {})[grain.index] = numbers
 
     def close(self) -> None:
@@ -114,7 +132,8 @@ class Recorder(Observer):
         self._named = [(name, p) for name, p in holding.parameters() if p.requires_grad]
         # What is summed in the backward, or of a part of the model only, is not the gradient of a rank's grains.
         self._own = OwnGradients([] if holding.divided else self._named)
-        self._forward = ForwardRecorder(holding.model)
+        division = holding.division
+        self._forward = ForwardRecorder(holding.model, division.outputs, division.is_elsewhere)
         self._trace = StepTrace(-1)
         self._state()
         write(self._folder, self._trace, self._rank)
@@ -129,6 +148,10 @@ class Recorder(Observer):
         """Fingerprints the batch, and the forward that comes."""
         self._microbatch = microbatch
         self._forward.begin(microbatch, batch)
+
+    def forwarded(self) -> None:
+        """Looks no further."""
+        self._forward.end()
 
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
         """Notes the microbatch's loss."""

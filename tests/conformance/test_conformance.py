@@ -18,6 +18,8 @@ from shoal.verification.judge import Verdict, judge_traces
 
 def applies(case: Case, use: Use) -> bool:
     """Exact mode computes grain by grain in float32: what is about microbatches or narrow dtypes says nothing there."""
+    if use.axis == "tensor" and case.undivided:
+        return False
     if use.exact:
         return not case.sections
     if case.slow and use.kind != "DataParallel":
@@ -35,8 +37,8 @@ RUNS = [
     pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}", marks=SLOW if case.slow else ())
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
-    if applies(case, use)
-    for ranks in (case.ranks if strategy == "DataParallel" else case.ranks[-1:])
+    if applies(case, use) and (not use.cases or name in use.cases)
+    for ranks in (case.ranks if strategy == "DataParallel" else [use.num_ranks or case.ranks[-1]])
 ]
 
 

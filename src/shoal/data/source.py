@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from shoal.ledger import Ids
 from shoal.randomness import seed_everything
 
 Collate = Callable[[list[Any]], Any]
+_FEW = 2
 
 
 class MapSource(ABC):
@@ -106,6 +108,27 @@ def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
             conflict=f"collating them raised {type(error).__name__}: {_first_line(error)}",
             remedy="give Job(collate=...), a function from a list of samples to a batch (padding ragged ones, say)",
         ) from error
+
+
+def small_batch(source: MapSource | Iterable[Any], collate: Collate | None) -> Any:
+    """The first two samples as a batch; a stream is left as it was.
+
+    Raises: DataError for what it cannot be had from.
+    """
+    if isinstance(source, MapSource):
+        return source.fetch([np.arange(min(_FEW, len(source)))], [0])
+    state = source.state_dict() if hasattr(source, "state_dict") else None
+    samples = iter(source)
+    if samples is source:
+        raise DataError(
+            given="train_data that is an iterator",
+            conflict="a layout that divides the model looks at two samples before the first step, and cannot go back",
+            remedy="give an iterable that starts anew at each iter()",
+        )
+    found = list(itertools.islice(samples, _FEW))
+    if state is not None and hasattr(source, "load_state_dict"):
+        source.load_state_dict(state)
+    return collate_samples(collate or default_collate, found, "train_data")
 
 
 def open_source(name: str, data: Any, collate: Collate | None) -> MapSource | Iterable[Any]:

@@ -3,43 +3,114 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.deferred import deferred
-from shoal.holding import Holding
-from shoal.mesh import Mesh
-from shoal.parts import Part
+from shoal.holding import Division, Holding
+from shoal.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import Precision
 from shoal.strategies.base import Mark, Strategy
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
-from shoal.strategies.materialise import materialise
+from shoal.strategies.materialise import Whole, materialise
 from shoal.strategies.recompute import recompute
 from shoal.strategies.sharded import ShardedOptimizer
 
+if TYPE_CHECKING:
+    from shoal.strategies.pipeline import Pipeline
+    from shoal.strategies.stages import Function
 
-def divide(make: Callable[[], nn.Module], key: int, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
-    """What this rank holds of the model that `make` constructs under the seed `key`; nowhere is there the whole.
 
-    Collective: all ranks, a JSON gather.
+@dataclass(frozen=True)
+class Made:
+    """How a model comes about and what it is for: its constructor, the seed's key, the loss, and a small batch.
+
+    `pair` is the loss as the engine computes it: under autocast, and checked.
     """
-    model, values = deferred(make, key)
+
+    make: Callable[[], nn.Module]
+    key: int
+    loss: Callable[[nn.Module, Any], Any]
+    pair: Function
+    batch: Callable[[], Any]
+
+
+def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Holding, Pipeline | None]:
+    """What this rank holds of a model, nowhere the whole, and the pipeline that computes it, where the plan has one.
+
+    Collective: all ranks, a JSON gather; on the tensor axis two broadcasts; with a pipeline new groups.
+    """
+    model, values = deferred(made.make, made.key)
     if precision.parameters != torch.float32:
         model.to(precision.parameters)
-    parts: dict[str, Part] = {}
-    partial: dict[str, tuple[str, ...]] = {}
-    absent: set[str] = set()
+    axes = _Axes(made, plan, mesh, precision, model)
+    if plan.layout.tensor > 1:
+        axes.tensor(values.whole)
+    pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
     recompute(model, plan.memory.recompute)
     if plan.shards_model:
         from shoal.strategies.fully_sharded import shard  # half a second of torch, which other plans do not need
 
         shard(model, plan, mesh, precision)
     device = torch.device("cpu") if plan.shard.offload else mesh.device
-    materialise(model, values.whole, parts, absent, device)
-    return Holding(mesh, model, parts, partial)
+    materialise(model, values.whole, axes.division.parts, axes.division.absent, device)
+    return Holding(mesh, model, axes.division), pipeline
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The axes along which a model on the meta device is divided, in place, one after the other."""
+
+    made: Made
+    plan: Plan
+    mesh: Mesh
+    precision: Precision
+    model: nn.Module
+    division: Division = field(default_factory=Division)
+
+    def tensor(self, whole: Whole) -> None:
+        """Layers cut along their features. Collective: the tensor axis, two broadcasts."""
+        from shoal.strategies.tensor_collectives import TensorAxis
+        from shoal.strategies.tensor_parallel import divide_model, wholes
+
+        axis, division = TensorAxis.of(self.mesh), self.division
+        found = divide_model(self.model, axis, self.made.loss, self._batch, whole)
+        division.parts |= found.parts
+        division.add_partial(found.partial, "tensor")
+        division.outputs |= wholes(found, axis)
+        division.notes += [f"tensor: {line}" for line in found.describe()]
+
+    def pipeline(self) -> Pipeline:
+        """Stages. Collective: all ranks, new groups."""
+        from shoal.strategies.pipeline import Pipeline
+        from shoal.strategies.stages import Stages
+        from shoal.strategies.wires import Wires
+
+        section, mesh = self.plan.pipeline, self.mesh
+        stages = Stages.build(
+            self.model,
+            self.made.pair,
+            self._batch(),
+            num_stages=self.plan.layout.pipeline * section.stages_per_rank,
+            split=section.split,
+            device=mesh.device,
+        )
+        wires = Wires.open(list(mesh.layout.groups("pipeline")), mesh.rank, COLLECTIVE_TIMEOUT)
+        found = Pipeline(stages, wires, section.schedule, section.stages_per_rank, mesh.device)
+        parameters = {name for name, _ in self.model.named_parameters()}
+        named = parameters | {name for name, _ in self.model.named_buffers()}
+        self.division.absent.update(named.difference(found.held))
+        self.division.add_partial(found.shared & parameters, "pipeline")
+        self.division.is_elsewhere = found.is_elsewhere
+        return found
+
+    def _batch(self) -> Any:
+        return self.precision.inputs(self.made.batch())
 
 
 def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_grains: int, mark: Mark) -> Strategy:

@@ -1,0 +1,215 @@
+"""Tensor parallelism: the layers of one model divided over the ranks of the tensor axis, in place.
+
+Each rank holds slices of the weights as plain parameters under the user's own names; what is not cut is whole on every
+rank and gets the same gradient there. See docs/decisions/0011-tensor-parallel.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.errors import ShoalError, from_json
+from shoal.faults import as_shoal_error, to_json
+from shoal.parts import Part, Runs
+from shoal.strategies.tensor_collectives import TensorAxis
+from shoal.strategies.tensor_layers import (
+    Column,
+    Entry,
+    Gathered,
+    Row,
+    SlicedDropout,
+    Vocabulary,
+    give_role,
+    kind,
+    num_features,
+    output_dim,
+)
+from shoal.strategies.tensor_pairs import Pair, Slice
+from shoal.strategies.tensor_plan import TensorPlan, decide, follow
+from shoal.strategies.tensor_proof import Values
+
+# A module's number among its like.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A divided model: `parts` of the parameters held here, whole ones too, under their names in the whole model.
+
+    `partial` names whole parameters whose gradient is a term of a sum over the axis. `slices` says which modules give
+    slices of what they give in the whole model; None: in a way that cannot be told.
+    """
+
+    parts: dict[str, Part]
+    partial: tuple[str, ...]
+    slices: dict[str, Slice | None]
+    notes: dict[str, str]
+
+    def describe(self) -> list[str]:
+        """What was done with each module and why, a line for those that only differ by their numbers."""
+        found: dict[tuple[str, str], int] = {}
+        for name, note in self.notes.items():
+            key = _NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)
+            found[key] = found.get(key, 0) + 1
+        return [f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in found.items()]
+
+
+def divide_model(
+    model: nn.Module,
+    axis: TensorAxis,
+    loss: Callable[[nn.Module, Any], Any],
+    batch: Callable[[], Any],
+    values: Values | None = None,
+) -> TensorParallel:
+    """Divides `model` in place; on the meta device too, where `values` gives initial values by name.
+
+    `batch()` is a small one for which `loss(model, batch)` is followed without computing anything, on the first place
+    of the axis. Collective: the axis, two broadcasts.
+    Raises: on every rank, PlanError where the loss cannot be followed or nothing can be cut.
+    """
+    given = values if values is not None else _own_values(model)
+    plan = _told(axis, lambda: decide(model, follow(model, loss, batch(), given, axis.degree), given, axis.degree))
+    return apply(model, plan, axis)
+
+
+def _own_values(model: nn.Module) -> Values:
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return lambda name: held[name].detach()
+
+
+def _told(axis: TensorAxis, make: Callable[[], TensorPlan]) -> TensorPlan:
+    """What the axis's first rank makes, on all of them. Raises: on every rank, what it raised there."""
+    document: dict[str, Any] = {}
+    error: ShoalError | None = None
+    if axis.place == 0:
+        try:
+            document = {"plan": make().to_json()}
+        except Exception as caught:
+            error = as_shoal_error(caught)
+            document = {"error": to_json(error, 0, "")}
+    if axis.degree > 1:
+        document = _broadcast(document, axis)
+    if error is not None:
+        raise error
+    if "error" in document:
+        raise from_json(document["error"])
+    return TensorPlan.from_json(document["plan"])
+
+
+def _broadcast(document: dict[str, Any], axis: TensorAxis) -> dict[str, Any]:
+    text = bytearray(json.dumps(document).encode()) if axis.place == 0 else bytearray()
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, group=axis.group, group_src=0)
+    data = torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(data, group=axis.group, group_src=0)
+    found: dict[str, Any] = json.loads(bytes(data.numpy().tobytes()))
+    return found
+
+
+def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParallel:
+    """Divides `model` as a plan says."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    parts = {name: Part.whole(p.shape) for name, p in model.named_parameters()}
+
+    def cut(module: nn.Module, parameter: str, dim: int, runs: Runs) -> None:
+        held = module._parameters.get(parameter)
+        if held is not None:
+            name = names[id(held)]
+            parts[name] = Part.whole(held.shape).select(dim, runs)
+
+    slices: dict[str, Slice | None] = {}
+    partial: list[str] = []
+    for pair in plan.pairs:
+        for name in (*pair.candidate.columns, pair.candidate.row):
+            module, runs = model.get_submodule(name), pair.runs[name][axis.place]
+            if name == pair.candidate.row:
+                cut(module, "weight", 1 - output_dim(module), runs)
+            else:
+                cut(module, "weight", output_dim(module), runs)
+                cut(module, "bias", 0, runs)
+        partial += [names[id(model.get_parameter(name))] for name in pair.partial]
+        slices |= pair.slices
+    for name in (*plan.gathered, *plan.rows):
+        module = model.get_submodule(name)
+        size = _num_outputs(module)
+        bounds = (_bounds(size, axis.degree, axis.place),)
+        cut(module, "weight", output_dim(module), bounds)
+        if name not in plan.rows:
+            cut(module, "bias", 0, bounds)
+    _give_roles(model, plan, axis)
+    _replace(model, names, parts)
+    return TensorParallel(parts, tuple(dict.fromkeys(partial)), slices, dict(plan.notes))
+
+
+def _num_outputs(module: nn.Module) -> int:
+    return module.num_embeddings if isinstance(module, nn.Embedding) else num_features(module)[1]
+
+
+def _bounds(size: int, degree: int, place: int) -> tuple[int, int]:
+    return size * place // degree, size * (place + 1) // degree
+
+
+def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
+    for pair in plan.pairs:
+        _give_pair(model, pair, axis)
+    for name in plan.gathered:
+        module = model.get_submodule(name)
+        bounds = [_bounds(_num_outputs(module), axis.degree, place) for place in range(axis.degree)]
+        give_role(module, Gathered(axis, tuple(stop - start for start, stop in bounds)))
+    for name in plan.rows:
+        module = model.get_submodule(name)
+        size = _num_outputs(module)
+        give_role(module, Vocabulary(axis, *_bounds(size, axis.degree, axis.place), size))
+
+
+def _give_pair(model: nn.Module, pair: Pair, axis: TensorAxis) -> None:
+    entry = Entry(axis, len(pair.candidate.columns))
+    for name in pair.candidate.columns:
+        give_role(model.get_submodule(name), Column(entry))
+    give_role(model.get_submodule(pair.candidate.row), Row(axis))
+    for name, found in pair.slices.items():
+        module = model.get_submodule(name)
+        if kind(module) == "dropout" and found is not None:
+            give_role(module, SlicedDropout(found.dim, found.runs[axis.place], found.size))
+    if pair.attributes:
+        for name, attribute, value in pair.attributes[axis.place]:
+            setattr(model.get_submodule(name), attribute, value)
+
+
+def _replace(model: nn.Module, names: dict[int, str], parts: dict[str, Part]) -> None:
+    """Puts parameters of the parts' shapes in the place of whole ones; a shared one stays shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for attribute, held in list(module._parameters.items()):
+            if held is None or parts[names[id(held)]].is_whole:
+                continue
+            if id(held) not in made:
+                own = parts[names[id(held)]].take(held.detach()).clone()
+                made[id(held)] = nn.Parameter(own, requires_grad=held.requires_grad)
+            module._parameters[attribute] = made[id(held)]
+
+
+def wholes(division: TensorParallel, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor] | None]:
+    """For each module that gives slices: what makes the whole of one, if anything does."""
+    return {
+        name: None if found is None else functools.partial(whole_slice, found=found, axis=axis)
+        for name, found in division.slices.items()
+    }
+
+
+def whole_slice(tensor: Tensor, found: Slice, axis: TensorAxis) -> Tensor:
+    """What a module gives in the whole model, from what it gives here. Collective: the axis, an all-gather."""
+    sizes = [sum(stop - start for start, stop in runs) for runs in found.runs]
+    dim = tensor.ndim + found.dim
+    gathered = axis.all_gather(tensor, dim, sizes)
+    order = [index for runs in found.runs for start, stop in runs for index in range(start, stop)]
+    return gathered.index_select(dim, torch.tensor(order, device=tensor.device).argsort())
