@@ -18,6 +18,7 @@ from shoal.precision import Precision
 from shoal.strategies.base import Mark, Strategy
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
 from shoal.strategies.materialise import Whole, materialise
+from shoal.strategies.recompute import recompute
 from shoal.strategies.sharded import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Ho
     if plan.layout.tensor > 1:
         axes.tensor(values.whole)
     pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
+    recompute(model, plan.memory.recompute)
     if plan.shards_model:
         from shoal.strategies.fully_sharded import shard  # half a second of torch, which other plans do not need
 
