@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,15 +47,27 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
     absent: set[str] = set()
     outputs: dict[str, Callable[[Tensor], Tensor] | None] = {}
     notes: list[str] = []
+    sequences = None
+    if plan.layout.context > 1:
+        from shoal.strategies.context_parallel import apply_context, both, context_axis, plan_context
+
+        # Proven on the whole model, applied to what another axis leaves of it.
+        around = context_axis(mesh)
+        follow = functools.partial(_loss, made, precision)
+        sequences = plan_context(model, around, follow, made.batch(), values.whole, mesh.device, plan.layout.tensor)
     if plan.layout.tensor > 1:
         from shoal.strategies.tensor_parallel import divide_model, wholes
 
         axis = TensorAxis.of(mesh)
-        found = divide_model(model, axis, lambda m, b: made.loss(m, precision.inputs(b)), made.batch, values.whole)
+        found = divide_model(model, axis, functools.partial(_loss, made, precision), made.batch, values.whole)
         parts |= found.parts
         partial |= dict.fromkeys(found.partial, ("tensor",))
         outputs |= wholes(found, axis)
         notes += [f"tensor: {line}" for line in found.description]
+    if sequences is not None:
+        outputs = both(apply_context(model, sequences, around), outputs)
+        partial |= {name: (*partial.get(name, ()), "context") for name in sequences.partial}
+        notes += [f"context: {line}" for line in sequences.notes]
     if shards_model(plan):
         from shoal.strategies.fully_sharded import shard  # half a second of torch, which other plans do not need
 
@@ -62,6 +75,10 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
     device = torch.device("cpu") if plan.shard.offload else mesh.device
     materialise(model, values.whole, parts, absent, device)
     return Holding(mesh, model, parts, partial, outputs=outputs, notes=notes)
+
+
+def _loss(made: Made, precision: Precision, model: nn.Module, batch: Any) -> Any:
+    return made.loss(model, precision.inputs(batch))
 
 
 def shards_model(plan: Plan) -> bool:
