@@ -49,12 +49,12 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
     notes: list[str] = []
     sequences = None
     if plan.layout.context > 1:
-        from shoal.strategies.context_parallel import apply_context, both, context_axis, plan_context
+        from shoal.strategies.context_parallel import Subject, apply_context, both, context_axis, plan_context
 
         # Proven on the whole model, applied to what another axis leaves of it.
         around = context_axis(mesh)
-        follow = functools.partial(_loss, made, precision)
-        sequences = plan_context(model, around, follow, made.batch(), values.whole, mesh.device, plan.layout.tensor)
+        subject = Subject(model, values.whole, functools.partial(_loss, made, precision), made.batch())
+        sequences = plan_context(subject, around, mesh.device, plan.layout.tensor)
     if plan.layout.tensor > 1:
         from shoal.strategies.tensor_parallel import divide_model, wholes
 

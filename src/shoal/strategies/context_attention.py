@@ -129,7 +129,9 @@ def attend(span: Span, axis: TensorAxis, block: str, args: Any, kwargs: Any) -> 
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     query, key, value = (_narrowed(given.pop(name)) for name in _NAMES[:3])
     mask = given.pop("attn_mask", None)
-    _refuse(span, block, query, key, value, given)
+    if given.get("dropout_p", 0.0):
+        raise dropout_refusal(block, given["dropout_p"])
+    _refuse(span, block, query, key, value)
     heads = Heads(query.shape[1], key.shape[1], axis.degree)
     refuse_degree(heads.num_query, axis.degree, block)
     query, key, value = _to_heads(span, axis, heads, (query, key, value))
@@ -186,9 +188,7 @@ def _own_mask(span: Span, heads: Heads, block: str, mask: Tensor | None, place: 
     return mask.narrow(-3, start, stop - start)
 
 
-def _refuse(span: Span, block: str, query: Tensor, key: Tensor, value: Tensor, given: Mapping[str, Any]) -> None:
-    if given.get("dropout_p", 0.0):
-        raise dropout_refusal(block, given["dropout_p"])
+def _refuse(span: Span, block: str, query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise refusal(
             block,
@@ -234,6 +234,13 @@ def refuse_degree(num_heads: int, degree: int, block: str) -> None:
         )
 
 
+def dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+) -> tuple[Tensor, float, bool, bool]:
+    """Of a call of dropout: the tensor, the share, whether anything is dropped, and whether in place."""
+    return input, p, (training if train is None else train) and p > 0.0, inplace
+
+
 class Sliced(TorchFunctionMode):
     """A context in which tensors are slices of sequences: attention is over all positions, dropout of the whole's mask.
 
@@ -249,23 +256,14 @@ class Sliced(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return attend(self._span, self._axis, self._block, args, kwargs)
         if func in DROPOUTS:
-            return self._dropout(func, *args, **kwargs)
+            input, p, active, in_place = dropout_arguments(*args, **kwargs)
+            return self._dropout(input, p, in_place) if active else func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _dropout(
-        self,
-        func: Any,
-        input: Tensor,
-        p: float = 0.5,
-        training: bool = True,
-        inplace: bool = False,
-        train: bool | None = None,
-    ) -> Tensor:
-        active = (training if train is None else train) and p > 0.0
-        dim = self._dropouts.get(input.ndim, -1) if active else None
+    def _dropout(self, input: Tensor, p: float, in_place: bool) -> Tensor:
+        dim = self._dropouts.get(input.ndim, -1)
         if dim is None:
-            found: Tensor = func(input, p, active)
-            return input.copy_(found) if inplace and active else found
+            return F.dropout(input, p, True, in_place)
         if dim < 0 or input.shape[dim] != self._span.size:
             raise refusal(
                 self._block,
@@ -276,4 +274,4 @@ class Sliced(TorchFunctionMode):
         shape[dim] = self._span.length
         # A copy: autograd keeps no more of the mask than the slice needs.
         mask = self._span.own(F.dropout(input.new_ones(shape), p, True), dim).clone()
-        return input.mul_(mask) if inplace else input * mask
+        return input.mul_(mask) if in_place else input * mask

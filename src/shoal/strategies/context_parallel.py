@@ -7,6 +7,7 @@ See docs/decisions/0014-context-parallel.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from shoal.mesh import Mesh
 from shoal.strategies.context_layers import Chain, Role, give_role, whole_output
 from shoal.strategies.context_plan import SEQUENCE, ContextPlan, decide
-from shoal.strategies.context_proof import prove
+from shoal.strategies.context_proof import Prover
 from shoal.strategies.context_trace import Loss, observe
 from shoal.strategies.tensor_collectives import TensorAxis
 
@@ -28,26 +29,28 @@ def context_axis(mesh: Mesh) -> TensorAxis:
     return TensorAxis(mesh.layout.context, mesh.layout.coordinate(mesh.rank).context, mesh.group("context"))
 
 
-def plan_context(
-    model: nn.Module,
-    axis: TensorAxis,
-    loss: Loss,
-    batch: Any,
-    values: Callable[[str], Tensor],
-    device: torch.device,
-    num_cuts: int = 1,
-) -> ContextPlan:
-    """How a whole model's sequences are divided, and the proof that they may be.
+@dataclass(frozen=True)
+class Subject:
+    """A whole model, on the meta device too; its initial values by name, the loss, and a small batch for it."""
 
-    `batch` is a small one for which the loss is followed; `values` gives initial values by name; `num_cuts` is into how
-    many parts another axis is going to divide the heads. Collective: the axis.
+    model: nn.Module
+    values: Callable[[str], Tensor]
+    loss: Loss
+    batch: Any
+
+
+def plan_context(subject: Subject, axis: TensorAxis, device: torch.device, num_cuts: int = 1) -> ContextPlan:
+    """How a model's sequences are divided, and on `device` the proof that they may be.
+
+    `num_cuts` is into how many parts another axis is going to divide the heads. Collective: the axis.
     Raises: PlanError, JobError for a model that cannot be divided so.
     """
-    traces = observe(model, loss, batch, axis.degree, values)
+    model = subject.model
+    traces = observe(model, subject.loss, subject.batch, axis.degree, subject.values)
     names = {id(p): name for name, p in model.named_parameters()}
     owned = {name: [names[id(p)] for p in model.get_submodule(name).parameters()] for name in traces[0].blocks}
     plan = decide(traces, owned, axis.degree, num_cuts)
-    prove(model, plan, traces[0].blocks, axis, values, device)
+    Prover(model, subject.values, axis, device).prove(plan, traces[0].blocks)
     return plan
 
 

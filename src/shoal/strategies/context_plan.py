@@ -19,9 +19,9 @@ SEQUENCE = 1
 class BlockPlan:
     """How one block is divided.
 
-    `opens`: its hidden state comes in whole, `closes`: it goes out whole. `cuts`: the arguments cut along a dim; `kept`:
-    those that stay whole. `dropouts` and `outputs`: the sequence's dim, of what has so many dims and is dropped from, and
-    of what a module inside gives. None: there is none; -1: it cannot be told.
+    `opens`: its hidden state comes in whole, `closes`: it goes out whole. `cuts`: the arguments cut along a dim;
+    `kept`: those that stay whole. `dropouts` and `outputs`: the sequence's dim, of what has so many dims and is dropped
+    from, and of what a module inside gives. None: there is none; -1: it cannot be told.
     """
 
     opens: bool
@@ -83,10 +83,10 @@ def _edges(trace: Trace) -> dict[str, str]:
     found = {}
     for name, block in trace.blocks.items():
         sources = set(block.sources)
-        source = next(iter(sources))
-        if len(sources) == 1 and source is not None and source != name:
-            if followers[source] == {name} and not trace.blocks[source].used_elsewhere:
-                found[name] = source
+        source = next(iter(sources)) or ""
+        follows = len(sources) == 1 and source not in ("", name)
+        if follows and followers[source] == {name} and not trace.blocks[source].used_elsewhere:
+            found[name] = source
     return found
 
 

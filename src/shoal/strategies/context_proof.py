@@ -21,71 +21,70 @@ from shoal.strategies.tensor_collectives import TensorAxis
 from shoal.strategies.tensor_proof import is_same, materialised
 
 _SEED = 20205198
+# A gradient that is zero but for rounding is compared on the scale of the largest.
+_FLOOR = 1e-2
+_OUTPUT = "what it returns"
 _OF_PARAMETER = "the gradient of parameter "
-_FEATURES = (
+_WHY = (
     "something in it mixes positions other than F.scaled_dot_product_attention (a convolution, a recurrence, a shift "
     "or a statistic over time), or looks at the number of positions"
 )
 
 
-def prove(
-    model: nn.Module,
-    plan: ContextPlan,
-    traces: Mapping[str, BlockTrace],
-    axis: TensorAxis,
-    values: Callable[[str], Tensor],
-    device: torch.device,
-) -> None:
-    """Tries one block of each kind. Collective: the axis. Raises: JobError naming the block."""
-    seen = set()
-    for name, block in plan.blocks.items():
-        trace = traces[name]
-        kind = repr(model.get_submodule(name)), tuple(trace.operations), tuple(trace.shapes.items())
-        if kind not in seen:
-            seen.add(kind)
-            _prove(model, name, block, trace, axis, values, device)
+class Prover:
+    """Proves the blocks of one model with its own `values`, on `device`."""
 
+    def __init__(
+        self, model: nn.Module, values: Callable[[str], Tensor], axis: TensorAxis, device: torch.device
+    ) -> None:
+        self._model, self._values, self._axis, self._device = model, values, axis, device
 
-def _prove(
-    model: nn.Module,
-    name: str,
-    plan: BlockPlan,
-    trace: BlockTrace,
-    axis: TensorAxis,
-    values: Callable[[str], Tensor],
-    device: torch.device,
-) -> None:
-    generator = torch.Generator().manual_seed(_SEED)
-    module = materialised(model, name, values, generator).to(device)
-    arguments = _numbers(trace, generator, device)
-    try:
-        whole = _run(module, arguments)
-    except Exception:  # what makes float32 of its own does not compute in float64
-        module, arguments = module.float(), _narrowed(arguments)
-        whole = _run(module, arguments)
-    divided = copy.deepcopy(module)
-    give_role(divided, Role(name, replace(plan, opens=True, closes=True), Chain(axis)))
-    try:
-        split = _run(divided, arguments)
-    except ShoalError:
-        raise
-    except Exception as error:
-        text = next(iter(str(error).strip().splitlines()), "")[:200]
-        raise _refused(name, trace, f"it raised {type(error).__name__} on a part of the positions: {text}") from error
-    for parameter, gradient in split.items():
-        if parameter.startswith(_OF_PARAMETER):
-            dist.all_reduce(gradient, group=axis.group)
-    floor = max(float(gradient.norm()) for key, gradient in whole.items() if key != "what it returns") * 1e-2
-    for key, wanted in whole.items():
-        if not is_same(split[key], wanted, 0.0 if key == "what it returns" else floor):
-            raise _refused(name, trace, f"{key} is another one where each rank has a part of the positions")
+    def prove(self, plan: ContextPlan, traces: Mapping[str, BlockTrace]) -> None:
+        """Tries one block of each kind. Collective: the axis. Raises: JobError naming the block."""
+        seen = set()
+        for name, block in plan.blocks.items():
+            trace = traces[name]
+            kind = repr(self._model.get_submodule(name)), tuple(trace.operations), tuple(trace.shapes.items())
+            if kind not in seen:
+                seen.add(kind)
+                self._prove(name, block, trace)
+
+    def _prove(self, name: str, plan: BlockPlan, trace: BlockTrace) -> None:
+        generator = torch.Generator().manual_seed(_SEED)
+        module = materialised(self._model, name, self._values, generator).to(self._device)
+        arguments = _numbers(trace, generator, self._device)
+        try:
+            whole = _run(module, arguments)
+        except Exception:  # what makes float32 of its own does not compute in float64
+            module, arguments = module.float(), _narrowed(arguments)
+            whole = _run(module, arguments)
+        divided = copy.deepcopy(module)
+        give_role(divided, Role(name, replace(plan, opens=True, closes=True), Chain(self._axis)))
+        try:
+            split = _run(divided, arguments)
+        except ShoalError:
+            raise
+        except Exception as error:
+            text = next(iter(str(error).strip().splitlines()), "")[:200]
+            what = f"it raised {type(error).__name__} on a part of the positions: {text}"
+            raise _refused(name, trace, what) from error
+        self._compare(name, trace, whole, split)
+
+    def _compare(self, name: str, trace: BlockTrace, whole: dict[str, Tensor], split: dict[str, Tensor]) -> None:
+        for key, found in split.items():
+            if key.startswith(_OF_PARAMETER):
+                dist.all_reduce(found, group=self._axis.group)
+        floor = _FLOOR * max(float(gradient.norm()) for key, gradient in whole.items() if key != _OUTPUT)
+        for key, wanted in whole.items():
+            if not is_same(split[key], wanted, 0.0 if key == _OUTPUT else floor):
+                raise _refused(name, trace, f"{key} is another where each rank has a part of the positions")
 
 
 def _refused(name: str, trace: BlockTrace, what: str) -> ShoalError:
     remedy = "use context = 1, or a block whose positions meet in F.scaled_dot_product_attention only"
     if "scaled_dot_product_attention" not in trace.operations:
         remedy += ' (in Transformers attn_implementation="sdpa")'
-    return refusal(name, f"{what}: {_FEATURES}", remedy)
+    return refusal(name, f"{what}: {_WHY}", remedy)
 
 
 def _numbers(trace: BlockTrace, generator: torch.Generator, device: torch.device) -> Any:
@@ -130,7 +129,7 @@ def _run(module: nn.Module, arguments: Any) -> dict[str, Tensor]:
     wanted |= {f"{_OF_PARAMETER} {name}": p for name, p in module.named_parameters() if p.requires_grad}
     total = (output * weights.to(output)).sum()
     gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-    found = {"what it returns": output.detach()}
+    found = {_OUTPUT: output.detach()}
     for (name, leaf), gradient in zip(wanted.items(), gradients, strict=True):
         found[name] = torch.zeros_like(leaf) if gradient is None else gradient.contiguous()
     return found

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shoal.errors import PlanError
 from shoal.randomness import draws
 from shoal.strategies.blocks import repeated_blocks
-from shoal.strategies.context_attention import DROPOUTS
+from shoal.strategies.context_attention import DROPOUTS, dropout_arguments
 from shoal.strategies.tensor_trace import twin
 
 # A model that does not run without values is run with them, if it is no larger than this.
@@ -242,11 +242,13 @@ class _Watcher(TorchFunctionMode):
             if isinstance(leaf, Tensor):
                 self._note(leaf, sources)
         if self._first:
-            self._facts(self.trace.blocks[self._block], func, name, given, args, kwargs)
+            self.trace.blocks[self._block].operations.append(name)
+            self._facts(self.trace.blocks[self._block], func, args, kwargs)
         return found
 
-    def _facts(self, block: BlockTrace, func: Any, name: str, given: list[Tensor], args: Any, kwargs: Any) -> None:
-        block.operations.append(name)
+    def _facts(self, block: BlockTrace, func: Any, args: Any, kwargs: Any) -> None:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = block.operations[-1]
         if func is F.scaled_dot_product_attention:
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             block.masks |= self._sources.get(id(mask), frozenset())
@@ -254,17 +256,13 @@ class _Watcher(TorchFunctionMode):
             block.heads.append(query.shape[1] if query.ndim == 4 else 0)
             block.attention_dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         elif func in DROPOUTS:
-            if _drops(*args, **kwargs):
+            if dropout_arguments(*args, **kwargs)[2]:
                 block.dropouts.append(given[0].shape)
         elif draws(func):
             sizes = torch.Size(s for s in args if isinstance(s, int)) if not given else given[0].shape
             block.random.append((name, sizes))
         elif name == "softmax":
             block.softmaxes.append(given[0].shape)
-
-
-def _drops(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None) -> bool:
-    return (training if train is None else train) and p > 0.0
 
 
 def _kept(arguments: Any) -> Any:
