@@ -9,9 +9,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shoal.errors import CommandError, ExitCode, ShoalError, from_json
+
+if TYPE_CHECKING:
+    from shoal.run_request import RunRequest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,7 +122,8 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, given: list[str], started_at: float) -> int:
-    from shoal.environment import STARTED_AT, Environment, joined
+    from shoal.environment import LAUNCHER_PID, STARTED_AT, Environment, joined
+    from shoal.plan.legal import World, check, other_world, refuse
     from shoal.run_request import RunRequest, devices_here
 
     environment = joined(os.environ)
@@ -127,11 +131,14 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
     if environment is None:
         request.check()
         request = request.with_devices(devices_here)
+        check(request.plan)
         if request.world_size > 1:
-            return _launch(request, given)
+            return _refused(request) or _launch(request, given)
         environment = Environment()
     world_size = environment.world_size
     request = request.with_devices(lambda: world_size)
+    if LAUNCHER_PID not in os.environ:
+        refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
     from shoal.signals import Signals
 
     signals = Signals(impatient=True)
@@ -143,6 +150,7 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
 
 def _verify(options: argparse.Namespace, given: list[str], started_at: float) -> int:
     from shoal.job_file import parse_target
+    from shoal.plan.legal import check
     from shoal.run_request import RunRequest, devices_here
 
     steps = options.steps
@@ -152,6 +160,10 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
     request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)
     request = request.with_devices(devices_here)
     request.check()  # a directory that holds a run is not written to
+    check(request.plan)
+    code = _refused(request) if request.world_size > 1 else 0
+    if code:
+        return int(ExitCode.USER)
     from shoal.verification.command import verify
 
     handlers = {number: signal.signal(number, _leave) for number in _STOPS}  # in order: the traces are removed
@@ -176,11 +188,39 @@ def _leave(number: int, frame: object) -> NoReturn:
     raise SystemExit(ExitCode.INTERRUPTED)
 
 
-def _launch(request: object, given: list[str]) -> int:
-    from shoal.launch.local import LocalRun, launch
-    from shoal.run_request import RunRequest
+def _refused(request: RunRequest) -> int:
+    """The exit code of what the job itself refuses, told; 0 where it may start. No rank has been started."""
+    if not request.needs_look:
+        return 0
+    from shoal.launch.aside import aside
 
-    assert isinstance(request, RunRequest)
+    def look() -> dict[str, Any] | None:
+        from shoal.admission import admit
+
+        return admit(request)
+
+    error = aside(look)
+    if error is None:
+        return 0
+    if error.get("traceback"):
+        from shoal.run_directory import RunDirectory, write_file
+
+        errors = RunDirectory(request.out).errors
+        errors.mkdir(exist_ok=True, parents=True)
+        write_file(errors / "launcher.txt", error["traceback"])
+    _tell(request, error)
+    return int(from_json(error).exit_code)
+
+
+def _tell(request: RunRequest, error: dict[str, Any]) -> None:
+    print(from_json(error).render(), file=sys.stderr)
+    if error.get("traceback") and (Path(request.out) / "errors").is_dir():
+        print(f"  traceback:      {Path(request.out) / 'errors'}", file=sys.stderr)
+
+
+def _launch(request: RunRequest, given: list[str]) -> int:
+    from shoal.launch.local import LocalRun, launch
+
     arguments = [*given, "--out", str(request.out)]
     if request.wishes.devices is not None:
         arguments += ["--devices", str(request.wishes.devices)]
@@ -188,7 +228,5 @@ def _launch(request: object, given: list[str]) -> int:
         LocalRun(arguments, request.world_size, request.threads_per_process, request.started_at, request.out / "logs")
     )
     if error is not None:
-        print(from_json(error).render(), file=sys.stderr)
-        if error.get("traceback") and (Path(request.out) / "errors").is_dir():
-            print(f"  traceback:      {Path(request.out) / 'errors'}", file=sys.stderr)
+        _tell(request, error)
     return code

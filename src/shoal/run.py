@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import shoal
+from shoal.admission import admitted
 from shoal.agreement import together
 from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
@@ -26,7 +27,6 @@ from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
 from shoal.mesh import Mesh, open_mesh
 from shoal.plan.plan import Plan
-from shoal.plan.resolve import complete
 from shoal.plan.toml import write as plan_text
 from shoal.progress import Pace, Reporter, choose_reporter
 from shoal.records import RunRecord, StepRecord
@@ -52,6 +52,7 @@ class _Course:
     started: bool = False
     concluded: bool = False
     certificate: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals) -> ExitCode:
@@ -74,7 +75,7 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
 def _train(request: RunRequest, environment: Environment, signals: Signals, course: _Course) -> ExitCode:
     prepare_process(request.plan.execution.exact, max(1, cores_here() // environment.local_world_size))
     loaded = load(request.job)
-    plan = complete(request.plan, loaded.job.grains, loaded.job.grain_size, request.wishes.max_microbatch)
+    plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
     with open_mesh(environment, plan.degrees) as mesh:
         _shake_hands(mesh, loaded, plan)
         directory = RunDirectory(request.out)
@@ -101,7 +102,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
     pace = Pace(state.step if state else 0, num_steps, mesh.world_size)
     reporter = choose_reporter(mesh.rank, pace)
     try:
-        for complaint in complaints:
+        for complaint in (*complaints, *course.notes):
             reporter.note(complaint)
         together(mesh, lambda: _begin(directory, engine.plan, description) if mesh.rank == 0 else None)
         course.started = True
@@ -232,6 +233,8 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
         f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
         f"model of {engine.num_parameters:,} parameters"
     )
+    for note in engine.holding.notes:
+        reporter.note(f"  {note}")
     if request.steps is not None and request.steps > engine.order.num_steps:
         reporter.note(
             f"  length      {request.steps} steps, beyond the job's own {engine.order.num_steps}: "

@@ -11,7 +11,9 @@ from pathlib import Path
 from shoal.certificate import Certificate
 from shoal.errors import CommandError
 from shoal.job_file import JobRequest, parse_target
+from shoal.job_source import least_grains
 from shoal.plan import Plan
+from shoal.plan.legal import conflicts, refuse
 from shoal.plan.resolve import Wishes, apply_wishes, refuse_unsupported
 from shoal.plan.toml import read
 from shoal.run_directory import RunDirectory, default_directory, read_json
@@ -55,6 +57,7 @@ class RunRequest:
             else Plan()
         )
         plan = apply_wishes(plan, wishes, from_file=bool(options.plan))
+        refuse(conflicts(plan))
         refuse_unsupported(plan)
         return cls(
             job=job,
@@ -82,6 +85,18 @@ class RunRequest:
             return self
         wishes = replace(self.wishes, devices=count())
         return replace(self, wishes=wishes, plan=apply_wishes(self.plan, wishes, from_file=False))
+
+    @property
+    def needs_look(self) -> bool:
+        """Whether only the loaded job can tell if its grains, or its model, allow the layout of several ranks.
+
+        To load it costs a launcher the import of torch, two of the three seconds of a first step.
+        """
+        layout = self.plan.layout
+        if layout.tensor * layout.pipeline * layout.context > 1:
+            return True
+        ranks = layout.data * layout.shard
+        return ranks > 1 and ranks > (least_grains(self.job.path) or 0)
 
     @property
     def world_size(self) -> int:

@@ -33,5 +33,6 @@ STRATEGIES: dict[str, Use] = {
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
     "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
     "tensor axis": Use("DataParallel", "tensor"),
+    "context axis": Use("DataParallel", "context"),
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.
 }

@@ -1,6 +1,7 @@
 """A call of `shoal run` becomes one request; what contradicts itself is refused before torch is loaded."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,27 @@ def test_what_is_not_executed_is_refused_at_once(job: str) -> None:
     Path("plan.toml").write_text(write(Plan().with_sections(layout={"tensor": 2})))
     with pytest.raises(PlanError, match=r"layout\.tensor = 2"):
         request(job, "--plan", "plan.toml")
+
+
+def test_what_contradicts_itself_is_refused_with_the_nearest(job: str) -> None:
+    plan = Plan().with_sections(layout={"tensor": 2}, execution={"exact": True})
+    Path("plan.toml").write_text(write(plan))
+    with pytest.raises(PlanError, match=r"larger data or shard axis"):
+        request(job, "--plan", "plan.toml")
+
+
+def test_a_job_is_looked_at_where_only_that_tells(job: str) -> None:
+    assert request(job, "--devices", "2").needs_look  # the file does not say
+    Path(job).write_text("import shoal\ndef job(): return shoal.Job()\n")
+    assert not request(job).needs_look
+    assert not request(job, "--devices", "8").needs_look
+    assert request(job, "--devices", "9").needs_look
+    Path(job).write_text("import shoal\ndef job(): return shoal.Job(grains=3)\n")
+    assert not request(job, "--devices", "3").needs_look
+    assert request(job, "--devices", "4").needs_look
+    found = request(job)
+    divided = found.plan.with_sections(layout={"pipeline": 2})
+    assert replace(found, plan=divided).needs_look
 
 
 def test_devices_are_counted_where_nobody_says(job: str) -> None:

@@ -6,7 +6,16 @@ import warnings
 from dataclasses import dataclass
 
 from shoal.errors import PlanError, SettingWarning, nearest
-from shoal.grains import legal_data_degrees
+from shoal.plan.legal import (
+    ModelFacts,
+    World,
+    legal_grains_per_microbatch,
+    nearest_worlds,
+    num_microbatches,
+    other_world,
+    refuse,
+    too_many_data_ranks,
+)
 from shoal.plan.plan import Plan
 
 # What `--precision` names: parameters, compute, reduce, loss_scale. Autocast where compute differs from parameters.
@@ -42,15 +51,10 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
                 conflict="a run needs at least one process",
                 remedy="write --devices 1 or more",
             )
-        world = plan.degrees.world_size
-        if from_file and wishes.devices != world:
-            raise PlanError(
-                given=f"--devices {wishes.devices} with a plan whose layout is {_degrees(plan)}",
-                conflict=f"the plan's degrees make a world of {world}",
-                remedy=f"leave --devices out, or change the plan's layout so that its product is {wishes.devices}",
-            )
-        if not from_file:
-            plan = plan.with_sections(layout={"data": wishes.devices})
+        if from_file:
+            refuse(other_world(plan, World(wishes.devices, f"--devices {wishes.devices}")))
+        else:
+            plan = _on_devices(plan, wishes.devices)
     if wishes.exact is not None:
         plan = plan.with_sections(execution={"exact": wishes.exact})
     if wishes.precision is not None:
@@ -66,15 +70,10 @@ def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int |
     `max_microbatch` is a wish in samples: the microbatch becomes as many whole grains as fit in it, at least one.
     Raises: PlanError where the job's grains do not allow the layout.
     """
+    refuse(list(too_many_data_ranks(plan, ModelFacts(num_grains, grain_size))))
     ranks = plan.layout.data * plan.layout.shard
-    if ranks > num_grains:
-        raise PlanError(
-            given=f"{ranks} data ranks for a job of grains={num_grains}",
-            conflict="a grain is computed by one rank, so a job has at most as many data ranks as grains",
-            remedy=f"use {legal_data_degrees(num_grains)} data ranks, or Job(grains={ranks}) (which changes the run)",
-        )
     share = -(-num_grains // ranks)
-    wanted = plan.batch.grains_per_microbatch or share
+    wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, num_grains, grain_size) or share
     if max_microbatch is not None:
         wanted = min(wanted, max(1, max_microbatch // grain_size))
     if plan.execution.exact and wanted != 1:
@@ -99,7 +98,7 @@ def refuse_unsupported(plan: Plan) -> None:
     if beyond:
         raise PlanError(
             given=", ".join(f"{key} = {asked!r}" for key, (asked, _) in beyond.items()),
-            conflict="this version executes the data axis and a sharded optimizer, with native collectives only",
+            conflict="this version does not execute that, and runs nothing as less than it asks for",
             remedy=", ".join(f"{key} = {known!r}" for key, (_, known) in beyond.items()),
         )
     if plan.precision.loss_scale != "none" and plan.precision.compute != "float16":
@@ -122,6 +121,32 @@ def _precision(name: str) -> dict[str, str]:
     return dict(zip(("parameters", "compute", "reduce", "loss_scale"), values, strict=True))
 
 
-def _degrees(plan: Plan) -> str:
-    used = {k: v for k, v in plan.layout.model_dump().items() if v > 1}
-    return ", ".join(f"{k} = {v}" for k, v in used.items()) or "data = 1"
+def _on_devices(plan: Plan, devices: int) -> Plan:
+    """The plan with the data degree that makes so many processes. Raises: PlanError where none does."""
+    rest = plan.degrees.world_size // plan.layout.data
+    if devices % rest:
+        near = " or ".join(map(str, nearest_worlds(plan.degrees, devices)))
+        others = {axis: degree for axis, degree in plan.layout.model_dump().items() if axis != "data" and degree > 1}
+        raise PlanError(
+            given=f"--devices {devices} for a layout of {', '.join(f'{a} = {d}' for a, d in others.items())}",
+            conflict=f"these degrees make groups of {rest} processes",
+            remedy=f"write --devices {near}, or give another --plan",
+        )
+    return plan.with_sections(layout={"data": devices // rest})
+
+
+def _fewest_microbatches(plan: Plan, num_grains: int, grain_size: int) -> int:
+    """Grains in a microbatch: as few microbatches as the pipeline's schedule allows, one a rank at least, and even.
+
+    0 where the plan has no pipeline, or its schedule is not legal with any number.
+    """
+    if plan.layout.pipeline == 1:
+        return 0
+    facts = ModelFacts(num_grains, grain_size)
+    counts = {
+        per: num_microbatches(plan.with_sections(batch={"grains_per_microbatch": per}), facts)
+        for per in legal_grains_per_microbatch(plan, facts)
+    }
+    filling = {per: found for per, found in counts.items() if min(found) >= plan.layout.pipeline} or counts
+    fewest = filling[max(filling)] if filling else ()
+    return min((per for per, found in filling.items() if found == fewest), default=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,17 +52,17 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
 
         # Proven on the whole model, applied to what another axis leaves of it.
         around = context_axis(mesh)
-        subject = Subject(model, values.whole, functools.partial(_loss, made, precision), made.batch())
+        subject = Subject(model, values.whole, made.loss, precision.inputs(made.batch()))
         sequences = plan_context(subject, around, mesh.device, plan.layout.tensor)
     if plan.layout.tensor > 1:
         from shoal.strategies.tensor_parallel import divide_model, wholes
 
         axis = TensorAxis.of(mesh)
-        found = divide_model(model, axis, functools.partial(_loss, made, precision), made.batch, values.whole)
+        found = divide_model(model, axis, made.loss, lambda: precision.inputs(made.batch()), values.whole)
         parts |= found.parts
         partial |= dict.fromkeys(found.partial, ("tensor",))
         outputs |= wholes(found, axis)
-        notes += [f"tensor: {line}" for line in found.description]
+        notes += [f"tensor: {line}" for line in found.describe()]
     if sequences is not None:
         outputs = both(apply_context(model, sequences, around), outputs)
         partial |= {name: (*partial.get(name, ()), "context") for name in sequences.partial}
@@ -75,10 +74,6 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
     device = torch.device("cpu") if plan.shard.offload else mesh.device
     materialise(model, values.whole, parts, absent, device)
     return Holding(mesh, model, parts, partial, outputs=outputs, notes=notes)
-
-
-def _loss(made: Made, precision: Precision, model: nn.Module, batch: Any) -> Any:
-    return made.loss(model, precision.inputs(batch))
 
 
 def shards_model(plan: Plan) -> bool:

@@ -149,9 +149,16 @@ class Row:
 
     def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
         """All output features. Collective: the axis, an all-reduce."""
-        found = leave(product(module, input, _weight(module), None), self.axis)
-        bias = _bias(module)
-        return found if bias is None else found + bias.to(found.dtype)
+        weight, bias = _weight(module), _bias(module)
+        narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
+            found = leave(product(module, input, weight, None), self.axis)
+            return found if bias is None else found + bias.to(found.dtype)
+        # Rounded once, after the sum, as in the whole: there products are computed in float32 anyway (see narrow.py).
+        with torch.autocast("cpu", enabled=False):
+            found = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
+            found = leave(found, self.axis)
+            return (found if bias is None else found + bias.to(narrow).float()).to(narrow)
 
 
 @dataclass
@@ -191,7 +198,8 @@ class SlicedDropout:
         shape[self.dim] = self.size
         mask = F.dropout(input.new_ones(shape), module.p, True)
         pieces = [mask.narrow(self.dim, start, stop - start) for start, stop in self.runs]
-        return input * torch.cat(pieces, self.dim)  # a copy: autograd keeps no more of the mask than the slice needs
+        own = torch.cat(pieces, self.dim)  # a copy: autograd keeps no more of the mask than the slice needs
+        return input.mul_(own) if module.inplace else input * own
 
 
 def _weight(module: nn.Module) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ from shoal.strategies.tensor_pairs import Pair, Slice
 from shoal.strategies.tensor_plan import TensorPlan, decide, follow
 from shoal.strategies.tensor_proof import Values
 
+# A module's number among its like.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
 
 @dataclass(frozen=True)
 class TensorParallel:
@@ -48,7 +52,15 @@ class TensorParallel:
     parts: dict[str, Part]
     partial: tuple[str, ...]
     slices: dict[str, Slice | None]
-    description: tuple[str, ...]
+    notes: dict[str, str]
+
+    def describe(self) -> list[str]:
+        """What was done with each module and why, a line for those that only differ by their numbers."""
+        found: dict[tuple[str, str], int] = {}
+        for name, note in self.notes.items():
+            key = _NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)
+            found[key] = found.get(key, 0) + 1
+        return [f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in found.items()]
 
 
 def divide_model(
@@ -135,8 +147,7 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
             cut(module, "bias", 0, bounds)
     _give_roles(model, plan, axis)
     _replace(model, names, parts)
-    description = tuple(f"{name or '(model)'}: {note}" for name, note in plan.notes.items())
-    return TensorParallel(parts, tuple(dict.fromkeys(partial)), slices, description)
+    return TensorParallel(parts, tuple(dict.fromkeys(partial)), slices, dict(plan.notes))
 
 
 def _num_outputs(module: nn.Module) -> int:

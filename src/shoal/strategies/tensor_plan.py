@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import PlanError
 from shoal.strategies.tensor_layers import kind, num_features
@@ -17,6 +19,7 @@ from shoal.strategies.tensor_trace import Trace, observe
 
 # A model that does not run without values is followed with them, if it is no larger than this.
 _REAL_BYTES = 8 << 30
+_FEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,36 @@ def _pair(facts: dict[str, Any]) -> Pair:
 
 def follow(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any, values: Values, degree: int) -> Trace:
     """The trace of one run of the loss on copies. Raises: PlanError where it does not run."""
-    try:
-        return observe(model, loss, batch)
-    except Exception as without:
-        error = without
-    if sum(p.numel() * p.itemsize for p in model.parameters()) <= _REAL_BYTES:
+    errors: list[Exception] = []
+    small = sum(p.numel() * p.itemsize for p in model.parameters()) <= _REAL_BYTES
+    for given in (None, values) if small else (None,):
         try:
-            return observe(model, loss, batch, values)
-        except Exception as with_values:
-            error = with_values
-    text = next(iter(str(error).strip().splitlines()), "")[:300]
+            trace = observe(model, loss, batch, given)
+        except Exception as error:
+            errors.append(error)
+            continue
+        short = _short(batch)
+        if short is not None:
+            with contextlib.suppress(Exception):
+                other = observe(model, loss, short, given)
+                if other.inputs == trace.inputs:
+                    trace.calls, trace.real = other.calls, other.real
+        return trace
     raise PlanError(
         given=f"tensor = {degree}",
-        conflict=f"how this model computes its loss cannot be followed: {type(error).__name__}: {text}",
+        conflict=f"how this model computes its loss cannot be followed: {type(errors[0]).__name__}: "
+        + _first_line(errors[0]),
         remedy="use tensor = 1, or a model and a loss that run on the CPU",
-    ) from error
+    ) from errors[-1]
+
+
+def _short(batch: Any) -> Any:
+    """The first tokens of a batch of longer sequences, for the proofs; None where it is another kind of batch."""
+    wide = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1]
+    lengths = {leaf.shape[1] for leaf in wide}
+    if len(lengths) != 1 or lengths.pop() <= _FEW_TOKENS or any(leaf.is_floating_point() for leaf in wide):
+        return None
+    return tree_map(lambda v: v[:, :_FEW_TOKENS] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
 
 
 def decide(model: nn.Module, trace: Trace, values: Values, degree: int) -> TensorPlan:
@@ -77,7 +95,9 @@ def decide(model: nn.Module, trace: Trace, values: Values, degree: int) -> Tenso
     pairs, failures = [], dict[str, str]()
     prover = _Prover(model, trace, values, degree)
     for candidate in candidates(model, trace, usable):
-        found = prover.prove(candidate)
+        found: Pair | str = f"what {trace.decided_by_values} computes depends on values"
+        if trace.decided_by_values is None:
+            found = prover.prove(candidate)
         if isinstance(found, Pair):
             pairs.append(found)
         else:
@@ -200,7 +220,7 @@ class _Prover:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:120]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
 
 
 _SIMPLE = (int, float, bool, str, type(None))

@@ -74,6 +74,7 @@ class Trace:
     calls: dict[str, Call] = field(default_factory=dict)  # of modules with linear ones inside
     dropouts: dict[str, list[Sources]] = field(default_factory=dict)
     foreign_uses: dict[int, str] = field(default_factory=dict)  # by id of a parameter: what used it past its module
+    decided_by_values: str | None = None  # a module that looked at values: other batches may go another way
     real: dict[int, Tensor] = field(default_factory=dict)  # by id of a tensor of the batch: its values
 
     def is_called(self, name: str) -> bool:
@@ -85,7 +86,9 @@ def twin(model: nn.Module, values: Callable[[str], Tensor] | None) -> nn.Module:
     """A copy on the meta device, or on the CPU with `values`; what is shared stays shared."""
 
     def shown(name: str, tensor: Tensor) -> Tensor:
-        return tensor.detach().to("meta") if values is None else values(name).detach().to("cpu", copy=True)
+        if values is None:
+            return tensor.detach().to("meta")
+        return values(name).detach().to("cpu", tensor.dtype, copy=True)
 
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
@@ -203,7 +206,9 @@ class _Tracer(TorchFunctionMode):
         name = _name(func)
         made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
         if not made:
-            if name in _READS:
+            if name in _READS and given:
+                if self._stack:
+                    self.trace.decided_by_values = self._stack[-1][0] or "the model"
                 for tensor in given:
                     self.leak(tensor, f"{name}()")
             return found

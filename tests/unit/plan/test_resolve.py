@@ -91,6 +91,22 @@ def test_more_data_ranks_than_grains_are_refused_with_the_legal_numbers() -> Non
     assert "Job(grains=12)" in caught.value.remedy
 
 
+def test_a_pipeline_gets_as_many_microbatches_as_its_schedule_needs() -> None:
+    assert complete(of(layout={"pipeline": 2}), 8, 4).batch.grains_per_microbatch == 4
+    assert complete(of(layout={"pipeline": 4, "data": 2}), 8, 4).batch.grains_per_microbatch == 1
+    assert complete(of(layout={"pipeline": 2}, pipeline={"schedule": "gpipe"}), 8, 4).batch.grains_per_microbatch == 4
+    assert complete(of(layout={"pipeline": 8, "data": 2}), 8, 4).batch.grains_per_microbatch == 4  # none is legal
+
+
+def test_devices_of_a_layout_with_other_axes() -> None:
+    plan = of(layout={"data": 2, "tensor": 4})
+    assert apply_wishes(plan, Wishes(devices=12), from_file=False).layout.data == 3
+    with pytest.raises(PlanError) as caught:
+        apply_wishes(plan, Wishes(devices=9), from_file=False)
+    assert caught.value.given == "--devices 9 for a layout of tensor = 4"
+    assert "write --devices 8 or 12" in caught.value.remedy
+
+
 def test_exact_mode_computes_grain_by_grain() -> None:
     plan = of(execution={"exact": True})
     assert complete(plan, 8, 4).batch.grains_per_microbatch == 1

@@ -1,0 +1,85 @@
+"""Admission: a plan judged against its job and the job's model, and completed, before any rank computes."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from shoal.data.source import MapSource, open_source
+from shoal.facts import facts_of
+from shoal.faults import as_shoal_error, to_json, user_error
+from shoal.job import Job
+from shoal.job_file import load
+from shoal.plan.legal import ModelFacts, conflicts, notes, refuse
+from shoal.plan.plan import Plan
+from shoal.plan.resolve import complete
+from shoal.run_request import RunRequest
+
+
+class Admitted(NamedTuple):
+    """A complete plan, and what its layout does not give, a sentence each."""
+
+    plan: Plan
+    notes: tuple[str, ...]
+
+
+def admit(request: RunRequest) -> dict[str, Any] | None:
+    """The error, as a JSON value, for which no rank of this request is started; None where there is none.
+
+    Loads the job, and builds its model without weights where the layout divides it.
+    """
+    try:
+        job = load(request.job).job
+        admitted(job, request.plan, request.wishes.max_microbatch)
+    except (Exception, SystemExit) as caught:
+        error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
+        return {**to_json(error, 0, platform.node()), "rank": None}
+    return None
+
+
+def admitted(job: Job, plan: Plan, max_microbatch: int | None = None) -> Admitted:
+    """The plan of a job, judged and completed.
+
+    Raises: PlanError with every conflict at once, each with the nearest legal values.
+    """
+    model = outline(job) if _divides(plan) else None
+    facts = _facts(job, plan, model)
+    if plan.layout.data * plan.layout.shard > job.grains:  # which cannot be completed
+        refuse(conflicts(plan, facts))
+    plan = complete(plan, job.grains, job.grain_size, max_microbatch)
+    refuse(conflicts(plan, facts))
+    return Admitted(plan, tuple(notes(plan, facts)))
+
+
+def outline(job: Job) -> nn.Module | None:
+    """The job's model without values; None where its constructor computes with them, and only building it tells."""
+    try:
+        with torch.device("meta"):
+            model = job.model()
+    except Exception:
+        return None
+    return model if isinstance(model, nn.Module) else None
+
+
+def _facts(job: Job, plan: Plan, model: nn.Module | None) -> ModelFacts:
+    if model is None:
+        return ModelFacts(job.grains, job.grain_size)
+    batch = _one_grain(job) if plan.layout.context > 1 else None
+    return facts_of(model, batch, num_grains=job.grains, grain_size=job.grain_size)
+
+
+def _divides(plan: Plan) -> bool:
+    """Whether the layout divides the model, so that it has to be looked at."""
+    return plan.layout.tensor * plan.layout.pipeline * plan.layout.context > 1
+
+
+def _one_grain(job: Job) -> Any:
+    """A batch of the first samples, for the length of their sequences; None of a stream, which is not begun."""
+    source = open_source("train_data", job.train_data, job.collate)
+    if not isinstance(source, MapSource):
+        return None
+    return source.fetch([np.arange(min(len(source), job.grain_size))], [0])

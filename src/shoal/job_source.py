@@ -1,0 +1,71 @@
+"""Job source: what a job file says of its job without being run, so that a launcher need not import torch for it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from shoal.job import Job
+
+_DEFAULT: int = next(f.default for f in fields(Job) if f.name == "grains")  # type: ignore[assignment]
+
+
+def least_grains(path: Path) -> int | None:
+    """A number that a job of this file has at least as many grains as; None where only running it tells.
+
+    Read are the file and what it imports from beside it. It says so where it calls Job itself and every `grains` in it
+    is a keyword with a number.
+    """
+    trees = list(_trees(path.resolve(), set()))
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if not any(_name(call.func) == "Job" for call in calls):
+        return None
+    found = [_DEFAULT]
+    for keyword in (keyword for call in calls for keyword in call.keywords if keyword.arg == "grains"):
+        if not (isinstance(keyword.value, ast.Constant) and type(keyword.value.value) is int):
+            return None
+        found.append(keyword.value.value)
+    if any(_mentions(node) for tree in trees for node in ast.walk(tree)):
+        return None
+    return min(found)
+
+
+def _trees(path: Path, seen: set[Path]) -> Iterator[ast.Module]:
+    """The file's syntax tree and those of the modules beside it that it imports; none of a file that is no Python."""
+    if path in seen:
+        return
+    seen.add(path)
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    yield tree
+    for name in _imported(tree):
+        beside = path.parent / name
+        for file in [beside.with_suffix(".py"), *(beside.rglob("*.py") if beside.is_dir() else ())]:
+            if file.is_file():
+                yield from _trees(file, seen)
+
+
+def _imported(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {(node.module or "").partition(".")[0]} if node.module else {alias.name for alias in node.names}
+    return names - {""}
+
+
+def _name(function: ast.expr) -> str:
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
+
+
+def _mentions(node: ast.AST) -> bool:
+    """Whether a node is a variable, an attribute, a parameter or a text of that name."""
+    named = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.Constant: "value"}.get(type(node))
+    return named is not None and getattr(node, named) == "grains"

@@ -1,0 +1,163 @@
+"""Settings of a plan that exclude each other, and settings without effect: two tables over the plan alone.
+
+What depends on the job or on its model is in `legal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from shoal.plan.plan import Plan
+
+
+class Conflict(NamedTuple):
+    """One refusal: the key that it is about, and the three beats."""
+
+    key: str
+    given: str
+    conflict: str
+    remedy: str
+
+
+class Rule(NamedTuple):
+    """A row: where it applies, the keys that are repeated as given (the first names it), and the other two beats."""
+
+    applies: Callable[[Plan], bool]
+    keys: tuple[str, ...]
+    conflict: str
+    remedy: str
+
+
+class Idle(NamedTuple):
+    """A row: where settings have no effect, which they are, and why. A setting at its default is never told of."""
+
+    applies: Callable[[Plan], bool]
+    keys: tuple[str, ...]
+    reason: str
+
+
+def value(plan: Plan, key: str) -> object:
+    """The value at `section.key`."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(plan, section), name)
+
+
+def shown(plan: Plan, *keys: str) -> str:
+    """`section.key = value` of each key, as a plan file spells it."""
+    return ", ".join(f"{key} = {_toml(value(plan, key))}" for key in keys)
+
+
+def _toml(found: object) -> str:
+    if isinstance(found, bool):
+        return str(found).lower()
+    if isinstance(found, tuple):
+        return "[" + ", ".join(map(_toml, found)) + "]"
+    return f'"{found}"' if isinstance(found, str) else str(found)
+
+
+def _divides_model(plan: Plan) -> bool:
+    """Whether the shard axis divides more than the optimizer's state."""
+    return plan.layout.shard > 1 and plan.shard.level != "optimizer"
+
+
+def _wide(plan: Plan, axis: str) -> bool:
+    return plan.degrees.degree(axis) > 1
+
+
+def _exact(plan: Plan, axis: str) -> bool:
+    return plan.execution.exact and _wide(plan, axis)
+
+
+def _pipelined(plan: Plan, *schedules: str) -> bool:
+    return _wide(plan, "pipeline") and plan.pipeline.schedule in schedules
+
+
+_NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: a {} axis adds in an order of its own"
+
+# Each row is one refusal; every row that applies is told, all of them at once.
+CONFLICTS: tuple[Rule, ...] = (
+    *(
+        Rule(
+            partial(_exact, axis=axis),
+            (f"layout.{axis}", "execution.exact"),
+            _NOT_EXACT.format(axis),
+            f"execution.exact = false, or layout.{axis} = 1 and a larger data or shard axis",
+        )
+        for axis in ("tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: plan.execution.exact and _divides_model(plan),
+        ("shard.level", "layout.shard", "execution.exact"),
+        "a reduce-scatter adds in an order of its own: bits are fixed where the shard axis divides the optimizer only",
+        'shard.level = "optimizer", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: plan.execution.exact and plan.collectives.compression != "none",
+        ("collectives.compression", "execution.exact"),
+        "a compressed gradient is another gradient",
+        'collectives.compression = "none", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: _pipelined(plan, "interleaved_1f1b") and plan.pipeline.stages_per_rank < 2,
+        ("pipeline.stages_per_rank", "pipeline.schedule"),
+        "interleaved_1f1b runs several stages in turn on each rank",
+        'pipeline.stages_per_rank = 2 or more, or pipeline.schedule = "1f1b"',
+    ),
+    Rule(
+        lambda plan: _pipelined(plan, "1f1b", "zero_bubble") and plan.pipeline.stages_per_rank > 1,
+        ("pipeline.stages_per_rank", "pipeline.schedule"),
+        "this schedule runs one stage on each rank",
+        'pipeline.stages_per_rank = 1, or pipeline.schedule = "interleaved_1f1b"',
+    ),
+    Rule(
+        lambda plan: _pipelined(plan, "zero_bubble") and _divides_model(plan),
+        ("pipeline.schedule", "shard.level", "layout.shard"),
+        "zero_bubble computes the weights' gradients later than the inputs', when parameters gathered layer by layer "
+        "were given back: torch then loses gradients without an error",
+        'shard.level = "optimizer", or pipeline.schedule = "1f1b"',
+    ),
+    Rule(
+        lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor"),
+        ("execution.compile", "layout.tensor"),
+        "torch does not compile modules whose weights are divided along a tensor axis",
+        'execution.compile = "none", or layout.tensor = 1',
+    ),
+)
+
+# Each row is one warning, told where the settings are not what a plan says by default.
+WITHOUT_EFFECT: tuple[Idle, ...] = (
+    Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.offload"), "layout.shard is 1"),
+    Idle(
+        lambda plan: not _wide(plan, "pipeline"),
+        ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"),
+        "layout.pipeline is 1",
+    ),
+    Idle(
+        lambda plan: plan.degrees.world_size == 1,
+        ("collectives.all_reduce", "collectives.compression"),
+        "one process sums nothing over ranks",
+    ),
+    Idle(
+        lambda plan: plan.execution.exact and plan.degrees.world_size > 1,
+        ("collectives.all_reduce",),
+        "exact mode sums along a tree of its own",
+    ),
+)
+
+
+def excluded(plan: Plan) -> Iterator[Conflict]:
+    """What the table refuses in this plan."""
+    for rule in CONFLICTS:
+        if rule.applies(plan):
+            yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
+
+
+def idle(plan: Plan) -> Iterator[str]:
+    """What has no effect in this plan, a sentence each."""
+    default = Plan()
+    for row in WITHOUT_EFFECT:
+        keys = [key for key in row.keys if value(plan, key) != value(default, key)]
+        if keys and row.applies(plan):
+            yield f"{shown(plan, *keys)}: no effect, since {row.reason}"
