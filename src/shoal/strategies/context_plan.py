@@ -138,7 +138,7 @@ def _sequence_dims(shape: torch.Size, other: torch.Size | None, length: int) -> 
     if other is not None:
         return [d for d, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
     found = [d for d, size in enumerate(shape) if size == length]
-    return [d for d in found if d > 0] or found
+    return [SEQUENCE] if len(shape) == 3 and SEQUENCE in found else found
 
 
 def _one(found: object) -> int | None:

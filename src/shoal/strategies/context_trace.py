@@ -120,9 +120,10 @@ def observe(model: nn.Module, loss: Loss, batch: Any, degree: int, values: Calla
 def _shortened(batch: Any, degree: int) -> list[Any]:
     """The batch with sequences of two lengths; itself alone where it does not look like one of sequences."""
     lengths = {leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1}
-    first = 4 * degree + 1
-    if len(lengths) != 1 or min(lengths) <= first:
+    longest = lengths.pop() if len(lengths) == 1 else 0
+    if longest < 3:
         return [batch]
+    first = min(4 * degree + 1, longest - 1)
 
     def cut(length: int) -> Any:
         return tree_map(lambda v: v[:, :length] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
