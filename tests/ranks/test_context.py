@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from examples.models import GPT
+from tests.conformance.cases import language as small
 from torch import Tensor, nn
 
 import shoal
@@ -77,7 +78,11 @@ class Block(nn.Module):
 
     def forward(self, state: dict[str, Tensor], *, mask: Tensor, table: list[Tensor], scale: Tensor) -> Tensor:
         x = state["x"]
-        x = x + F.dropout(self.attention(self.norm(x), table[0], mask), 0.1, self.training) * F.dropout(scale, 0.5, self.training)[:, None]
+        x = (
+            x
+            + F.dropout(self.attention(self.norm(x), table[0], mask), 0.1, self.training)
+            * F.dropout(scale, 0.5, self.training)[:, None]
+        )
         return x + self.down(self.drop(F.gelu(self.up(x))))
 
 
@@ -317,3 +322,28 @@ def test_eager_attention_of_transformers_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ShoalError, match=r'model.layers.0.*attn_implementation="sdpa"'):
         in_ranks(2, work, tmp_path / "ranks")
+
+
+# ------------------------------------------------------------------------------------------------- under the engine
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "context 4": {"layout": {"context": 4}},
+    "with data": {"layout": {"context": 2, "data": 2}},
+    "sharded optimizer": {"layout": {"context": 2, "shard": 2}, "shard": {"level": "optimizer"}},
+    "sharded parameters": {"layout": {"context": 2, "shard": 2}, "shard": {"level": "parameters"}},
+    "with tensor": {"layout": {"context": 2, "tensor": 2}},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_run_of_one_process(name: str) -> None:
+    model = partial(GPT, layers=2, width=32, heads=4, block=16, dropout=0.1)
+    verdict = shoal.verify(small(model=model), shoal.Plan().with_sections(**LAYOUTS[name]), steps=2)
+    assert verdict.verified, verdict.render()
+
+
+def test_a_llama_is_that_of_one_process() -> None:
+    llama()  # imports here what each rank would import for itself
+    plan = shoal.Plan().with_sections(layout={"context": 2})
+    verdict = shoal.verify(small(model=llama, loss=language), plan, steps=2)
+    assert verdict.verified, verdict.render()
