@@ -44,9 +44,11 @@ def language(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return shoal.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def tokens(length: int) -> tuple[Tensor, Tensor]:
+def tokens(length: int, padded: bool = False) -> tuple[Tensor, ...]:
+    """Inputs and targets, and for `padded` what is there."""
     found = torch.randint(VOCABULARY, (ROWS, length + 1), generator=torch.Generator().manual_seed(length))
-    return found[:, :-1], found[:, 1:]
+    there = torch.arange(length) < torch.tensor([[length], [1 + length // 2], [1], [length]])
+    return (found[:, :-1], found[:, 1:], *([there] if padded else []))
 
 
 class Attention(nn.Module):
@@ -134,6 +136,7 @@ CASES: dict[str, tuple[Case, float]] = {
     "llama": (llama, THROUGH_FLOAT32),
     "gpt2": (gpt2, THROUGH_FLOAT32),
     "bert": (bert, THROUGH_FLOAT32),
+    "padded bert": (bert, THROUGH_FLOAT32),
 }
 # The first is the one that is traced.
 LENGTHS = (23, 16, 3, 1)
@@ -147,9 +150,9 @@ def trained(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return total.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def divided(model: nn.Module, axis: TensorAxis) -> tuple[str, ...]:
+def divided(model: nn.Module, axis: TensorAxis, padded: bool = False) -> tuple[str, ...]:
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    subject = Subject(model, lambda name: held[name].detach(), language, tokens(LENGTHS[0]))
+    subject = Subject(model, lambda name: held[name].detach(), language, tokens(LENGTHS[0], padded))
     plan = plan_context(subject, axis, torch.device("cpu"))
     apply_context(model, plan, axis)
     return plan.partial
@@ -175,15 +178,15 @@ def in_ranks(world_size: int, work: Callable[[TensorAxis], Any], folder: Path) -
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def check(case: Case, tolerance: float) -> Callable[[TensorAxis], Any]:
+def check(case: Case, tolerance: float, padded: bool) -> Callable[[TensorAxis], Any]:
     def work(axis: TensorAxis) -> Any:
         model = case().double()
         model.train()
         whole = copy.deepcopy(model)
-        partial = divided(model, axis)
+        partial = divided(model, axis, padded)
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
         for length in LENGTHS:
-            batch = tokens(length)
+            batch = tokens(length, padded)
             wanted_loss, wanted = trained(whole, batch)
             found_loss, found = trained(model, batch)
             assert abs(found_loss - wanted_loss) <= tolerance * abs(wanted_loss), (length, found_loss, wanted_loss)
@@ -204,7 +207,7 @@ def check(case: Case, tolerance: float) -> Callable[[TensorAxis], Any]:
 def test_the_gradient_of_one_process(name: str, world_size: int, tmp_path: Path) -> None:
     case, tolerance = CASES[name]
     case()  # imports here what each rank would import for itself
-    told = in_ranks(world_size, check(case, tolerance), tmp_path / "ranks")
+    told = in_ranks(world_size, check(case, tolerance, name.startswith("padded")), tmp_path / "ranks")
     assert told[0] > 4
 
 
