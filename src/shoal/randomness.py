@@ -397,3 +397,8 @@ _HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
         ]
     },
 }
+
+
+def draws(function: Any) -> bool:
+    """Whether a function of torch draws at random, or computes statistics over a batch, in some cases at least."""
+    return function in _HANDLERS

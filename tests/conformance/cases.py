@@ -32,6 +32,7 @@ class Case:
     steps: int = 3
     slow: bool = False
     undivided: bool = False  # its model has no layer that could be cut
+    blocks: bool = False  # whether it repeats blocks over sequences, which is what the context axis divides
 
 
 def generator(seed: int) -> torch.Generator:
@@ -143,6 +144,45 @@ def language(vocabulary: int = 16, dropout: float = 0.0, tied: bool = True, **ch
         "metrics": {},
     }
     return job(**{**fields, **changes})
+
+
+class AttentionBlock(nn.Module):
+    """Causal attention of three heads, and a perceptron: float32 [B, T, 12] -> the same, positions by a rotation."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(12), nn.Dropout(dropout)
+        self.mix, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        query, key, value = self.mix(self.norm(x)).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query * rotation, key * rotation, value, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(x))))
+        return out
+
+
+class Blocks(nn.Module):
+    """A stack of blocks over tokens, int64 [B, T] -> [B, T, V], its activations computed again where `recompute`."""
+
+    def __init__(self, dropout: float = 0.2, recompute: bool = False, vocabulary: int = 16) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embedding = nn.Embedding(vocabulary, 12)
+        self.blocks = nn.ModuleList(AttentionBlock(dropout) for _ in range(3))
+        self.head = nn.Linear(12, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        rotation = torch.arange(ids.shape[1])[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+        rotation = torch.cos(rotation).to(x)
+        for block in self.blocks:
+            again = self.recompute and self.training
+            x = checkpoint(block, x, rotation, use_reentrant=False) if again else block(x, rotation)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 class Frozen(nn.Module):
@@ -387,6 +427,9 @@ CASES: dict[str, Case] = {
     "a first batch without weight": Case(
         partial(job, loss=without_first, train_data=partial(marked, 100), shuffle=False), (2, 3)
     ),
+    "blocks": Case(partial(language, model=Blocks), (2, 3), blocks=True),
+    "blocks in bf16": Case(partial(language, model=partial(Blocks, 0.0)), (2, 3), BF16, blocks=True),
+    "blocks computed again": Case(partial(language, model=partial(Blocks, recompute=True)), (2, 3), blocks=True),
     "odd sizes": Case(partial(job, model=odd, global_batch=15, grains=5), (3,)),
 }
 

@@ -60,5 +60,6 @@ STRATEGIES: dict[str, Use] = {
     "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
     "tensor axis": Use("DataParallel", "tensor"),
     **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
+    "context axis": Use("DataParallel", "context"),
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.
 }

@@ -20,6 +20,8 @@ def applies(case: Case, use: Use) -> bool:
     """Exact mode computes grain by grain in float32: what is about microbatches or narrow dtypes says nothing there."""
     if use.axis == "tensor" and case.undivided:
         return False
+    if use.axis == "context" and not case.blocks:
+        return False
     if use.exact:
         return not case.sections
     if case.slow and use.kind != "DataParallel":

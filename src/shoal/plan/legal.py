@@ -204,13 +204,13 @@ def _context_sequence(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
 
 def _context_heads(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     context, heads = plan.layout.context, _heads_per_rank(plan, facts)
-    if context == 1 or heads is None or heads % context == 0:
+    if context == 1 or heads is None or context <= heads:
         return
     per = f" ({facts.num_heads} over layout.tensor = {plan.layout.tensor})" if heads != facts.num_heads else ""
     yield Conflict(
         "layout.context",
         shown(plan, "layout.context"),
-        f"attention exchanges the sequence for heads, and {heads} heads{per} do not divide by {context}",
+        f"each rank of a context axis attends for at least one head, of {heads}{per}",
         f"layout.context = {around(context, _legal_contexts(plan, facts, heads))}",
     )
 

@@ -88,8 +88,7 @@ def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int |
 def refuse_unsupported(plan: Plan) -> None:
     """Raises: PlanError naming everything in the plan that this version does not execute; never runs it as less."""
     wants = {
-        "execution.exact": (plan.execution.exact and plan.layout.tensor > 1, False),
-        "layout.context": (plan.layout.context, 1),
+        "execution.exact": (plan.execution.exact and plan.layout.tensor * plan.layout.context > 1, False),
         "collectives.all_reduce": (plan.collectives.all_reduce, "native"),
         "collectives.compression": (plan.collectives.compression, "none"),
     }

@@ -22,6 +22,7 @@ from shoal.strategies.recompute import recompute
 from shoal.strategies.sharded import ShardedOptimizer
 
 if TYPE_CHECKING:
+    from shoal.strategies.context_plan import ContextPlan
     from shoal.strategies.pipeline import Pipeline
     from shoal.strategies.stages import Function
 
@@ -49,8 +50,11 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Ho
     if precision.parameters != torch.float32:
         model.to(precision.parameters)
     axes = _Axes(made, plan, mesh, precision, model)
+    sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
     if plan.layout.tensor > 1:
         axes.tensor(values.whole)
+    if sequences is not None:
+        axes.context(sequences)
     pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
     recompute(model, plan.memory.recompute)
     if plan.shards_model:
@@ -72,6 +76,22 @@ class _Axes:
     precision: Precision
     model: nn.Module
     division: Division = field(default_factory=Division)
+
+    def sequences(self, whole: Whole) -> ContextPlan:
+        """How sequences are divided: proven on the whole model, applied to what another axis leaves of it."""
+        from shoal.strategies.context_parallel import Subject, context_axis, plan_context
+
+        subject = Subject(self.model, whole, self.made.loss, self._batch())
+        return plan_context(subject, context_axis(self.mesh), self.mesh.device, self.plan.layout.tensor)
+
+    def context(self, sequences: ContextPlan) -> None:
+        """Blocks that compute a part of each sequence. Collective: none; their forwards and backwards are."""
+        from shoal.strategies.context_parallel import apply_context, both, context_axis
+
+        division = self.division
+        division.outputs = both(apply_context(self.model, sequences, context_axis(self.mesh)), division.outputs)
+        division.add_partial(sequences.partial, "context")
+        division.notes += [f"context: {line}" for line in sequences.notes]
 
     def tensor(self, whole: Whole) -> None:
         """Layers cut along their features. Collective: the tensor axis, two broadcasts."""

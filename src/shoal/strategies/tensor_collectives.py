@@ -127,3 +127,8 @@ def leave(tensor: Tensor, axis: TensorAxis) -> Tensor:
 def gather(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
     """The whole from the ranks' slices. Collective: the axis, an all-gather."""
     return _apply(_Gather, tensor, axis, dim, tuple(sizes))
+
+
+def slice_of(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
+    """This rank's slice of the whole. Collective in the backward: the axis, an all-gather."""
+    return _apply(_Slice, tensor, axis, dim, tuple(sizes))

@@ -66,7 +66,7 @@ class Bench:
         self._columns = [name.removeprefix(self._prefix) for name in candidate.columns]
         self._row = candidate.row.removeprefix(self._prefix)
         generator = torch.Generator().manual_seed(_SEED)
-        self._module = _materialised(model, candidate.owner, values, generator)
+        self._module = materialised(model, candidate.owner, values, generator)
         call = trace.calls[candidate.owner]
         real = functools.partial(_argument, trace=trace, generator=generator)
         self._args, self._kwargs = tree_map(real, (call.args, call.kwargs))
@@ -110,7 +110,7 @@ class Bench:
                 layer.register_forward_hook(functools.partial(_watch, run.seen.setdefault(name, [])))
         for name, attribute, value in cut.values(place) if cut is not None else ():
             setattr(module.get_submodule(name), attribute, value)
-        args, kwargs = tree_map(_fresh, (self._args, self._kwargs))
+        args, kwargs = tree_map(fresh, (self._args, self._kwargs))
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), _Still():
             torch.manual_seed(_SEED)
             outputs = module(*args, **kwargs)
@@ -189,7 +189,7 @@ class Bench:
                     raise NotProvenError(f"the gradient of {name} is zero")
             elif name.startswith("input "):
                 _same(_sum(gradients), wanted, floor, f"the gradient of the {name}")
-            elif not all(_is_same(g, wanted, floor) for g in gradients):
+            elif not all(is_same(g, wanted, floor) for g in gradients):
                 _same(_sum(gradients), wanted, floor, f"the gradient of {name}")
                 if name.startswith("argument "):
                     raise NotProvenError("an argument gets a part of its gradient")
@@ -218,7 +218,7 @@ class Bench:
 
     def _slice(self, cut: Cut, name: str, whole: Tensor, slices: list[Tensor]) -> Slice | None:
         differ = [d for d in range(whole.ndim) if any(own.shape[d : d + 1] != whole.shape[d : d + 1] for own in slices)]
-        if not differ and all(_is_same(own, whole, 0.0) for own in slices):
+        if not differ and all(is_same(own, whole, 0.0) for own in slices):
             return _WHOLE
         if len(differ) != 1 or whole.shape[differ[0]] % cut.units:
             return None
@@ -227,7 +227,7 @@ class Bench:
             places = tuple(cut.runs(self._prefix + name, place) for place in range(cut.degree))
         else:
             places = tuple((cut.bounds(size, place),) for place in range(cut.degree))
-        if all(_is_same(own, _taken(whole, dim, at), 0.0) for own, at in zip(slices, places, strict=True)):
+        if all(is_same(own, _taken(whole, dim, at), 0.0) for own, at in zip(slices, places, strict=True)):
             return Slice(dim - whole.ndim, size, places)
         return None
 
@@ -250,7 +250,7 @@ class _Still(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _materialised(model: nn.Module, owner: str, values: Values, generator: torch.Generator) -> nn.Module:
+def materialised(model: nn.Module, owner: str, values: Values, generator: torch.Generator) -> nn.Module:
     """A copy of one module of the model in float64, with the model's values and some noise."""
     module = model.get_submodule(owner)
     named = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
@@ -281,7 +281,8 @@ def _argument(leaf: Any, trace: Trace, generator: torch.Generator) -> Any:
     return value.requires_grad_(leaf.requires_grad)
 
 
-def _fresh(leaf: Any) -> Any:
+def fresh(leaf: Any) -> Any:
+    """A copy that knows no history."""
     if isinstance(leaf, Tensor):
         return leaf.detach().clone().requires_grad_(leaf.requires_grad)
     return copy.deepcopy(leaf)
@@ -299,7 +300,8 @@ def _taken(tensor: Tensor, dim: int, runs: Any) -> Tensor:
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
 
-def _is_same(found: Tensor, wanted: Tensor, floor: float) -> bool:
+def is_same(found: Tensor, wanted: Tensor, floor: float) -> bool:
+    """Whether they agree but for rounding; what is smaller than `floor` is compared on that scale."""
     if found.shape != wanted.shape:
         return False
     if not found.is_floating_point():
@@ -309,5 +311,5 @@ def _is_same(found: Tensor, wanted: Tensor, floor: float) -> bool:
 
 
 def _same(found: Tensor, wanted: Tensor, floor: float, what: str) -> None:
-    if not _is_same(found, wanted, floor):
+    if not is_same(found, wanted, floor):
         raise NotProvenError(f"{what} differs")

@@ -82,7 +82,7 @@ class Trace:
         return name in self.inputs
 
 
-def _twin(model: nn.Module, values: Callable[[str], Tensor] | None) -> nn.Module:
+def twin(model: nn.Module, values: Callable[[str], Tensor] | None) -> nn.Module:
     """A copy on the meta device, or on the CPU with `values`; what is shared stays shared."""
 
     def shown(name: str, tensor: Tensor) -> Tensor:
@@ -108,14 +108,14 @@ def observe(
 
     Raises: what the model or the loss raises there.
     """
-    twin = _twin(model, values)
-    own = {id(a): b for a, b in zip(_tensors(twin), _tensors(model), strict=True)}
-    tracer = _Tracer(twin, own)
+    shown_model = twin(model, values)
+    own = {id(a): b for a, b in zip(_tensors(shown_model), _tensors(model), strict=True)}
+    tracer = _Tracer(shown_model, own)
     device = "meta" if values is None else "cpu"
     shown = tree_map(lambda leaf: tracer.of_batch(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), tracer:
-            found = loss(twin, shown)
+            found = loss(shown_model, shown)
         for leaf in tree_leaves(found):
             if isinstance(leaf, Tensor):
                 tracer.leak(leaf, "the loss")

@@ -125,15 +125,15 @@ def piped(pipeline: int, grains: int = 1, **section: Any) -> Plan:
             "layout.context = 4",
         ),
         (
-            of(layout={"context": 3}),
-            "layout.context = 3",
-            "4 heads do not divide by 3",
-            "layout.context = 2 or 4",
+            of(layout={"context": 5}),
+            "layout.context = 5",
+            "each rank of a context axis attends for at least one head, of 4",
+            "layout.context = 4",
         ),
         (
             of(layout={"context": 4, "tensor": 2}),
             "layout.context = 4",
-            "2 heads (4 over layout.tensor = 2) do not divide by 4",
+            "at least one head, of 2 (4 over layout.tensor = 2)",
             "layout.context = 2",
         ),
     ],
@@ -168,7 +168,7 @@ def test_a_world_of_another_size() -> None:
 
 def test_everything_is_told_at_once() -> None:
     plan = of(
-        layout={"data": 16, "tensor": 256, "pipeline": 8, "context": 3},
+        layout={"data": 16, "tensor": 256, "pipeline": 8, "context": 5},
         pipeline={"schedule": "interleaved_1f1b"},
         execution={"exact": True},
     )

@@ -1,0 +1,84 @@
+"""Context parallelism: long sequences divided over the ranks of the context axis, inside of a model's repeated blocks.
+
+Each rank computes the blocks with some of the positions; what is before and after them is computed whole on every rank.
+See docs/decisions/0014-context-parallel.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.mesh import Mesh
+from shoal.strategies.context_layers import Chain, Role, give_role, whole_output
+from shoal.strategies.context_plan import SEQUENCE, ContextPlan, decide
+from shoal.strategies.context_proof import Prover
+from shoal.strategies.context_trace import Loss, observe
+from shoal.strategies.tensor_collectives import TensorAxis
+
+# What makes the tensor of the whole model of the one that a module gives here; None where nothing can.
+Whole = Callable[[Tensor], Tensor] | None
+
+
+def context_axis(mesh: Mesh) -> TensorAxis:
+    """The ranks that divide sequences among them."""
+    return TensorAxis(mesh.layout.context, mesh.layout.coordinate(mesh.rank).context, mesh.group("context"))
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A whole model, on the meta device too; its initial values by name, the loss, and a small batch for it."""
+
+    model: nn.Module
+    values: Callable[[str], Tensor]
+    loss: Loss
+    batch: Any
+
+
+def plan_context(subject: Subject, axis: TensorAxis, device: torch.device, num_cuts: int = 1) -> ContextPlan:
+    """How a model's sequences are divided, and on `device` the proof that they may be.
+
+    `num_cuts` is into how many parts another axis is going to divide the heads. Collective: the axis.
+    Raises: PlanError, JobError for a model that cannot be divided so.
+    """
+    model = subject.model
+    traces = observe(model, subject.loss, subject.batch, axis.degree, subject.values)
+    names = {id(p): name for name, p in model.named_parameters()}
+    owned = {name: [names[id(p)] for p in model.get_submodule(name).parameters()] for name in traces[0].blocks}
+    plan = decide(traces, owned, axis.degree, num_cuts)
+    Prover(model, subject.values, axis, device).prove(plan, traces[0].blocks)
+    return plan
+
+
+def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict[str, Whole]:
+    """Divides the blocks of `model` in place; for each module that gives slices what makes the whole of one."""
+    outputs: dict[str, Whole] = {}
+    chain = Chain(axis)
+    for name, block in plan.blocks.items():
+        if block.opens:
+            chain = Chain(axis)
+        give_role(model.get_submodule(name), Role(name, block, chain))
+        for inner, dim in block.outputs.items():
+            if dim is not None:
+                outputs[f"{name}.{inner}"] = whole_output(chain, dim) if dim >= 0 else None
+        if not block.closes:
+            outputs[name] = whole_output(chain, SEQUENCE)
+    return outputs
+
+
+def both(first: Mapping[str, Whole], then: Mapping[str, Whole]) -> dict[str, Whole]:
+    """What undoes two divisions of the same modules."""
+    found = {**first, **then}
+    for name in first.keys() & then.keys():
+        found[name] = _composed(first[name], then[name])
+    return found
+
+
+def _composed(first: Whole, then: Whole) -> Whole:
+    if first is None or then is None:
+        return None
+    return lambda tensor: then(first(tensor))

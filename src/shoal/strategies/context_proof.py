@@ -1,0 +1,144 @@
+"""Proof that a block may be divided: whole against divided, on all ranks together, in float64 on random numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.errors import ShoalError
+from shoal.strategies.context_attention import DROPOUTS, refusal
+from shoal.strategies.context_layers import Chain, Role, give_role
+from shoal.strategies.context_plan import BlockPlan, ContextPlan
+from shoal.strategies.context_trace import BlockTrace, copied, tensors_in, with_tensors
+from shoal.strategies.tensor_collectives import TensorAxis
+from shoal.strategies.tensor_proof import is_same, materialised
+
+_SEED = 20205198
+# A gradient that is zero but for rounding is compared on the scale of the largest.
+_FLOOR = 1e-2
+_OUTPUT = "what it returns"
+_OF_PARAMETER = "the gradient of parameter "
+_WHY = (
+    "something in it mixes positions other than F.scaled_dot_product_attention (a convolution, a recurrence, a shift "
+    "or a statistic over time), or looks at the number of positions"
+)
+
+
+class Prover:
+    """Proves the blocks of one model with its own `values`, on `device`."""
+
+    def __init__(
+        self, model: nn.Module, values: Callable[[str], Tensor], axis: TensorAxis, device: torch.device
+    ) -> None:
+        self._model, self._values, self._axis, self._device = model, values, axis, device
+
+    def prove(self, plan: ContextPlan, traces: Mapping[str, BlockTrace]) -> None:
+        """Tries one block of each kind. Collective: the axis. Raises: JobError naming the block."""
+        seen = set()
+        for name, block in plan.blocks.items():
+            trace = traces[name]
+            kind = repr(self._model.get_submodule(name)), tuple(trace.operations), tuple(trace.shapes.items())
+            if kind not in seen:
+                seen.add(kind)
+                self._prove(name, block, trace)
+
+    def _prove(self, name: str, plan: BlockPlan, trace: BlockTrace) -> None:
+        generator = torch.Generator().manual_seed(_SEED)
+        module = materialised(self._model, name, self._values, generator).to(self._device)
+        arguments = _numbers(trace, generator, self._device)
+        try:
+            whole = _run(module, arguments)
+        except Exception:  # what makes float32 of its own does not compute in float64
+            module, arguments = module.float(), _narrowed(arguments)
+            whole = _run(module, arguments)
+        divided = copy.deepcopy(module)
+        give_role(divided, Role(name, replace(plan, opens=True, closes=True), Chain(self._axis)))
+        try:
+            split = _run(divided, arguments)
+        except ShoalError:
+            raise
+        except Exception as error:
+            text = next(iter(str(error).strip().splitlines()), "")[:200]
+            what = f"it raised {type(error).__name__} on a part of the positions: {text}"
+            raise _refused(name, trace, what) from error
+        self._compare(name, trace, whole, split)
+
+    def _compare(self, name: str, trace: BlockTrace, whole: dict[str, Tensor], split: dict[str, Tensor]) -> None:
+        for key, found in split.items():
+            if key.startswith(_OF_PARAMETER):
+                dist.all_reduce(found, group=self._axis.group)
+        floor = _FLOOR * max(float(gradient.norm()) for key, gradient in whole.items() if key != _OUTPUT)
+        for key, wanted in whole.items():
+            if not is_same(split[key], wanted, 0.0 if key == _OUTPUT else floor):
+                raise _refused(name, trace, f"{key} is another where each rank has a part of the positions")
+
+
+def _refused(name: str, trace: BlockTrace, what: str) -> ShoalError:
+    remedy = "use context = 1, or a block whose positions meet in F.scaled_dot_product_attention only"
+    if "scaled_dot_product_attention" not in trace.operations:
+        remedy += ' (in Transformers attn_implementation="sdpa")'
+    return refusal(name, f"{what}: {_WHY}", remedy)
+
+
+def _numbers(trace: BlockTrace, generator: torch.Generator, device: torch.device) -> Any:
+    """The arguments of the traced call with random numbers in them."""
+
+    def numbers(path: Any, tensor: Tensor) -> Tensor:
+        shape, dtype = tensor.shape, tensor.dtype
+        if dtype == torch.bool:
+            found = torch.rand(shape, generator=generator) < 0.7
+            found[..., :1] = True  # a mask that hides everything from a position makes no sense
+        elif dtype.is_complex:
+            found = torch.randn(shape, dtype=torch.complex128, generator=generator)
+        elif dtype.is_floating_point:
+            found = torch.randn(shape, dtype=torch.float64, generator=generator)
+        else:
+            found = (torch.arange(tensor.numel()) % trace.length).view(shape).to(dtype)
+        return found.to(device).requires_grad_(path == trace.hidden or tensor.requires_grad)
+
+    found = {path: numbers(path, tensor) for path, tensor in tensors_in(trace.arguments)}
+    return with_tensors(trace.arguments, found)
+
+
+def _narrowed(arguments: Any) -> Any:
+    """The same in float32."""
+    doubles = {path: t for path, t in tensors_in(arguments) if t.dtype == torch.float64}
+    return with_tensors(
+        arguments, {path: t.detach().float().requires_grad_(t.requires_grad) for path, t in doubles.items()}
+    )
+
+
+def _run(module: nn.Module, arguments: Any) -> dict[str, Tensor]:
+    """What it returns, and gradients by name; the module and its arguments stay as they are."""
+    leaves = {path: t.detach().clone().requires_grad_(t.requires_grad) for path, t in tensors_in(arguments)}
+    devices = [d for d in {t.device for t in leaves.values()} if d.type == "cuda"]
+    # Clones: a leaf that requires a gradient cannot be changed in place.
+    args, kwargs = copied(with_tensors(arguments, {path: leaf.clone() for path, leaf in leaves.items()}))
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), _Still():
+        torch.manual_seed(_SEED)
+        _, output = next(tensors_in(module(*args, **kwargs)))
+    weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED))
+    wanted = {f"the gradient of argument {path}": t for path, t in leaves.items() if t.requires_grad}
+    wanted |= {f"{_OF_PARAMETER} {name}": p for name, p in module.named_parameters() if p.requires_grad}
+    total = (output * weights.to(output)).sum()
+    gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+    found = {_OUTPUT: output.detach()}
+    for (name, leaf), gradient in zip(wanted.items(), gradients, strict=True):
+        found[name] = torch.zeros_like(leaf) if gradient is None else gradient.contiguous()
+    return found
+
+
+class _Still(TorchFunctionMode):
+    """Nothing is dropped."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in DROPOUTS:
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
