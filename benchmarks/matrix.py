@@ -65,7 +65,8 @@ def sections(
     """A plan's sections. A pipeline takes grains one by one, so that there are microbatches to fill it with."""
     found: Sections = {"layout": layout}
     if layout.get("shard", 1) > 1:
-        found["shard"] = {"level": level or "parameters"}
+        # A pipeline's stages are divided over the shard axis by their optimizer's state only.
+        found["shard"] = {"level": level or ("optimizer" if layout.get("pipeline", 1) > 1 else "parameters")}
     if layout.get("pipeline", 1) > 1:
         found["pipeline"] = {"schedule": schedule or "1f1b", "stages_per_rank": stages}
         found["batch"] = {"grains_per_microbatch": 1}

@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.grains import Grain, random_key
 
@@ -111,25 +110,6 @@ def active_scope() -> GrainScope | None:
     """The scope that the code runs under."""
     modes = torch.overrides._get_current_function_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, GrainScope)), None)
-
-
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    """A context outside of every mode that watches or changes what torch computes, for a trial run of a model.
-
-    Python's and numpy's generators are put back, which libraries behind a trial draw from.
-    """
-    found, drawn = [], (random.getstate(), np.random.get_state())
-    while torch.overrides._get_current_function_mode() is not None:
-        found.append(torch.overrides._pop_mode())
-    try:
-        with _disable_current_modes():
-            yield
-    finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
-        for mode in reversed(found):
-            torch.overrides._push_mode(mode)
 
 
 class _DrawnError(Exception):

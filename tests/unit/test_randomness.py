@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.grains import Grain
+from shoal.modes import without_modes
 from shoal.randomness import (
     DrawCounter,
     GrainScope,
     NotFusibleError,
     python_generators,
     seed_everything,
-    without_modes,
 )
 from shoal.strategies.data_parallel import run_backward
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shoal.randomness import DrawCounter, without_modes
+from shoal.modes import without_modes
+from shoal.randomness import DrawCounter
 from shoal.strategies.stage_trace import Blank, Outline, fake_of, without_data
 
 Forward = Callable[..., Any]

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from shoal.errors import ShoalError, UserCodeError
-from shoal.randomness import active_scope, without_modes
+from shoal.modes import without_modes
+from shoal.randomness import active_scope
 from shoal.strategies.stage_check import LeakError, Watch
 from shoal.strategies.stage_cuts import chosen, leak, without
 from shoal.strategies.stage_program import Do, Program, Step, holds, programs

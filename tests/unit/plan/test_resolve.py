@@ -117,12 +117,13 @@ def test_exact_mode_computes_grain_by_grain() -> None:
 
 def test_everything_unsupported_is_named_at_once() -> None:
     plan = of(
-        layout={"shard": 2, "tensor": 2, "pipeline": 2, "context": 2},
+        layout={"tensor": 2},
+        execution={"exact": True},
         collectives={"all_reduce": "ring", "compression": "int8"},
     )
     with pytest.raises(PlanError) as caught:
         refuse_unsupported(plan)
-    for key in ("layout.context", "collectives.all_reduce", "collectives.compression"):
+    for key in ("execution.exact", "collectives.all_reduce", "collectives.compression"):
         assert f"{key} = " in caught.value.given
         assert f"{key} = " in caught.value.remedy
 
