@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.buffers import StepBuffers
 from shoal.errors import LossError, ShoalError
-from shoal.faults import user_error
+from shoal.faults import is_out_of_memory, user_error
 from shoal.grains import random_key
 from shoal.job import Job
 from shoal.microbatch import Microbatch
@@ -82,21 +82,79 @@ class RedoError(Exception):
         self.proposal = proposal
 
 
-class Computer:
-    """Computes the loss of microbatches of one job on one device."""
+@dataclass(frozen=True)
+class Pair:
+    """The checked pair that a loss or metric gives, in a precision; equal for equal ones."""
 
-    def __init__(self, job: Job, model: nn.Module, precision: Precision, computation: Computation) -> None:
-        self._job, self._model, self._precision = job, model, precision
+    function: Callable[[Any, Any], Any]
+    precision: Precision
+    what: str = "loss"
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+        """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
+        try:
+            with self.precision.autocast():
+                pair = self.function(model, batch)
+        except (ShoalError, NotFusibleError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self.what != "loss" and is_out_of_memory(error):
+                raise
+            raise user_error("the model or loss" if self.what == "loss" else self.what, error) from error
+        return check_pair(self.what, pair)
+
+
+# (function, batch) -> its pair of numbers, computed by all ranks of a pipeline.
+Evaluate = Callable[[Pair, Any], tuple[float, float]]
+
+
+class _Again(contextlib.AbstractContextManager[None]):
+    """A context that can be entered any number of times."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._now = self._make()
+        self._now.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._now.__exit__(*error)
+
+
+class Computer:
+    """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        precision: Precision,
+        computation: Computation,
+        evaluate: Evaluate | None = None,
+    ) -> None:
+        self._job, self._model, self._precision, self._evaluate = job, model, precision, evaluate
+        self.pair = Pair(job.loss, precision)
         self.computation = computation
 
-    @contextlib.contextmanager
-    def scope(self, microbatch: Microbatch) -> Iterator[None]:
-        """The context of one microbatch's forward and backward. Raises: RedoError where it proves too careless."""
-        with self._precision.products(), self._randomness(microbatch):
-            yield
+    @property
+    def model(self) -> nn.Module:
+        """The model that computes."""
+        return self._model
 
     @contextlib.contextmanager
-    def _randomness(self, microbatch: Microbatch) -> Iterator[None]:
+    def scope(self, microbatch: Microbatch, grains: GrainScope | None = None) -> Iterator[None]:
+        """The context of one microbatch's forward and backward. Raises: RedoError where it proves too careless."""
+        with self._precision.products(), self._randomness(microbatch, grains):
+            yield
+
+    def scope_of_stage(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """The same for a stage of a pipeline: it is entered again for the backward."""
+        grains = GrainScope(self._job.seed, microbatch.step, microbatch.grains)
+        return _Again(lambda: self.scope(microbatch, grains))
+
+    @contextlib.contextmanager
+    def _randomness(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
         kind = self.computation.randomness
         key = random_key(self._job.seed, "model", microbatch.step, microbatch.grains[0].index)
         if kind == "opaque":
@@ -109,7 +167,7 @@ class Computer:
                 raise RedoError(replace(self.computation, randomness="scoped"), "the model has begun to draw")
         else:
             try:
-                with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
+                with grains or GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
                     yield
                     leaked = scope.leaked()
             except NotFusibleError as error:
@@ -119,14 +177,14 @@ class Computer:
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
         """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
-        try:
-            with self._precision.autocast():
-                pair = self._job.loss(self._model, batch)
-        except (ShoalError, NotFusibleError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise user_error("the model or loss", error) from error
-        return check_pair("loss", pair)
+        return self.pair(self._model, batch)
+
+    def check_buffers(self, buffers: StepBuffers) -> None:
+        """Raises: RedoError where a forward has changed buffers that were not known to change."""
+        unknown = buffers.changed().difference(buffers.names)
+        if unknown:
+            names = tuple({*buffers.names, *unknown})
+            raise RedoError(replace(self.computation, buffers=names), "further buffers change")
 
     def propose(self, microbatch: Microbatch, buffers: StepBuffers) -> Finding:
         """How this microbatch, the first of a run, has to be computed; runs it fused and grain by grain, twice in all.
@@ -138,7 +196,8 @@ class Computer:
             return self._probe(microbatch, buffers)
         try:
             with _widened(self._model):
-                return Computer(self._job, self._model, self._precision.wide(), self.computation)._probe(
+                wide = self._precision.wide()
+                return Computer(self._job, self._model, wide, self.computation, self._evaluate)._probe(
                     microbatch, buffers
                 )
         except ShoalError:  # a model that computes in its own dtype only, or one that raises in any
@@ -168,7 +227,8 @@ class Computer:
 
     def _scoped(self, microbatch: Microbatch) -> tuple[tuple[float, float], int, bool]:
         with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
-            total, weight = self.loss(self._precision.inputs(microbatch.batch))
+            batch = self._precision.inputs(microbatch.batch)
+            total, weight = self._evaluate(self.pair, batch) if self._evaluate else self.loss(batch)
             leaked = scope.leaked()
         return (float(total), float(weight)), scope.calls, leaked
 
@@ -217,6 +277,16 @@ def _same(fused: tuple[float, float], parts: list[tuple[float, float]]) -> bool 
     if not math.isfinite(scale) or not math.isfinite(fused[0]):
         return None
     return abs(fused[0] - totals) <= FUSION_TOLERANCE_UNITS * torch.finfo(torch.float32).eps * scale
+
+
+def check_gradient(total: Tensor) -> None:
+    """Raises: LossError for a total that nothing can be learnt from."""
+    if not total.requires_grad:
+        raise LossError(
+            given="a loss whose total depends on no trainable parameter",
+            conflict="it has no gradient",
+            remedy="compute it from the model that the loss is given, outside torch.no_grad()",
+        )
 
 
 def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:

@@ -7,15 +7,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from shoal.adapters import adapted
 from shoal.agreement import collectively, together
 from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
-from shoal.computation import Computation, Computer
+from shoal.computation import Computation, Computer, Evaluate, Pair
 from shoal.data.loader import Loader, MapLoader, Place
 from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source, small_batch
@@ -34,12 +35,15 @@ from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
 from shoal.step import StepParts
-from shoal.strategies.assemble import Made, assemble, divide, divides_model
+from shoal.strategies.assemble import Made, assemble, divide
 from shoal.strategies.base import Strategy
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
 from shoal.transfer import Transfer
 from shoal.update import Parameters, Updater, build_optimizer
+
+if TYPE_CHECKING:
+    from shoal.strategies.pipeline import Pipeline
 
 # A stream's length is unknown: one pass that no run comes to the end of by counting.
 _ENDLESS = 1 << 62
@@ -55,6 +59,7 @@ class Engine:
     precision: Precision
     model: nn.Module
     holding: Holding
+    pipeline: Pipeline | None
     parameters: Parameters
     strategy: Strategy
     updater: Updater
@@ -80,6 +85,10 @@ class Engine:
         return self.keeper.load(self._loss_scale)
 
     @property
+    def _evaluate(self) -> Evaluate | None:
+        return self.pipeline.evaluate if self.pipeline is not None else None
+
+    @property
     def _loss_scale(self) -> LossScale:
         return LossScale.of(self.plan.precision.loss_scale, self.precision.compute)
 
@@ -94,10 +103,11 @@ class Engine:
             mesh=self.mesh,
             precision=self.precision,
             holding=self.holding,
+            pipeline=self.pipeline,
             strategy=self.strategy,
             loader=self.loader,
             transfer=Transfer(self.mesh.device, self.precision.inputs),
-            computer=Computer(self.job, self.model, self.precision, computation),
+            computer=Computer(self.job, self.model, self.precision, computation, self._evaluate),
             buffers=StepBuffers(self.model, self.holding.counts_buffer),
             clock=self.clock,
             note=around.note,
@@ -144,7 +154,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
-    holding = _hold(job, plan, mesh, precision, source)
+    holding, pipeline = _hold(job, plan, mesh, precision, source)
     model = holding.model
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
@@ -172,6 +182,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
         precision=precision,
         model=model,
         holding=holding,
+        pipeline=pipeline,
         parameters=parameters,
         strategy=strategy,
         updater=updater,
@@ -186,6 +197,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
             most_samples=options.eval_samples,
             divided=holding.divided,
             lockstep=strategy.lockstep,
+            evaluate=pipeline.evaluate if pipeline is not None else None,
         ),
         keeper=keeper,
         clock=clock,
@@ -196,15 +208,18 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
-def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, source: MapSource | Iterable[Any]) -> Holding:
+def _hold(
+    job: Job, plan: Plan, mesh: Mesh, precision: Precision, source: MapSource | Iterable[Any]
+) -> tuple[Holding, Pipeline | None]:
     """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
-    if divides_model(plan):
+    if plan.divides_model:
         key = random_key(job.seed, "initial values")
-        made = Made(functools.partial(make_model, job), key, job.loss, lambda: small_batch(source, job.collate))
+        pair = Pair(job.loss, precision)
+        made = Made(functools.partial(make_model, job), key, job.loss, pair, lambda: small_batch(source, job.collate))
         return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
     model = together(mesh, lambda: build_model(job, precision))
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
-    return Holding(mesh, model, divides_state=plan.layout.shard > 1)
+    return Holding(mesh, model, divides_state=plan.layout.shard > 1), None
 
 
 def build_model(job: Job, precision: Precision) -> nn.Module:
@@ -217,7 +232,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
 def make_model(job: Job) -> nn.Module:
     """What the job's `model` gives. Raises: UserCodeError, JobError."""
     try:
-        model = job.model()
+        model = adapted(job.model())
     except ShoalError:
         raise
     except Exception as error:

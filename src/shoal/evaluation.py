@@ -13,11 +13,10 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from shoal.agreement import collectively
-from shoal.computation import check_pair
+from shoal.computation import Evaluate, Pair
 from shoal.data.loader import Place
 from shoal.data.source import MapSource, collate_samples
-from shoal.errors import DataError, ShoalError
-from shoal.faults import is_out_of_memory, user_error
+from shoal.errors import DataError
 from shoal.grains import random_key
 from shoal.job import Job
 from shoal.mesh import Mesh
@@ -44,8 +43,13 @@ class Evaluator:
         most_samples: int | None = None,
         divided: bool = False,
         lockstep: bool = False,
+        evaluate: Evaluate | None = None,
     ) -> None:
-        """`divided`: the model computes with other ranks; `lockstep`: also with those that have other samples."""
+        """`divided`: the model computes with other ranks; `lockstep`: also with those that have other samples.
+
+        `evaluate` computes a pair where the model's stages are on several ranks.
+        """
+        self._evaluate = evaluate
         self._divided, self._lockstep = divided, lockstep
         self._job, self._mesh, self._precision, self._source = job, mesh, precision, source
         self._metrics = dict(metrics)
@@ -86,20 +90,16 @@ class Evaluator:
                 if counted:
                     sums["samples"].append(size)
                 for name, function in self._metrics.items():
-                    try:
-                        with self._precision.products(), self._precision.autocast():
-                            pair = function(model, batch)
-                    except ShoalError:
-                        raise
-                    except Exception as error:
-                        if is_out_of_memory(error):
-                            raise
-                        raise user_error(f"metric {name!r}", error) from error
-                    total, weight = check_pair(f"metric {name!r}", pair)
+                    total, weight = self._pair(name, function, model, batch)
                     if counted:
                         sums[name][0].append(float(total))
                         sums[name][1].append(float(weight))
         return sums
+
+    def _pair(self, name: str, function: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        pair = Pair(function, self._precision, f"metric {name!r}")
+        with self._precision.products():
+            return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
 
     def _chunks(self, place: Place) -> Iterator[tuple[int, int, Any]]:
         """This rank's chunks as (number c, samples, batch): c belongs to rank c modulo their number."""

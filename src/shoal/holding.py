@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,37 +35,51 @@ def cut_of(tensor: Tensor, part: Part) -> Part:
     return part.narrow(0, offset[0], offset[0] + shape[0])
 
 
+# Makes of this rank's output of a module the whole model's; None where nothing can.
+Output = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Division:
+    """How a model is divided, as the axes have done it one after the other; names are of the undivided model.
+
+    `parts` of what is cut, `absent` what other ranks hold. `partial`: parameters whose gradient, after the backward, is
+    a partial sum over axes of the mesh, and these axes. `outputs`: modules that give other tensors than in the whole
+    model, and what makes these of them, collectively over the ranks that compute the same grains. `is_elsewhere`:
+    whether a forward is in modules that another rank computes. `notes` say how and why, a line each.
+    """
+
+    parts: dict[str, Part] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+    partial: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    outputs: dict[str, Output | None] = field(default_factory=dict)
+    is_elsewhere: Callable[[], bool] = lambda: False
+    notes: list[str] = field(default_factory=list)
+
+    def add_partial(self, names: Iterable[str], axis: str) -> None:
+        """Notes that gradients are also partial over `axis`."""
+        for name in names:
+            self.partial[name] = (*self.partial.get(name, ()), axis)
+
+
 class Holding:
     """What this rank holds of a model. What it does not hold is on the meta device.
 
-    `divided`: whether any rank lacks something of the model; `divides_state`: of the optimizer's state. `partial` names
-    the parameters whose gradient, after the backward, is a partial sum over axes of the mesh, and these axes.
+    `divided`: whether any rank lacks something of the model; `divides_state`: of the optimizer's state.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        model: nn.Module,
-        parts: Mapping[str, Part] | None = None,
-        partial: Mapping[str, tuple[str, ...]] | None = None,
-        divides_state: bool = False,
-        *,
-        outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None,
-        notes: Iterable[str] = (),
+        self, mesh: Mesh, model: nn.Module, division: Division | None = None, divides_state: bool = False
     ) -> None:
-        """`parts` of what is divided, by name; None where nothing is. `notes` say how and why, a line each.
+        """Of a model that is not divided every rank holds everything.
 
-        `outputs`: for modules that give other tensors than in the whole model, by name: what makes these of them,
-        collectively over the ranks that compute the same grains, or None where nothing can.
-
-        Collective: all ranks, a JSON gather, where they are given.
+        Collective: all ranks, a JSON gather, where it is divided.
         """
         self.mesh, self.model = mesh, model
-        self.divided = parts is not None
+        self.divided = division is not None
+        self.division = division or Division()
         self.divides_state = divides_state or self.divided
-        self.partial = dict(partial or {})
-        self.outputs, self.notes = dict(outputs or {}), tuple(notes)
-        self._parts = dict(parts or {})
+        self._parts = self.division.parts
         self._told: list[dict[str, Any]] = []
         if self.divided:
             self._told = mesh.gather_json({name: part.to_json() for name, (part, _) in self.tensors().items()})
@@ -169,9 +184,15 @@ class Holding:
     def complete(self) -> None:
         """Sums the gradients that are partial over axes. Collective: an all-reduce for each in the axis's group."""
         named = dict(self.parameters())
-        for name, axes in sorted(self.partial.items()):
+        for name, axes in sorted(self.division.partial.items()):
             parameter = named.get(name)
-            if parameter is None or not parameter.requires_grad:
+            if not self.model.get_parameter(name).requires_grad:
+                continue
+            if parameter is None:  # its stages are elsewhere: this rank adds nothing
+                absent = self.model.get_parameter(name)
+                nothing = torch.zeros(absent.shape, dtype=absent.dtype, device=self.mesh.device)
+                for axis in axes:
+                    dist.all_reduce(nothing, group=self.mesh.group(axis))
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -221,7 +242,7 @@ class Holding:
             yield path, whole
 
 
-def entries(held: Held) -> dict[str, Any]:
+def entries(held: Held) -> dict[str, list[Any]]:
     """What is held as JSON: dtype, shape of the whole, ranges; by path."""
     return {path: [_name(t.dtype), list(part.shape), part.to_json()] for path, (part, t) in held.items()}
 
@@ -230,7 +251,7 @@ def first_holders(told: list[dict[str, Any]], path: str) -> list[int]:
     """The first rank of each different part of a tensor, from every rank's `entries`."""
     found: list[int] = []
     for rank, own in enumerate(told):
-        if path in own and not any(told[other][path] == own[path] for other in found):
+        if path in own and not any(told[other][path][:3] == own[path][:3] for other in found):
             found.append(rank)
     return found
 

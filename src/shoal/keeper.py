@@ -152,7 +152,10 @@ class Keeper:
         held, optimizer = self._held()
         written = index([described(held)])
         document = {**document, "optimizer": optimizer, "tensors": written}
-        self._writer.write(Snapshot(step, share(held, written, 0, 1), document))
+        content = share(held, written, 0, 1)
+        # The optimizer's are copies already; the model's will change while the thread writes.
+        content["model"] = {name: tensor.clone() for name, tensor in content["model"].items()}
+        self._writer.write(Snapshot(step, content, document))
 
     def _write_together(self, step: int, document: dict[str, Any]) -> None:
         """Each rank writes what it is the first to hold, so that none ever has the whole. Collective: all ranks."""

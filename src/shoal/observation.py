@@ -21,6 +21,9 @@ class Observer:
     def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
         """The forward of a microbatch comes next; `batch` is on the device."""
 
+    def forwarded(self) -> None:
+        """The forward of that microbatch is done as far as this rank's stage of the model goes, which has no loss."""
+
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
         """The loss of that microbatch; its backward comes next."""
 

@@ -9,10 +9,11 @@ is computed grain by grain in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.grains import Grain, random_key
 
@@ -43,14 +45,24 @@ class GrainScope(TorchFunctionMode):
         self._rows = sum(self._sizes)
         self.calls = 0
         self._leaked = False
+        self._left: Tensor | None = None
+        self._passed: set[bytes] = set()
 
     def __enter__(self) -> GrainScope:
+        """Entered again, it goes on where it was left: a pipeline comes back for the backward."""
         seed_torch(self._key)
+        if self._left is not None:
+            torch.default_generator.set_state(self._left)
         self._outside = python_generators(), device_generators()
         self._expected = _state()
-        self._passed = {self._expected}
+        self._passed.add(self._expected)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *error: object) -> None:
+        self._leaked = self.leaked()
+        self._left = torch.default_generator.get_state()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
@@ -78,12 +90,81 @@ class GrainScope(TorchFunctionMode):
                 self._leaked = True
         return [torch.Generator(device).manual_seed(random_key(base, index)) for index in self._indices]
 
+    def skip(self, count: int) -> None:
+        """Draws what `count` random operations would have drawn, which another rank computes."""
+        self.calls += count
+        with torch._C.DisableTorchFunction():
+            for _ in range(count):
+                torch.randint(_INT63, ())
+            self._expected = _state()
+            self._passed.add(self._expected)
+
     def split(self, tensor: Tensor) -> list[Tensor]:
         """The tensor's rows a grain. Raises: NotFusibleError where its first dim does not hold the samples."""
         if tensor.ndim == 0 or tensor.shape[0] != self._rows:
             # Also where there is one grain only: how a model is computed must not depend on how many grains a rank has.
             raise NotFusibleError(f"a random or batch-wide operation on shape {tuple(tensor.shape)}")
         return list(tensor.split(self._sizes))
+
+
+def active_scope() -> GrainScope | None:
+    """The scope that the code runs under."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, GrainScope)), None)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """A context outside of every mode that watches or changes what torch computes, for a trial run of a model.
+
+    Python's and numpy's generators are put back, which libraries behind a trial draw from.
+    """
+    found, drawn = [], (random.getstate(), np.random.get_state())
+    while torch.overrides._get_current_function_mode() is not None:
+        found.append(torch.overrides._pop_mode())
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        for mode in reversed(found):
+            torch.overrides._push_mode(mode)
+
+
+class _DrawnError(Exception):
+    """Leaves a handler where it would draw."""
+
+
+class DrawCounter(TorchFunctionMode):
+    """A context that counts what a GrainScope would draw, and computes as if none were there."""
+
+    _sizes = (1,)
+    _rows = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler: Any = _HANDLERS.get(func)
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            if handler is _sized:  # it does not know how many rows there are
+                self.count += kwargs.get("generator") is None
+            elif handler is not None and handler is not _batch_norm:
+                with contextlib.suppress(_DrawnError, NotFusibleError):
+                    return handler(self, func, args, kwargs)
+            return func(*args, **kwargs)
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        """Counts one operation."""
+        self.count += 1
+        raise _DrawnError
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor as a whole."""
+        return [tensor]
 
 
 def seed_torch(key: int) -> None:

@@ -31,9 +31,13 @@ class ForwardRecorder:
     """Fingerprints of what each module of a model gives, a grain at a time; for engine and reference alike."""
 
     def __init__(
-        self, model: nn.Module, outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None
+        self,
+        model: nn.Module,
+        outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None,
+        is_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`outputs` of a divided model, as Holding has them."""
+        """`outputs` and `is_elsewhere` of a divided model, as Division has them."""
+        self._is_elsewhere = is_elsewhere
         self.found: dict[str, dict[int, list[float]]] = {}
         self._outputs = outputs or {}
         self._microbatch: Microbatch | None = None
@@ -60,6 +64,8 @@ class ForwardRecorder:
             if self._microbatch is not None and whole is not None:
                 self._calls[name] += 1
                 call = self._calls[name]
+                if self._is_elsewhere():
+                    return
                 self._note(name if call == 1 else f"{name}#{call}", output, whole)
 
         return hook
@@ -125,7 +131,8 @@ class Recorder(Observer):
         self._named = [(name, p) for name, p in holding.parameters() if p.requires_grad]
         # What is summed in the backward, or of a part of the model only, is not the gradient of a rank's grains.
         self._own = OwnGradients([] if holding.divided else self._named)
-        self._forward = ForwardRecorder(holding.model, holding.outputs)
+        division = holding.division
+        self._forward = ForwardRecorder(holding.model, division.outputs, division.is_elsewhere)
         self._trace = StepTrace(-1)
         self._state()
         write(self._folder, self._trace, self._rank)
@@ -140,6 +147,10 @@ class Recorder(Observer):
         """Fingerprints the batch, and the forward that comes."""
         self._microbatch = microbatch
         self._forward.begin(microbatch, batch)
+
+    def forwarded(self) -> None:
+        """Looks no further."""
+        self._forward.end()
 
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
         """Notes the microbatch's loss."""

@@ -98,6 +98,10 @@ class RunRecord:
     error: dict[str, Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
     certificate: str | None = None  # the SHA-256 of the certificate that the run demanded
+    traffic: dict[str, Any] | None = (
+        None  # of one step by rank, as measured and as predicted: docs/traffic-and-memory.md
+    )
+    memory: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """The record as indented JSON."""

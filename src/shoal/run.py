@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,14 @@ from shoal.agreement import together
 from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
 from shoal.checkpoint.state import sha256_of
+from shoal.computation import Computation
 from shoal.engine import Engine, Options, build
 from shoal.environment import Environment
 from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError, StorageError
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
 from shoal.mesh import Mesh, open_mesh
+from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.toml import write as plan_text
 from shoal.progress import Pace, Reporter, choose_reporter
@@ -73,17 +75,22 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
 
 
 def _train(request: RunRequest, environment: Environment, signals: Signals, course: _Course) -> ExitCode:
-    prepare_process(request.plan.execution.exact, max(1, cores_here() // environment.local_world_size))
+    threads = max(1, cores_here() // environment.local_world_size)
+    prepare_process(request.plan.execution.exact, threads, request.plan.shards_model)
     loaded = load(request.job)
     plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
     with open_mesh(environment, plan.degrees) as mesh:
         _shake_hands(mesh, loaded, plan)
         directory = RunDirectory(request.out)
-        options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry)
+        meter = StepMeter()
+        options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry, observer=meter)
         engine = build(loaded.job, plan, mesh, options)
         try:
+            if request.telemetry:
+                meter.attach(engine.model, engine.updater.optimizer, engine.strategy, mesh)
             return _train_built(engine, loaded, request, signals, course)
         finally:
+            meter.close()
             engine.close()
 
 
@@ -117,7 +124,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
         outcome = engine.trainer(state, num_steps, around, records).train()
-        result = _result(engine, outcome, request, course)
+        result = replace(_result(engine, outcome, request, course), **_measured(engine, outcome))
         unsaved = outcome.unsaved
         try:
             if mesh.rank == 0:
@@ -233,7 +240,7 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
         f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
         f"model of {engine.num_parameters:,} parameters"
     )
-    for note in engine.holding.notes:
+    for note in engine.holding.division.notes:
         reporter.note(f"  {note}")
     if request.steps is not None and request.steps > engine.order.num_steps:
         reporter.note(
@@ -269,6 +276,21 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         certificate=course.certificate,
         versions=versions(),
     )
+
+
+def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
+    """The blocks `traffic` and `memory` of the result. Collective: all ranks, a JSON gather."""
+    meter, mesh = engine.observer, engine.mesh
+    if not isinstance(meter, StepMeter) or not meter.attached:
+        return {}
+    found = meter.to_json()
+    if found is not None:
+        computation = Computation.from_json(outcome.state.computation or {"grains_per_microbatch": 1, "buffers": ()})
+        grains = engine.order.grains(found["step"] - 1)
+        shares = Shares(engine.job.grains, grains, computation.effective_grains, computation.buffers)
+        step = describe(engine.holding, engine.updater.optimizer, engine.plan, engine.precision, shares)
+        found["predicted"] = predicted(engine.plan, step, mesh.rank)
+    return blocks(mesh.gather_json(found))
 
 
 def _conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.adapters import adapted
 from shoal.agreement import Report, agree, raise_together
 from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
@@ -100,6 +101,7 @@ class Session:
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The same two objects: the model on its device in the plan's dtype, with rank 0's values on every rank."""
         kind = self._precision.parameters
+        model = adapted(model)
         model.to(self.mesh.device) if kind == torch.float32 else model.to(self.mesh.device, kind)
         self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
         self._model, self._optimizer = model, optimizer

@@ -6,16 +6,16 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shoal.agreement import collectively, raise_together
 from shoal.buffers import StepBuffers
-from shoal.computation import Computation, Computer, RedoError
+from shoal.computation import Computation, Computer, RedoError, check_gradient
 from shoal.data.loader import Loader
-from shoal.errors import LossError, OutOfMemoryError, ShoalError
+from shoal.errors import OutOfMemoryError, ShoalError
 from shoal.faults import as_shoal_error, is_lost_peer, is_out_of_memory, user_error
 from shoal.holding import Holding
 from shoal.mesh import Mesh
@@ -27,6 +27,9 @@ from shoal.strategies.base import NUM_SUMS, Flags, StepSums, Strategy, buffer_su
 from shoal.telemetry import StepClock
 from shoal.transfer import Transfer
 
+if TYPE_CHECKING:
+    from shoal.strategies.pipeline import Pipeline
+
 
 @dataclass(frozen=True)
 class StepParts:
@@ -35,6 +38,7 @@ class StepParts:
     mesh: Mesh
     precision: Precision
     holding: Holding
+    pipeline: Pipeline | None
     strategy: Strategy
     loader: Loader
     transfer: Transfer
@@ -214,6 +218,9 @@ class StepRunner:
         self.seen = []
         flags = Flags()
         try:
+            if parts.pipeline is not None:
+                self._in_stages(parts.pipeline, data)
+                data = None
             own = data.num_microbatches if data is not None else 0
             most = parts.loader.most_microbatches(self._step) if parts.strategy.lockstep else own
             for number in range(most):
@@ -227,7 +234,7 @@ class StepRunner:
         except RedoError as redo:
             self._proposal, flags = redo.proposal, Flags(redo=1)
         except Exception as error:
-            if parts.holding.divided:  # the others wait in a collective of this microbatch: this rank ends at once
+            if self._ends_at_once(error):  # the others wait in a collective of this microbatch: this rank ends at once
                 raise as_shoal_error(error) from error
             flags = self._failed(error)
         else:
@@ -235,6 +242,28 @@ class StepRunner:
                 parts.clock.mark("data_wait")
                 self._ahead = self._step + 1, self._read(self._step + 1)
         return parts.strategy.finish(flags, NUM_SUMS + self._parts.buffers.num_values, self._next_row())
+
+    def _ends_at_once(self, error: Exception) -> bool:
+        """Whether this rank cannot tell the others what it failed of, in a model that they compute together."""
+        layout = self._parts.mesh.layout
+        told = self._parts.pipeline is not None and layout.tensor * layout.context == 1 and not is_lost_peer(error)
+        return self._parts.holding.divided and not told
+
+    def _in_stages(self, pipeline: Pipeline, data: StepData | None) -> None:
+        """All microbatches through this rank's stages. Collective: the pipeline's ranks, which have the same data."""
+        parts = self._parts
+        if data is None or not data.num_microbatches:
+            return
+        from shoal.stage_step import StageStep  # half a second of torch, which other plans do not need
+
+        microbatches = list(data.microbatches)
+        first, self._first = self._first, None
+        batches = [first() if first is not None else parts.precision.inputs(microbatches[0].batch)]
+        batches += [parts.precision.inputs(microbatch.batch) for microbatch in microbatches[1:]]
+        self.seen = [replace(microbatch, batch=None) for microbatch in microbatches]
+        parts.clock.mark("forward")
+        step = StageStep(parts.computer, parts.strategy, parts.buffers, parts.observer, parts.mesh.speaks)
+        step.run(pipeline, microbatches, batches, self._factor)
 
     def _failed(self, error: Exception) -> Flags:
         try:
@@ -255,16 +284,8 @@ class StepRunner:
         parts.observer.microbatch(microbatch, batch)
         with self._parts.computer.scope(microbatch):
             total, weight = self._parts.computer.loss(batch)
-            if not total.requires_grad:
-                raise LossError(
-                    given="a loss whose total depends on no trainable parameter",
-                    conflict="it has no gradient",
-                    remedy="compute it from the model that the loss is given, outside torch.no_grad()",
-                )
-            unknown = self._parts.buffers.changed().difference(self._parts.buffers.names)
-            if unknown:
-                names = tuple({*self._parts.buffers.names, *unknown})
-                raise RedoError(replace(self._parts.computer.computation, buffers=names), "further buffers change")
+            check_gradient(total)
+            parts.computer.check_buffers(parts.buffers)
             sums = self._sums(microbatch, total, weight)
             parts.observer.loss(total.detach(), weight)
             parts.clock.mark("backward")

@@ -15,6 +15,8 @@ class Use:
     kind: str
     axis: str = "data"
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    cases: frozenset[str] = frozenset()  # those that it can run; empty for all
+    num_ranks: int | None = None  # where the case's own are too many
 
     @property
     def exact(self) -> bool:
@@ -28,11 +30,36 @@ class Use:
 EXACT = {"execution": {"exact": True}}
 OPTIMIZER = {"shard": {"level": "optimizer"}}
 
+# Models of two stages or more.
+STAGED = frozenset(
+    {
+        "mlp",
+        "uneven last batch",
+        "batch normalisation",
+        "dropout",
+        "accumulation of 3",
+        "clipping that bites",
+        "pure bf16",
+        "fp16 with an overflow",
+        "AdamW with groups",
+        "a loss over pairs",
+        "a first batch without weight",
+        "odd sizes",
+    }
+)
+
+
+def staged(schedule: str) -> Use:
+    """Two pipeline stages, one a rank."""
+    return Use("DataParallel", "pipeline", {"pipeline": {"schedule": schedule}}, STAGED, 2)
+
+
 STRATEGIES: dict[str, Use] = {
     "DataParallel": Use("DataParallel"),
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
     "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
     "tensor axis": Use("DataParallel", "tensor"),
     "context axis": Use("DataParallel", "context"),
+    **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.
 }

@@ -31,8 +31,8 @@ RUNS = [
     pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}")
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
-    if applies(case, use)
-    for ranks in (case.ranks if strategy == "DataParallel" else case.ranks[-1:])
+    if applies(case, use) and (not use.cases or name in use.cases)
+    for ranks in (case.ranks if strategy == "DataParallel" else [use.num_ranks or case.ranks[-1]])
 ]
 
 

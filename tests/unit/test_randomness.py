@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.grains import Grain
-from shoal.randomness import GrainScope, NotFusibleError, python_generators, seed_everything
+from shoal.randomness import (
+    DrawCounter,
+    GrainScope,
+    NotFusibleError,
+    python_generators,
+    seed_everything,
+    without_modes,
+)
 from shoal.strategies.data_parallel import run_backward
 
 GRAINS = [Grain(0, 0, 3), Grain(1, 3, 3), Grain(2, 6, 3), Grain(3, 9, 2)]
@@ -256,3 +263,33 @@ def test_a_mask_does_not_depend_on_strides() -> None:
         with GrainScope(key, 0, [grain]):
             alone.append(F.dropout(part, 0.5))
     assert torch.equal(together, torch.cat(alone))
+
+
+def test_a_scope_that_is_left_goes_on_where_it_was() -> None:
+    """A pipeline runs other microbatches between the forward and the backward of one."""
+    x = torch.ones(4, 8)
+    grains = [Grain(0, 0, 4)]
+    with GrainScope(1, 2, grains):
+        wanted = [F.dropout(x) for _ in range(3)]
+    scope = GrainScope(1, 2, grains)
+    with scope:
+        found = [F.dropout(x)]
+    with GrainScope(1, 2, [Grain(1, 4, 4)]):
+        F.dropout(x)
+    with scope:
+        scope.skip(1)  # what a module on another rank draws
+        found.append(F.dropout(x))
+        assert not scope.leaked()
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[2])
+
+
+def test_draws_are_counted_without_drawing() -> None:
+    dropping = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Dropout(0.0), nn.Dropout())
+    x = torch.ones(4, 8)
+    with GrainScope(1, 2, [Grain(0, 0, 4)]) as scope:
+        with without_modes(), DrawCounter() as counter:
+            dropping(x)
+            torch.rand(4, 8)
+        assert scope.calls == 0
+    assert counter.count == 3

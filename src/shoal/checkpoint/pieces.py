@@ -21,14 +21,27 @@ from shoal.parts import Part
 Index = dict[str, dict[str, dict[str, Any]]]
 
 
-def file_name(group: str, rank: int, world_size: int) -> str:
-    """The file of one rank's share of a group; of one rank alone it has the group's name."""
-    return group if world_size == 1 else f"{group}-{rank:05d}-of-{world_size:05d}"
+# A file is written, checked and read as a whole: where a rank has only a part of a model, it has so much memory for it.
+FILE_BYTES = 32 << 20
+
+
+def file_name(group: str, rank: int, world_size: int, number: int) -> str:
+    """A file of one rank's share of a group; of one rank alone there is one, and it has the group's name."""
+    return group if world_size == 1 else f"{group}-{rank:05d}-of-{world_size:05d}.{number}"
 
 
 def described(held: Mapping[str, Held]) -> dict[str, dict[str, Any]]:
-    """What a rank tells the others of what it holds. JSON values."""
-    return {group: entries(tensors) for group, tensors in held.items()}
+    """What a rank tells the others of what it holds, and in which of its files. JSON values."""
+    found = {}
+    for group, tensors in held.items():
+        told, number, size = entries(tensors), 0, 0
+        for path, (_, tensor) in tensors.items():
+            if size + tensor.nbytes > FILE_BYTES and size:
+                number, size = number + 1, 0
+            size += tensor.nbytes
+            told[path].append(number)
+        found[group] = told
+    return found
 
 
 def index(told: list[dict[str, dict[str, Any]]]) -> Index:
@@ -39,22 +52,21 @@ def index(told: list[dict[str, dict[str, Any]]]) -> Index:
         found[group] = {}
         for path in sorted(set().union(*own)):
             holders = first_holders(own, path)
-            dtype, shape, _ = own[holders[0]][path]
-            files = {file_name(group, rank, len(told)): own[rank][path][2] for rank in holders}
+            dtype, shape, *_ = own[holders[0]][path]
+            files = {file_name(group, rank, len(told), own[rank][path][3]): own[rank][path][2] for rank in holders}
             found[group][path] = {"dtype": dtype, "shape": shape, "files": files}
     return found
 
 
 def share(held: Mapping[str, Held], written: Index, rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
-    """The tensors of this rank's files, on the CPU and owned by the result."""
+    """The tensors of this rank's files, on the CPU."""
     found: dict[str, dict[str, Tensor]] = {}
     for group, tensors in held.items():
-        name = file_name(group, rank, world_size)
-        found[name] = {
-            path: tensor.to("cpu", copy=True).contiguous()
-            for path, (_, tensor) in tensors.items()
-            if name in written[group][path]["files"]
-        }
+        prefix = file_name(group, rank, world_size, 0).partition(".")[0]
+        for path, (_, tensor) in tensors.items():
+            for name in written[group][path]["files"]:
+                if name.partition(".")[0] == prefix:
+                    found.setdefault(name, {})[path] = tensor.cpu().contiguous()
     return found
 
 

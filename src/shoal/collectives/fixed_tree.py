@@ -7,36 +7,16 @@ divided over the ranks for the last levels without changing a bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.planner.division import Range, halves, pieces
+
 T = TypeVar("T")
-Range = tuple[int, int]
-
-
-def halves(lo: int, hi: int) -> tuple[Range, Range]:
-    """The two children of the node over positions [lo, hi); hi - lo is at least 2."""
-    middle = lo + (1 << ((hi - lo - 1).bit_length() - 1))
-    return (lo, middle), (middle, hi)
-
-
-def pieces(held: Iterable[int], num_grains: int) -> list[Range]:
-    """The largest nodes of the tree over [0, num_grains) whose every position is held, in order."""
-    own = set(held)
-
-    def visit(lo: int, hi: int) -> list[Range]:
-        if own.issuperset(range(lo, hi)):
-            return [(lo, hi)]
-        if hi - lo == 1 or own.isdisjoint(range(lo, hi)):
-            return []
-        left, right = halves(lo, hi)
-        return visit(*left) + visit(*right)
-
-    return visit(0, num_grains)
 
 
 def evaluate(values: Mapping[Range, T], num_grains: int, add: Callable[[T, T], T]) -> T | None:
@@ -70,6 +50,10 @@ class TreeSum:
     def empty(self) -> Tensor:
         """A vector to fill and `add`."""
         return self._spare.pop() if self._spare else torch.empty_like(self._like)
+
+    def buffers(self) -> list[Tensor]:
+        """All the vectors that are allocated."""
+        return [self._like, *self._nodes.values(), *self._spare]
 
     def add(self, grain: int, value: Tensor) -> None:
         """Takes the value (a flat tensor, from now on owned and changed here) of one grain."""

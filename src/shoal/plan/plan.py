@@ -104,6 +104,16 @@ class Plan(_Section):
         """The mesh degrees as a Layout."""
         return Layout(**self.layout.model_dump())
 
+    @property
+    def shards_model(self) -> bool:
+        """Whether gradients, or parameters too, are divided over the shard axis."""
+        return self.layout.shard > 1 and self.shard.level != "optimizer"
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return self.shards_model or self.degrees.shares_grains > 1
+
     def with_sections(self, **sections: dict[str, Any]) -> Plan:
         """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""
         document = self.to_mapping()

@@ -17,6 +17,7 @@ from shoal.plan.legal import (
     too_many_data_ranks,
 )
 from shoal.plan.plan import Plan
+from shoal.plan.schedule import refuse_illegal
 
 # What `--precision` names: parameters, compute, reduce, loss_scale. Autocast where compute differs from parameters.
 PRECISIONS = {
@@ -88,7 +89,7 @@ def refuse_unsupported(plan: Plan) -> None:
     """Raises: PlanError naming everything in the plan that this version does not execute; never runs it as less."""
     wants = {
         "execution.exact": (plan.execution.exact and plan.layout.tensor * plan.layout.context > 1, False),
-        "layout.pipeline": (plan.layout.pipeline, 1),
+        "layout.context": (plan.layout.context if plan.layout.pipeline > 1 else 1, 1),
         "memory.recompute": (plan.memory.recompute, "none"),
         "collectives.all_reduce": (plan.collectives.all_reduce, "native"),
         "collectives.compression": (plan.collectives.compression, "none"),
@@ -101,11 +102,30 @@ def refuse_unsupported(plan: Plan) -> None:
             conflict="this version does not execute that, and runs nothing as less than it asks for",
             remedy=", ".join(f"{key} = {known!r}" for key, (_, known) in beyond.items()),
         )
+    if plan.layout.pipeline > 1:
+        _refuse_pipeline(plan)
     if plan.precision.loss_scale != "none" and plan.precision.compute != "float16":
         warnings.warn(
             f"precision.loss_scale = {plan.precision.loss_scale!r} has no effect on {plan.precision.compute} compute",
             SettingWarning,
             stacklevel=2,
+        )
+
+
+def _refuse_pipeline(plan: Plan) -> None:
+    refuse_illegal(plan.pipeline.schedule, plan.layout.pipeline, plan.pipeline.stages_per_rank)
+    given = f"layout.pipeline = {plan.layout.pipeline}"
+    if plan.execution.exact:
+        raise PlanError(
+            given=f"{given} with execution.exact = true",
+            conflict="what several stages use, as tied weights, is summed over them outside the fixed tree of grains",
+            remedy="execution.exact = false, or layout.pipeline = 1",
+        )
+    if plan.layout.shard > 1 and plan.shard.level != "optimizer":
+        raise PlanError(
+            given=f'{given} with shard.level = "{plan.shard.level}"',
+            conflict="this version divides no gradients or parameters of a pipeline's stages",
+            remedy='shard.level = "optimizer", or layout.pipeline = 1',
         )
 
 

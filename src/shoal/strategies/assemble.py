@@ -3,87 +3,133 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.deferred import deferred
-from shoal.holding import Holding
-from shoal.mesh import Mesh
-from shoal.parts import Part
+from shoal.holding import Division, Holding
+from shoal.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import Precision
 from shoal.strategies.base import Mark, Strategy
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
-from shoal.strategies.materialise import materialise
+from shoal.strategies.materialise import Whole, materialise
 from shoal.strategies.sharded import ShardedOptimizer
-from shoal.strategies.tensor_collectives import TensorAxis
+
+if TYPE_CHECKING:
+    from shoal.strategies.pipeline import Pipeline
+    from shoal.strategies.stages import Function
 
 
 @dataclass(frozen=True)
 class Made:
-    """How a model comes about and what it is for: its constructor, the seed's key, the loss, and a small batch."""
+    """How a model comes about and what it is for: its constructor, the seed's key, the loss, and a small batch.
+
+    `pair` is the loss as the engine computes it: under autocast, and checked.
+    """
 
     make: Callable[[], nn.Module]
     key: int
     loss: Callable[[nn.Module, Any], Any]
+    pair: Function
     batch: Callable[[], Any]
 
 
-def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> Holding:
-    """What this rank holds of a model; nowhere is there the whole. Collective: all ranks, a JSON gather.
+def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Holding, Pipeline | None]:
+    """What this rank holds of a model, nowhere the whole, and the pipeline that computes it, where the plan has one.
 
-    And on the tensor axis two broadcasts.
+    Collective: all ranks, a JSON gather; on the tensor axis two broadcasts; with a pipeline new groups.
     """
     model, values = deferred(made.make, made.key)
     if precision.parameters != torch.float32:
         model.to(precision.parameters)
-    parts: dict[str, Part] = {}
-    partial: dict[str, tuple[str, ...]] = {}
-    absent: set[str] = set()
-    outputs: dict[str, Callable[[Tensor], Tensor] | None] = {}
-    notes: list[str] = []
-    sequences = None
-    if plan.layout.context > 1:
-        from shoal.strategies.context_parallel import Subject, apply_context, both, context_axis, plan_context
-
-        # Proven on the whole model, applied to what another axis leaves of it.
-        around = context_axis(mesh)
-        subject = Subject(model, values.whole, made.loss, precision.inputs(made.batch()))
-        sequences = plan_context(subject, around, mesh.device, plan.layout.tensor)
+    axes = _Axes(made, plan, mesh, precision, model)
+    divide_sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
     if plan.layout.tensor > 1:
-        from shoal.strategies.tensor_parallel import divide_model, wholes
-
-        axis = TensorAxis.of(mesh)
-        found = divide_model(model, axis, made.loss, lambda: precision.inputs(made.batch()), values.whole)
-        parts |= found.parts
-        partial |= dict.fromkeys(found.partial, ("tensor",))
-        outputs |= wholes(found, axis)
-        notes += [f"tensor: {line}" for line in found.describe()]
-    if sequences is not None:
-        outputs = both(apply_context(model, sequences, around), outputs)
-        partial |= {name: (*partial.get(name, ()), "context") for name in sequences.partial}
-        notes += [f"context: {line}" for line in sequences.notes]
-    if shards_model(plan):
+        axes.tensor(values.whole)
+    if divide_sequences is not None:
+        divide_sequences()
+    pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
+    if plan.shards_model:
         from shoal.strategies.fully_sharded import shard  # half a second of torch, which other plans do not need
 
         shard(model, plan, mesh, precision)
     device = torch.device("cpu") if plan.shard.offload else mesh.device
-    materialise(model, values.whole, parts, absent, device)
-    return Holding(mesh, model, parts, partial, outputs=outputs, notes=notes)
+    materialise(model, values.whole, axes.division.parts, axes.division.absent, device)
+    return Holding(mesh, model, axes.division), pipeline
 
 
-def shards_model(plan: Plan) -> bool:
-    """Whether gradients, or parameters too, are divided over the shard axis."""
-    return plan.layout.shard > 1 and plan.shard.level != "optimizer"
+@dataclass(frozen=True)
+class _Axes:
+    """The axes along which a model on the meta device is divided, in place, one after the other."""
 
+    made: Made
+    plan: Plan
+    mesh: Mesh
+    precision: Precision
+    model: nn.Module
+    division: Division = field(default_factory=Division)
 
-def divides_model(plan: Plan) -> bool:
-    """Whether ranks hold parts of the model."""
-    return shards_model(plan) or plan.degrees.shares_grains > 1
+    def tensor(self, whole: Whole) -> None:
+        """Layers cut along their features. Collective: the tensor axis, two broadcasts."""
+        from shoal.strategies.tensor_collectives import TensorAxis
+        from shoal.strategies.tensor_parallel import divide_model, wholes
+
+        axis, division = TensorAxis.of(self.mesh), self.division
+        found = divide_model(self.model, axis, self.made.loss, self._batch, whole)
+        division.parts |= found.parts
+        division.add_partial(found.partial, "tensor")
+        division.outputs |= wholes(found, axis)
+        division.notes += [f"tensor: {line}" for line in found.describe()]
+
+    def sequences(self, whole: Whole) -> Callable[[], None]:
+        """What cuts sequences inside of blocks: proven on the whole model, for what another axis will leave of it.
+
+        Collective: the context axis, for the proofs.
+        """
+        from shoal.strategies.context_parallel import Subject, apply_context, both, context_axis, plan_context
+
+        axis, division, layout = context_axis(self.mesh), self.division, self.plan.layout
+        subject = Subject(self.model, whole, self.made.loss, self._batch())
+        found = plan_context(subject, axis, self.mesh.device, layout.tensor)
+
+        def apply() -> None:
+            division.outputs.update(both(apply_context(self.model, found, axis), division.outputs))
+            division.add_partial(found.partial, "context")
+            division.notes.extend(f"context: {line}" for line in found.notes)
+
+        return apply
+
+    def pipeline(self) -> Pipeline:
+        """Stages. Collective: all ranks, new groups."""
+        from shoal.strategies.pipeline import Pipeline
+        from shoal.strategies.stages import Stages
+        from shoal.strategies.wires import Wires
+
+        section, mesh = self.plan.pipeline, self.mesh
+        stages = Stages.build(
+            self.model,
+            self.made.pair,
+            self._batch(),
+            num_stages=self.plan.layout.pipeline * section.stages_per_rank,
+            split=section.split,
+            device=mesh.device,
+        )
+        wires = Wires.open(list(mesh.layout.groups("pipeline")), mesh.rank, COLLECTIVE_TIMEOUT)
+        found = Pipeline(stages, wires, section.schedule, section.stages_per_rank, mesh.device)
+        parameters = {name for name, _ in self.model.named_parameters()}
+        named = parameters | {name for name, _ in self.model.named_buffers()}
+        self.division.absent.update(named.difference(found.held))
+        self.division.add_partial(found.shared & parameters, "pipeline")
+        self.division.is_elsewhere = found.is_elsewhere
+        return found
+
+    def _batch(self) -> Any:
+        return self.precision.inputs(self.made.batch())
 
 
 def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_grains: int, mark: Mark) -> Strategy:
@@ -92,7 +138,7 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
     mesh = holding.mesh
     reduce = Precision.of(plan.precision, mesh.device).reduce
     strategy: Strategy
-    if shards_model(plan):
+    if plan.shards_model:
         from shoal.strategies.fully_sharded import FullySharded
 
         return FullySharded(holding.model, mesh, mark)

@@ -101,6 +101,14 @@ class Strategy(ABC):
         `total` is a scalar times any factor that is the same for all; its graph is freed.
         """
 
+    def add(self, sums: Tensor) -> None:
+        """Adds a microbatch's sums, where a pipeline runs its backward."""
+        raise NotImplementedError
+
+    def arm(self) -> None:
+        """Says that the backward which a pipeline runs next is this rank's last of the step."""
+        raise NotImplementedError
+
     @abstractmethod
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The sums over all ranks, with every rank's `row` where that costs nothing.
@@ -124,6 +132,10 @@ class Strategy(ABC):
     def lockstep(self) -> bool:
         """Whether ranks with different grains meet within each microbatch, and so have to compute as many of them."""
         return False
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """What holds gradients besides the parameters' own `.grad`; none."""
+        return []
 
     @abstractmethod
     def close(self) -> None:

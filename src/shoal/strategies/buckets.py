@@ -14,37 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.planner.division import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets, gathers
 from shoal.strategies.base import Flags
 
-# As DDP a small bucket first, so that the first all-reduce starts early, and unlike DDP a small one last: it is all
-# that the backward cannot hide. Between them 4 MiB over Gloo; NCCL needs DDP's 25 for its bandwidth.
-END_BUCKET_BYTES, GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES = 1 << 20, 4 << 20, 25 << 20
-# Below this, and on few ranks, Gloo gathers and each rank adds: one exchange where an all-reduce takes two. 0.5 MB
-# between two busy processes took 1.7 ms instead of 2 to 4; 13 MB took 21 instead of 12.
-GATHER_BYTES, GATHER_RANKS = 2 << 20, 4
 _NUM_FLAGS = 2
-
-
-def divide_into_buckets(sizes: Sequence[int], middle_bytes: int) -> list[list[int]]:
-    """Indices of parameters of these sizes in bytes, last first: the order in which the backward comes to them.
-
-    A bucket closes once it has reached its size: END_BUCKET_BYTES for the first and the last, else `middle_bytes`.
-    """
-    order = list(reversed(range(len(sizes))))
-    cut, tail = len(order), 0
-    while cut and tail < END_BUCKET_BYTES:  # the last bucket, from its end
-        cut -= 1
-        tail += sizes[order[cut]]
-    groups: list[list[int]] = []
-    size, limit = 0, 0
-    for i in order[:cut]:
-        if size >= limit:
-            limit = middle_bytes if groups else END_BUCKET_BYTES
-            groups.append([])
-            size = 0
-        groups[-1].append(i)
-        size += sizes[i]
-    return [*groups, order[cut:]]
 
 
 @dataclass
@@ -77,7 +50,10 @@ class GradientBuckets:
         self._buckets: list[_Bucket] = []
         self._place: dict[int, tuple[_Bucket, Tensor]] = {}
         self._num_extras = 0
-        self._fill_buckets()
+        # One process in one dtype has nothing to sum: autograd's own accumulation is all there is.
+        self._plain = world_size == 1 and all(p.dtype == dtype for p in self._parameters)
+        if not self._plain:
+            self._fill_buckets()
         self._fired = [0] * len(self._parameters)
         self._fired_before: list[int] | None = None
         self._armed = False
@@ -85,8 +61,6 @@ class GradientBuckets:
         # Not before a whole step has shown that each parameter's gradient is complete when its hook first fires:
         # under reentrant checkpointing a shared parameter's fires more than once.
         self._overlap = False
-        # One process in one dtype has nothing to sum: autograd's own accumulation is all there is.
-        self._plain = world_size == 1 and all(p.dtype == dtype for p in self._parameters)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(i))
             for i, p in enumerate(self._parameters)
@@ -128,6 +102,10 @@ class GradientBuckets:
             end = start + self._parameters[i].numel()
             self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
             start = end
+
+    def buffers(self) -> list[Tensor]:
+        """The flat buffers, and where they are gathered."""
+        return [t for b in self._buckets for t in (b.flat, b.gathered) if t is not None]
 
     def begin(self) -> None:
         """No gradients."""
@@ -178,8 +156,7 @@ class GradientBuckets:
     def _launch(self) -> None:
         bucket = self._buckets[self._launched]
         flat = bucket.flat
-        small = flat.numel() * flat.itemsize <= GATHER_BYTES and self._world_size <= GATHER_RANKS
-        if small and flat.device.type == "cpu":
+        if gathers(flat.numel() * flat.itemsize, self._world_size, flat.device.type == "cpu"):
             if bucket.gathered is None or bucket.gathered.shape[1] != flat.numel():
                 bucket.gathered = flat.new_empty(self._world_size, flat.numel())
             bucket.work = dist.all_gather(list(bucket.gathered.unbind()), flat, group=self._group, async_op=True)

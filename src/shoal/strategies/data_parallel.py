@@ -33,10 +33,18 @@ class DataParallel(Replicated):
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         """Adds a microbatch; sums of full buckets are on their way while the last one's backward still runs."""
-        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        self.add(sums)
         if last:
-            self._buckets.arm()
+            self.arm()
         run_backward(total)
+
+    def add(self, sums: Tensor) -> None:
+        """Adds up."""
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+
+    def arm(self) -> None:
+        """Lets full buckets go."""
+        self._buckets.arm()
 
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """Waits for the gradients; the sums and rows travel in their last bucket, or apart if that is too narrow.
@@ -59,6 +67,10 @@ class DataParallel(Replicated):
         cut = len(extras) - rows.numel()
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered)
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """The buckets."""
+        return self._buckets.buffers()
 
     def close(self) -> None:
         """Takes the hooks off."""
@@ -138,6 +150,10 @@ class ExactDataParallel(Replicated):
         parts = flat.split([p.numel() for p in self._parameters])
         for parameter, part, is_used in zip(self._parameters, parts, used.tolist(), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter.dtype) if is_used else None
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """The tree's vectors."""
+        return self._tree.buffers()
 
     def close(self) -> None:
         """Holds no hooks."""

@@ -19,24 +19,12 @@ from shoal.errors import JobError, ShoalError
 from shoal.faults import as_shoal_error
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
+from shoal.planner.division import PIECE_BYTES, divide, pack
 from shoal.randomness import all_generators
 from shoal.strategies.base import Flags, Mark, StepSums, Strategy
 
-# Smaller parameters of one owner travel together, up to this many bytes: a broadcast costs as much as 0.1 MB of it.
-PIECE_BYTES = 1 << 20
-
-
 # Broadcasts at once: the buffers that they need are all that the exchange adds to memory.
 PIECES_AT_ONCE = 4
-
-
-def divide(sizes: Sequence[int], num_owners: int) -> list[int]:
-    """An owner for each size: the largest first, each to whom has least. Within 4/3 of the best (Graham 1969)."""
-    owners, loads = [0] * len(sizes), [0] * num_owners
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] += sizes[i]
-    return owners
 
 
 @dataclass(frozen=True)
@@ -78,6 +66,14 @@ class ShardedOptimizer(Strategy):
         """As the inner strategy."""
         self._inner.backward(microbatch, total, sums, last)
 
+    def add(self, sums: Tensor) -> None:
+        """As the inner strategy."""
+        self._inner.add(sums)
+
+    def arm(self) -> None:
+        """As the inner strategy."""
+        self._inner.arm()
+
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """As the inner strategy."""
         return self._inner.finish(flags, num_sums, row)
@@ -112,18 +108,14 @@ class ShardedOptimizer(Strategy):
 
     def _pieces(self, parameters: list[Tensor]) -> Iterator[_Piece]:
         for root in self._ranks:
-            small: list[Tensor] = []
-            for parameter in (p.detach() for p in parameters if self._root[id(p)] == root):
-                if parameter.is_contiguous() and parameter.numel() * parameter.itemsize >= PIECE_BYTES:
-                    yield _Piece([parameter], root, None)
-                    continue
-                size = sum(p.numel() * p.itemsize for p in [*small, parameter])
-                if small and (size > PIECE_BYTES or parameter.dtype != small[0].dtype):
-                    yield self._packed(small, root)
-                    small = []
-                small.append(parameter)
-            if small:
-                yield self._packed(small, root)
+            owned = [p.detach() for p in parameters if self._root[id(p)] == root]
+            sizes = [p.numel() * p.itemsize for p in owned]
+            alone = [p.is_contiguous() and size >= PIECE_BYTES for p, size in zip(owned, sizes, strict=True)]
+            for members in pack(sizes, alone, [p.dtype for p in owned]):
+                if alone[members[0]]:
+                    yield _Piece([owned[members[0]]], root, None)
+                else:
+                    yield self._packed([owned[i] for i in members], root)
 
     def _packed(self, parameters: list[Tensor], root: int) -> _Piece:
         flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
@@ -135,6 +127,10 @@ class ShardedOptimizer(Strategy):
     def updates(self, parameter: Tensor) -> bool:
         """Whether this rank is its owner; what is not trained (and has a state all the same) has every rank."""
         return self._root.get(id(parameter), self._mesh.rank) == self._mesh.rank
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """As the inner strategy."""
+        return self._inner.gradient_buffers()
 
     def close(self) -> None:
         """As the inner strategy."""

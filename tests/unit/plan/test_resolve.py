@@ -124,9 +124,8 @@ def test_everything_unsupported_is_named_at_once() -> None:
     )
     with pytest.raises(PlanError) as caught:
         refuse_unsupported(plan)
-    wanted = [f"layout.{axis}" for axis in ("tensor", "pipeline", "context")]
+    wanted = [f"layout.{axis}" for axis in ("tensor", "context")]
     wanted += [
-        "shard.level",
         "memory.recompute",
         "collectives.all_reduce",
         "collectives.compression",

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from shoal.planner.division import END_BUCKET_BYTES, GLOO_BUCKET_BYTES, divide_into_buckets
 from shoal.strategies.base import Flags
-from shoal.strategies.buckets import END_BUCKET_BYTES, GLOO_BUCKET_BYTES, GradientBuckets, divide_into_buckets
+from shoal.strategies.buckets import GradientBuckets
 
 MIDDLE = 4 << 20
 
@@ -118,7 +119,7 @@ def test_small_buckets_first_and_last(sizes: list[int]) -> None:
 def test_each_parameter_has_its_place_in_a_bucket() -> None:
     sizes = [END_BUCKET_BYTES // 4, 10, GLOO_BUCKET_BYTES // 8, END_BUCKET_BYTES // 4, 10]
     parameters = [nn.Parameter(torch.zeros(n)) for n in sizes]
-    buckets = GradientBuckets(parameters, torch.float32, 1)
+    buckets = GradientBuckets(parameters, torch.float32, 2)
     homes = [id(buckets._place[i][0]) for i in range(len(sizes))]
     assert [homes.index(home) for home in homes] == [0, 1, 1, 3, 3]
     assert all(buckets._place[i][1].shape == p.shape for i, p in enumerate(parameters))

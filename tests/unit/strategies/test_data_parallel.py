@@ -11,9 +11,9 @@ from shoal.data.loader import MapLoader, Place
 from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source
 from shoal.errors import PlanError
+from shoal.holding import Holding
 from shoal.job import Steps
 from shoal.ledger import DIGEST_WORDS, grain_digest
-from shoal.holding import Holding
 from shoal.mesh import Mesh
 from shoal.plan import Layout, Plan
 from shoal.strategies.assemble import assemble
@@ -113,8 +113,8 @@ def test_flags_travel_with_the_sums(exact: bool) -> None:
 
 def test_what_is_not_executed_is_refused() -> None:
     plan = Plan().with_sections(collectives={"all_reduce": "ring"})
+    model = nn.Linear(1, 1)
     with pytest.raises(PlanError, match=r"collectives\.all_reduce"):
-        model = nn.Linear(1, 1)
         assemble(plan, Holding(MESH, model), list(model.parameters()), 4, lambda span: None)
 
 

@@ -1,0 +1,193 @@
+"""Metering: the first steps of a run, counted and measured, beside what the planner's formulas say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.grains import Grain, share
+from shoal.holding import Holding
+from shoal.memory import Gathered, MemoryMeter
+from shoal.mesh import Mesh
+from shoal.observation import Observer
+from shoal.plan.layout import Layout
+from shoal.plan.plan import Plan
+from shoal.planner.communication import Array, Gradients, Sharding, Volumes
+from shoal.planner.memory import Footprint, StateShape, state_shape
+from shoal.planner.rank import Described, memory, traffic
+from shoal.precision import Precision
+from shoal.strategies.base import Strategy
+from shoal.traffic import Traffic
+
+# Two, of which the later one counts: in the first, caches and lazy states are still being made. All others send the
+# same, and none of them pays for it.
+MEASURED_STEPS = 2
+
+
+class StepMeter(Observer):
+    """Counts traffic and measures memory in the first steps that update; those after them are left alone.
+
+    What is counted lies between a step's agreement and the end of its update: agreements that do not travel with the
+    sums, checkpoints and evaluations are not part of it.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.volumes = Volumes()
+        self.footprint: Footprint | None = None
+        self._left = 0
+        self._current = 0
+        self._traffic: Traffic | None = None
+        self._memory: MemoryMeter | None = None
+        self._strategy: Strategy | None = None
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, mesh: Mesh) -> None:
+        """What is measured, before the first step."""
+        self._memory, self._strategy = MemoryMeter(model, optimizer), strategy
+        self._traffic = Traffic(mesh.groups, self._memory.collective)
+        self._left = MEASURED_STEPS
+
+    @property
+    def attached(self) -> bool:
+        """Whether it was told what to measure."""
+        return self._traffic is not None
+
+    def begin(self, step: int, factor: float) -> None:
+        """Starts to measure, anew where a step is computed again."""
+        if self._left and self._traffic is not None and self._memory is not None:
+            self._current = step
+            self._traffic.start()
+            self._memory.start()
+
+    def reduced(self, loss: float, weight: float, scale: float) -> None:
+        """The gradients are all there."""
+        if self._left and self._memory is not None and self._strategy is not None:
+            self._memory.summed(self._strategy.gradient_buffers())
+
+    def updated(self, skipped: str | None) -> None:
+        """Ends the measurement of a step that updated."""
+        if self._left and self._traffic is not None and self._memory is not None:
+            volumes, footprint = self._traffic.stop(), self._memory.stop()
+            if skipped is None:
+                self.step, self.volumes, self.footprint = self._current, volumes, footprint
+                self._left -= 1
+
+    def close(self) -> None:
+        """Ends a measurement that an error cut short."""
+        self._left = 0
+        if self._traffic is not None and self._memory is not None:
+            self._traffic.stop()
+            self._memory.abandon()
+
+    def to_json(self) -> dict[str, Any] | None:
+        """{"step": from 1, "traffic", "memory"}; None where no step was measured."""
+        if self.step is None or self.footprint is None:
+            return None
+        return {"step": self.step + 1, "traffic": self.volumes.to_json(), "memory": self.footprint.to_json()}
+
+
+def blocks(told: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """The blocks `traffic` and `memory` of a result, from what each rank measured and what was predicted for it."""
+    found: dict[str, Any] = {}
+    for kind in ("traffic", "memory"):
+        ranks = [
+            {"rank": rank, "step": own["step"], "measured": own[kind], "predicted": own["predicted"][kind]}
+            for rank, own in enumerate(told)
+            if own is not None
+        ]
+        found[kind] = {"ranks": ranks} if ranks else None
+    return found
+
+
+def predicted(plan: Plan, described: Described, rank: int) -> dict[str, Any]:
+    """{"traffic", "memory"} by the formulas; None where there is none for the layout."""
+    volumes, footprint = traffic(plan, described, rank), memory(plan, described, rank)
+    return {
+        "traffic": volumes.to_json() if volumes is not None else None,
+        "memory": footprint.to_json() if footprint is not None else None,
+    }
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The grains of the measured step, of a job of `num_grains`, and how many of them share a forward.
+
+    `buffers` names those that the forward changes.
+    """
+
+    num_grains: int
+    grains: Sequence[Grain]
+    grains_per_microbatch: int = 1
+    buffers: Sequence[str] = ()
+
+    def held(self, layout: Layout) -> list[list[int]]:
+        """The grains of each rank."""
+        places = [layout.coordinate(rank) for rank in range(layout.world_size)]
+        parts = [share(list(self.grains), p.data * layout.shard + p.shard, layout.divides_grains) for p in places]
+        return [[grain.index for grain in part] for part in parts]
+
+
+def describe(
+    holding: Holding, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
+) -> Described:
+    """The measured step as the formulas need to know it, on this rank."""
+    known = dict(holding.model.named_buffers(remove_duplicate=False))
+    held = shares.held(plan.degrees)
+    gradients = Gradients(
+        tuple(array(p) for _, p in holding.parameters() if p.requires_grad),
+        reduce_itemsize=precision.reduce.itemsize,
+        on_cpu=precision.device.type == "cpu",
+        buffer_numel=sum(known[name].numel() for name in shares.buffers),
+    )
+    return Described(
+        gradients,
+        frozen=tuple(array(p) for _, p in holding.parameters() if not p.requires_grad),
+        state=optimizer_shape(optimizer),
+        num_grains=shares.num_grains,
+        held=held,
+        sharding=sharding(holding.model, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
+    )
+
+
+def sharding(model: nn.Module, plan: Plan, precision: Precision, microbatches: int) -> Sharding | None:
+    """How fully_shard cuts a model; None where it does not."""
+    groups = Gathered(model).groups
+    if not groups:
+        return None
+    places = {module: number for number, module in enumerate(model.modules())}
+    inner = [group for group in groups if model not in group.modules]
+    own = [p for group in groups if model in group.modules for p in group.fsdp_params]
+    last = max((places[m] for group in inner for unit in group.modules for m in unit.modules()), default=-1)
+    units = [[array(p.sharded_param) for p in params] for params in [*(group.fsdp_params for group in inner), own]]
+    return Sharding(
+        tuple(map(tuple, units)),
+        degree=plan.layout.shard,
+        replicas=plan.layout.data,
+        microbatches=microbatches,
+        kept=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
+        gather_itemsize=precision.parameters.itemsize,
+        reduce_itemsize=precision.reduce.itemsize,
+        root_early=sum(array(p.sharded_param).numel for p in own if places[p._module_info.module] > last),
+    )
+
+
+def array(parameter: Tensor) -> Array:
+    """A parameter as the formulas see it."""
+    kind = str(parameter.dtype).removeprefix("torch.")
+    return Array(tuple(parameter.shape), parameter.itemsize, parameter.is_contiguous(), kind)
+
+
+def optimizer_shape(optimizer: torch.optim.Optimizer) -> StateShape | None:
+    """The state of one of torch.optim's own, alike in all its groups; None for any other."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    name = type(optimizer).__name__
+    found = {
+        state_shape(name, bool(g.get("amsgrad")), bool(g.get("momentum")), bool(g.get("centered")))
+        for g in optimizer.param_groups
+    }
+    return found.pop() if len(found) == 1 else None

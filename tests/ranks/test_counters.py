@@ -1,0 +1,211 @@
+"""Traffic and memory on real ranks: what is counted in a step is what the formulas say of it, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.conformance.cases import job as small
+from tests.launching import JOBS, Run, run
+from tests.unit.planner.worlds import Case, Transformer, backward, shard, sharding
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shoal
+from shoal.computation import Computation
+from shoal.engine import Options, build
+from shoal.environment import Environment
+from shoal.memory import MemoryMeter
+from shoal.mesh import open_mesh
+from shoal.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted
+from shoal.plan.layout import Layout
+from shoal.plan.resolve import complete
+from shoal.planner.communication import Volumes, fully_sharded
+from shoal.planner.memory import (
+    StateShape,
+    cut,
+    gathered_parameters,
+    optimizer_state,
+    scattered_gradients,
+    sharded_parameters,
+)
+from shoal.telemetry import RecordWriter
+from shoal.traffic import Traffic
+from shoal.trainer import Surroundings
+from shoal.verification.fork import forked
+
+pytestmark = pytest.mark.ranks
+
+
+class Normed(nn.Module):
+    """Batch statistics, which travel with the sums, and enough parameters for several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 900), nn.BatchNorm1d(900)
+        self.second, self.last = nn.Linear(900, 1300), nn.Linear(1300, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.second(self.norm(self.first(x)))))
+        return out
+
+
+def transformer(**changes: Any) -> shoal.Job:
+    """Blocks, of which fully_shard makes units."""
+
+    def data(samples: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+        found = torch.randint(50, (samples, 9), generator=torch.Generator().manual_seed(seed))
+        return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+    return small(
+        model=Transformer,
+        loss=lambda model, batch: shoal.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
+        train_data=partial(data, 100),
+        eval_data=None,
+        metrics={},
+        **changes,
+    )
+
+
+adamw = partial(torch.optim.AdamW, lr=0.01)
+JOBS_TO_COUNT = {
+    "small": small,
+    "several buckets": partial(small, model=Normed, optimizer=adamw),
+    "transformer": partial(transformer, optimizer=adamw),
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "fast": {"layout": {"data": 2}},
+    "fast on 5": {"layout": {"data": 5}},
+    "two microbatches": {"layout": {"data": 2}, "batch": {"grains_per_microbatch": 2}},
+    "narrow sums": {
+        "layout": {"data": 2},
+        "precision": {"parameters": "bfloat16", "compute": "bfloat16", "reduce": "bfloat16"},
+    },
+    "exact": {"layout": {"data": 3}, "execution": {"exact": True}},
+    "zero 1": {"layout": {"shard": 2}, "shard": {"level": "optimizer"}},
+    "zero 2": {"layout": {"shard": 2}, "shard": {"level": "gradients"}, "batch": {"grains_per_microbatch": 2}},
+    "zero 3": {"layout": {"shard": 3}, "shard": {"level": "parameters"}},
+    "zero 3, hybrid": {"layout": {"data": 2, "shard": 2}, "shard": {"level": "parameters"}},
+    "zero 1, exact": {"layout": {"data": 2, "shard": 2}, "shard": {"level": "optimizer"}, "execution": {"exact": True}},
+}
+
+
+def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int = 3) -> list[dict[str, Any]]:
+    """Trains some steps on forked ranks; what each of them measured, and what the formulas say."""
+
+    plan = complete(shoal.Plan().with_sections(**sections), job.grains, job.grain_size)
+
+    def work(environment: Environment) -> None:
+        around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
+        with open_mesh(environment, plan.degrees) as mesh:
+            meter = StepMeter()
+            engine = build(job, plan, mesh, Options(telemetry=False, observer=meter))
+            try:
+                meter.attach(engine.model, engine.updater.optimizer, engine.strategy, mesh)
+                outcome = engine.trainer(None, steps, around, RecordWriter(None)).train()
+                found = Computation.from_json(outcome.state.computation or {})
+                grains = engine.order.grains(meter.step or 0)
+                shares = Shares(job.grains, grains, found.effective_grains, found.buffers)
+                step = describe(engine.holding, engine.updater.optimizer, plan, engine.precision, shares)
+                told = {"measured": meter.to_json(), "predicted": predicted(plan, step, mesh.rank)}
+                (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told))
+            finally:
+                meter.close()
+                engine.close()
+
+    with forked(plan.degrees.world_size, work, folder) as wait:
+        wait()
+    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(plan.degrees.world_size)]
+
+
+@pytest.mark.parametrize("job", JOBS_TO_COUNT.values(), ids=JOBS_TO_COUNT.keys())
+@pytest.mark.parametrize("sections", PLANS.values(), ids=PLANS.keys())
+def test_a_step_sends_and_holds_what_the_formulas_say(job: Any, sections: dict[str, Any], tmp_path: Path) -> None:
+    for told in measured(job(), sections, tmp_path / "ranks"):
+        found, wanted = told["measured"], told["predicted"]
+        assert found["step"] == MEASURED_STEPS
+        assert found["traffic"] == wanted["traffic"]
+        assert found["memory"] | {"activations": None} == wanted["memory"]
+        assert found["memory"]["activations"] > 0
+
+
+def test_activations_grow_with_the_microbatch_and_not_with_their_number(tmp_path: Path) -> None:
+    job = small(grains=8, global_batch=16)
+    layout = {"layout": {"data": 2}}
+    whole, parts = (
+        measured(job, {**layout, "batch": {"grains_per_microbatch": n}}, tmp_path / str(n))[0]["measured"]["memory"]
+        for n in (4, 1)
+    )
+    # A sample's input, tanh, logarithms and label; the scalar is the weight that the loss divides by.
+    sample = (6 + 16 + 3) * 4 + 8
+    assert whole["activations"] - parts["activations"] == 6 * sample
+
+
+def test_the_result_of_a_run_has_them_for_each_rank(tmp_path: Path) -> None:
+    ended = run(Run(f"{JOBS / 'tiny.py'}:gpt", tmp_path / "run", 2, arguments=("--steps", "4"))).expect(0)
+    for kind in ("traffic", "memory"):
+        ranks = ended.result[kind]["ranks"]
+        assert [(part["rank"], part["step"]) for part in ranks] == [(0, 2), (1, 2)]
+        for part in ranks:
+            known = {name for name, value in part["predicted"].items() if value is not None}
+            assert {name: part["measured"][name] for name in known} == {name: part["predicted"][name] for name in known}
+    bare = run(Run(f"{JOBS / 'tiny.py'}:gpt", tmp_path / "bare", 2, arguments=("--steps", "4", "--no-telemetry")))
+    assert bare.expect(0).result["traffic"] is None
+    assert bare.result["weights_sha256"] == ended.result["weights_sha256"]
+
+
+# --------------------------------------------------------------------------------------------------------- fully_shard
+
+
+@pytest.mark.parametrize(("replicas", "degree"), [(1, 2), (1, 4), (2, 2)])
+def test_fully_shard_sends_and_holds_what_the_formulas_say(replicas: int, degree: int, tmp_path: Path) -> None:
+    def work(environment: Environment) -> None:
+        with open_mesh(environment, Layout(data=replicas * degree)) as own:
+            mesh = init_device_mesh("cpu", (replicas, degree), mesh_dim_names=("data", "shard"))
+            for case in (Case(), Case("gradients", 2), Case(microbatches=2, reduce_every=False)):
+                one_case(case, mesh, own.rank)
+            (folder / f"done-{own.rank}").touch()
+            dist.barrier()
+
+    folder = tmp_path / "ranks"
+    with forked(replicas * degree, work, folder) as wait:
+        wait()
+    assert len(list(folder.glob("done-*"))) == replicas * degree
+
+
+def one_case(case: Case, mesh: DeviceMesh, rank: int) -> None:
+    """Two steps of a model that is cut anew; the second is compared."""
+    replicas, degree = mesh.shape
+    model = Transformer(vocabulary=51)  # not a multiple of the ranks
+    expected = sharding(model, case, degree, replicas)
+    shard(model, case, mesh if replicas > 1 else mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    meter = MemoryMeter(model, optimizer)
+    traffic = Traffic({axis: mesh.get_group(axis) for axis in ("data", "shard")}, meter.collective)
+    for _ in range(2):
+        with traffic:
+            meter.start()
+            backward(model, case)
+            meter.summed()
+            optimizer.step()
+            found = meter.stop()
+        optimizer.zero_grad()
+    assert traffic.volumes == fully_sharded(expected)
+    assert found.parameters == sharded_parameters(expected)
+    assert found.gathered == gathered_parameters(expected)
+    assert found.gradients == scattered_gradients(expected)
+    state = [cut(a, rank % degree, degree) for unit in expected.units for a in unit]
+    assert found.optimizer == optimizer_state(state, StateShape(2, 4))
+
+
+def test_the_comparison_can_fail() -> None:
+    volumes = Volumes()
+    volumes.add("world", "all_reduce", 8)
+    other = Volumes()
+    other.add("world", "all_reduce", 9)
+    assert volumes.to_json() != other.to_json()
