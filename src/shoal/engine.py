@@ -37,6 +37,8 @@ from shoal.randomness import seed_everything
 from shoal.step import StepParts
 from shoal.strategies.assemble import Made, assemble, divide
 from shoal.strategies.base import Strategy
+from shoal.strategies.compiled import compile_blocks
+from shoal.strategies.recompute import recompute
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
 from shoal.transfer import Transfer
@@ -156,6 +158,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     holding, pipeline = _hold(job, plan, mesh, precision, source)
     model = holding.model
+    together(mesh, lambda: compile_blocks(model, plan, precision))
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
     clock = StepClock(mesh.device, options.telemetry)
@@ -218,6 +221,7 @@ def _hold(
         made = Made(functools.partial(make_model, job), key, job.loss, pair, lambda: small_batch(source, job.collate))
         return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
     model = together(mesh, lambda: build_model(job, precision))
+    together(mesh, lambda: recompute(model, plan.memory.recompute))
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     return Holding(mesh, model, divides_state=plan.layout.shard > 1), None
 

@@ -342,6 +342,19 @@ def _generator_given(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> An
     return _split_call(scope, func, args, kwargs)
 
 
+def belongs_to_grains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers or has batch statistics, so that a GrainScope has to see it."""
+    handler = _HANDLERS.get(func) if callable(func) else None
+    if handler is _dropout:
+        _, p, training = _dropout_arguments(*args, **kwargs)
+        return bool(training) and p != 0.0
+    if handler is _batch_norm:
+        return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+    if handler is _attention:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) != 0.0)
+    return handler is not None
+
+
 def _under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
     """Calls with the device's global generator in the state of `generator`, and puts it back."""
     device = generator.device

@@ -61,7 +61,8 @@ class ForwardRecorder:
     def _hook(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             whole = self._outputs.get(name, _same)
-            if self._microbatch is not None and whole is not None:
+            # A compiled block shows itself and nothing within.
+            if self._microbatch is not None and whole is not None and not torch.compiler.is_compiling():
                 self._calls[name] += 1
                 call = self._calls[name]
                 if self._is_elsewhere():

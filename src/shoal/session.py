@@ -42,6 +42,8 @@ from shoal.replay import Replay
 from shoal.startup import prepare_process
 from shoal.strategies.assemble import assemble
 from shoal.strategies.base import NUM_SUMS, Flags, microbatch_sums
+from shoal.strategies.compiled import compile_blocks
+from shoal.strategies.recompute import recompute
 from shoal.update import Parameters, Updater
 
 
@@ -104,6 +106,8 @@ class Session:
         model = adapted(model)
         model.to(self.mesh.device) if kind == torch.float32 else model.to(self.mesh.device, kind)
         self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+        recompute(model, self.plan.memory.recompute)
+        compile_blocks(model, self.plan, self._precision)
         self._model, self._optimizer = model, optimizer
         return model, optimizer
 

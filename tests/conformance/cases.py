@@ -30,6 +30,7 @@ class Case:
     ranks: tuple[int, ...] = (2,)
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: int = 3
+    slow: bool = False
     undivided: bool = False  # its model has no layer that could be cut
     blocks: bool = False  # whether it repeats blocks over sequences, which is what the context axis divides
 
@@ -262,6 +263,60 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(36, 3))
 
 
+class Stacked(nn.Module):
+    """The language model with blocks in a list, whose dropout and products are within them."""
+
+    def __init__(self, vocabulary: int = 16, width: int = 8, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+            if layer % 2
+            else Perceptron(width)
+            for layer in range(2 * layers)
+        )
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Perceptron(nn.Module):
+    """With dropout, around a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(x))))
+        return out
+
+
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm around a shortcut."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.norm2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+        return out
+
+
+def residual() -> nn.Module:
+    """A small ResNet."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Sequential(Residual(), Residual()), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3)
+    )
+
+
 def contrastive(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     """Each sample against the others of its batch."""
     features = F.normalize(model(batch[0]), dim=1)
@@ -310,6 +365,12 @@ def without_first(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return shoal.cross_entropy(model(inputs), kept, ignore_index=IGNORED)
 
 
+def recomputing(kind: str, num: int = 2) -> dict[str, dict[str, Any]]:
+    """Activations computed again in the backward, in microbatches of so many grains."""
+    return {"memory": {"recompute": kind}, **grouped(num)}
+
+
+COMPILED = {"execution": {"compile": "default"}, **grouped(2)}
 BF16 = {"precision": {"parameters": "float32", "compute": "bfloat16"}}
 PURE = {"precision": {"parameters": "bfloat16", "compute": "bfloat16"}}
 FP16 = {"precision": {"compute": "float16", "loss_scale": "dynamic"}}
@@ -343,6 +404,24 @@ CASES: dict[str, Case] = {
     "strided gradients": Case(partial(job, model=Strided), (2, 3), undivided=True),
     "checkpointing": Case(partial(job, model=partial(Recomputed, False)), (2,), grouped(2)),
     "reentrant checkpointing": Case(partial(job, model=partial(Recomputed, True)), (2,), grouped(2)),
+    **{
+        f"{kind} recomputation of {name}": Case(made, (2,), recomputing(kind))
+        for kind in ("selective", "full")
+        for name, made in {
+            "blocks with dropout": partial(language, model=Stacked),
+            "batch normalisation": partial(
+                job, model=residual, train_data=partial(images, 100), eval_data=partial(images, 30, 2)
+            ),
+            "a model that checkpoints itself": partial(job, model=partial(Recomputed, False)),
+        }.items()
+    },
+    "full recomputation, in bf16": Case(partial(language, model=Stacked), (2,), {**recomputing("full"), **BF16}),
+    **{
+        f"compiled{with_}": Case(
+            partial(language, model=partial(Stacked, layers=1)), (2,), {**COMPILED, **further}, steps=2, slow=True
+        )
+        for with_, further in {"": {}, " and computed again": {"memory": {"recompute": "full"}}}.items()
+    },
     "a loss over pairs": Case(partial(job, loss=contrastive, fuse=False, metrics={}), (2, 3)),
     "randomness outside torch": Case(partial(job, model=Opaque), (2,)),
     "a first batch without weight": Case(

@@ -59,7 +59,7 @@ STRATEGIES: dict[str, Use] = {
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
     "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
     "tensor axis": Use("DataParallel", "tensor"),
-    "context axis": Use("DataParallel", "context"),
     **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
+    "context axis": Use("DataParallel", "context"),
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.
 }

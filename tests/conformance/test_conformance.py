@@ -24,11 +24,19 @@ def applies(case: Case, use: Use) -> bool:
         return False
     if use.exact:
         return not case.sections
-    return "execution" not in case.sections
+    if case.slow and use.kind != "DataParallel":
+        return False
+    return "exact" not in case.sections.get("execution", {})
 
 
+# Compiled with torch's compiler, which uses what torch calls deprecated.
+SLOW = (
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+)
 RUNS = [
-    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}")
+    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}", marks=SLOW if case.slow else ())
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
     if applies(case, use) and (not use.cases or name in use.cases)

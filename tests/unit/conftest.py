@@ -32,5 +32,6 @@ def same_process_afterwards() -> Iterator[None]:
 
 
 def _lasting(variables: dict[str, str]) -> dict[str, str]:
-    """Without pytest's own, and without what an import of torch's compiler sets for the rest of the process."""
-    return {k: v for k, v in variables.items() if k not in ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")}
+    """Without pytest's own, and without what torch's compiler sets for the rest of the process."""
+    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+    return {k: v for k, v in variables.items() if k not in others}

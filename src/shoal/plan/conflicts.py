@@ -124,6 +124,24 @@ CONFLICTS: tuple[Rule, ...] = (
         "torch does not compile modules whose weights are divided along a tensor axis",
         'execution.compile = "none", or layout.tensor = 1',
     ),
+    Rule(
+        lambda plan: plan.execution.compile != "none" and _wide(plan, "context"),
+        ("execution.compile", "layout.context"),
+        "blocks that exchange their keys and values with other ranks are not one graph",
+        'execution.compile = "none", or layout.context = 1',
+    ),
+    Rule(
+        lambda plan: plan.execution.compile != "none" and plan.memory.recompute == "selective",
+        ("execution.compile", "memory.recompute"),
+        "a compiled block does not show its products; it keeps them and computes the rest again by itself",
+        'memory.recompute = "none" or "full"',
+    ),
+    Rule(
+        lambda plan: plan.execution.compile == "max-autotune" and plan.execution.exact,
+        ("execution.compile", "execution.exact"),
+        "each rank takes the kernels that it measured to be fastest: not the same bits on all of them",
+        'execution.compile = "default", or execution.exact = false',
+    ),
 )
 
 # Each row is one warning, told where the settings are not what a plan says by default.

@@ -90,10 +90,9 @@ def refuse_unsupported(plan: Plan) -> None:
     wants = {
         "execution.exact": (plan.execution.exact and plan.layout.tensor * plan.layout.context > 1, False),
         "layout.context": (plan.layout.context if plan.layout.pipeline > 1 else 1, 1),
-        "memory.recompute": (plan.memory.recompute, "none"),
+        "execution.compile": (plan.execution.compile if plan.layout.context > 1 else "none", "none"),
         "collectives.all_reduce": (plan.collectives.all_reduce, "native"),
         "collectives.compression": (plan.collectives.compression, "none"),
-        "execution.compile": (plan.execution.compile, "none"),
     }
     beyond = {key: value for key, value in wants.items() if value[0] != value[1]}
     if beyond:
@@ -102,6 +101,7 @@ def refuse_unsupported(plan: Plan) -> None:
             conflict="this version does not execute that, and runs nothing as less than it asks for",
             remedy=", ".join(f"{key} = {known!r}" for key, (_, known) in beyond.items()),
         )
+    _refuse_compiled(plan)
     if plan.layout.pipeline > 1:
         _refuse_pipeline(plan)
     if plan.precision.loss_scale != "none" and plan.precision.compute != "float16":
@@ -109,6 +109,22 @@ def refuse_unsupported(plan: Plan) -> None:
             f"precision.loss_scale = {plan.precision.loss_scale!r} has no effect on {plan.precision.compute} compute",
             SettingWarning,
             stacklevel=2,
+        )
+
+
+def _refuse_compiled(plan: Plan) -> None:
+    kind = plan.execution.compile
+    if kind != "none" and plan.memory.recompute == "selective":
+        raise PlanError(
+            given=f"execution.compile = {kind!r} with memory.recompute = 'selective'",
+            conflict="a compiled block does not show its products; it keeps them and computes the rest again by itself",
+            remedy="write memory.recompute = 'none' or 'full'",
+        )
+    if kind == "max-autotune" and plan.execution.exact:
+        raise PlanError(
+            given="execution.compile = 'max-autotune' with execution.exact = true",
+            conflict="each rank takes the kernels that it measured to be fastest: not the same bits on all of them",
+            remedy="write execution.compile = 'default'",
         )
 
 

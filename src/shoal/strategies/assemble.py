@@ -18,9 +18,11 @@ from shoal.precision import Precision
 from shoal.strategies.base import Mark, Strategy
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
 from shoal.strategies.materialise import Whole, materialise
+from shoal.strategies.recompute import recompute
 from shoal.strategies.sharded import ShardedOptimizer
 
 if TYPE_CHECKING:
+    from shoal.strategies.context_plan import ContextPlan
     from shoal.strategies.pipeline import Pipeline
     from shoal.strategies.stages import Function
 
@@ -48,12 +50,13 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Ho
     if precision.parameters != torch.float32:
         model.to(precision.parameters)
     axes = _Axes(made, plan, mesh, precision, model)
-    divide_sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
+    sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
     if plan.layout.tensor > 1:
         axes.tensor(values.whole)
-    if divide_sequences is not None:
-        divide_sequences()
+    if sequences is not None:
+        axes.context(sequences)
     pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
+    recompute(model, plan.memory.recompute)
     if plan.shards_model:
         from shoal.strategies.fully_sharded import shard  # half a second of torch, which other plans do not need
 
@@ -74,6 +77,22 @@ class _Axes:
     model: nn.Module
     division: Division = field(default_factory=Division)
 
+    def sequences(self, whole: Whole) -> ContextPlan:
+        """How sequences are divided: proven on the whole model, applied to what another axis leaves of it."""
+        from shoal.strategies.context_parallel import Subject, context_axis, plan_context
+
+        subject = Subject(self.model, whole, self.made.loss, self._batch())
+        return plan_context(subject, context_axis(self.mesh), self.mesh.device, self.plan.layout.tensor)
+
+    def context(self, sequences: ContextPlan) -> None:
+        """Blocks that compute a part of each sequence. Collective: none; their forwards and backwards are."""
+        from shoal.strategies.context_parallel import apply_context, both, context_axis
+
+        division = self.division
+        division.outputs = both(apply_context(self.model, sequences, context_axis(self.mesh)), division.outputs)
+        division.add_partial(sequences.partial, "context")
+        division.notes += [f"context: {line}" for line in sequences.notes]
+
     def tensor(self, whole: Whole) -> None:
         """Layers cut along their features. Collective: the tensor axis, two broadcasts."""
         from shoal.strategies.tensor_collectives import TensorAxis
@@ -85,24 +104,6 @@ class _Axes:
         division.add_partial(found.partial, "tensor")
         division.outputs |= wholes(found, axis)
         division.notes += [f"tensor: {line}" for line in found.describe()]
-
-    def sequences(self, whole: Whole) -> Callable[[], None]:
-        """What cuts sequences inside of blocks: proven on the whole model, for what another axis will leave of it.
-
-        Collective: the context axis, for the proofs.
-        """
-        from shoal.strategies.context_parallel import Subject, apply_context, both, context_axis, plan_context
-
-        axis, division, layout = context_axis(self.mesh), self.division, self.plan.layout
-        subject = Subject(self.model, whole, self.made.loss, self._batch())
-        found = plan_context(subject, axis, self.mesh.device, layout.tensor)
-
-        def apply() -> None:
-            division.outputs.update(both(apply_context(self.model, found, axis), division.outputs))
-            division.add_partial(found.partial, "context")
-            division.notes.extend(f"context: {line}" for line in found.notes)
-
-        return apply
 
     def pipeline(self) -> Pipeline:
         """Stages. Collective: all ranks, new groups."""

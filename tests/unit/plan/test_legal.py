@@ -251,6 +251,21 @@ EXCLUDED += [
         'execution.compile = "default", layout.tensor = 2',
         'execution.compile = "none", or layout.tensor = 1',
     ),
+    (
+        of(layout={"context": 2}, execution={"compile": "default"}),
+        'execution.compile = "default", layout.context = 2',
+        'execution.compile = "none", or layout.context = 1',
+    ),
+    (
+        of(memory={"recompute": "selective"}, execution={"compile": "default"}),
+        'execution.compile = "default", memory.recompute = "selective"',
+        'memory.recompute = "none" or "full"',
+    ),
+    (
+        of(execution={"compile": "max-autotune", "exact": True}),
+        'execution.compile = "max-autotune", execution.exact = true',
+        'execution.compile = "default", or execution.exact = false',
+    ),
 ]
 
 

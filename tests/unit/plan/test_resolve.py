@@ -118,20 +118,11 @@ def test_exact_mode_computes_grain_by_grain() -> None:
 def test_everything_unsupported_is_named_at_once() -> None:
     plan = of(
         layout={"shard": 2, "tensor": 2, "pipeline": 2, "context": 2},
-        memory={"recompute": "full"},
         collectives={"all_reduce": "ring", "compression": "int8"},
-        execution={"compile": "default"},
     )
     with pytest.raises(PlanError) as caught:
         refuse_unsupported(plan)
-    wanted = [f"layout.{axis}" for axis in ("tensor", "context")]
-    wanted += [
-        "memory.recompute",
-        "collectives.all_reduce",
-        "collectives.compression",
-        "execution.compile",
-    ]
-    for key in wanted:
+    for key in ("layout.context", "collectives.all_reduce", "collectives.compression"):
         assert f"{key} = " in caught.value.given
         assert f"{key} = " in caught.value.remedy
 
@@ -141,6 +132,26 @@ def test_what_is_supported_passes_in_silence() -> None:
         warnings.simplefilter("error")
         refuse_unsupported(of(layout={"data": 8}, execution={"exact": True}))
         refuse_unsupported(apply_wishes(Plan(), Wishes(precision="fp16"), from_file=False))
+
+
+def test_what_does_not_go_with_a_context_axis_is_refused() -> None:
+    refuse_unsupported(of(layout={"context": 2, "tensor": 2, "shard": 2}, memory={"recompute": "full"}))
+    for other in ({"pipeline": 2}, {}):
+        compiled = {} if other else {"compile": "default"}
+        with pytest.raises(PlanError):
+            refuse_unsupported(of(layout={"context": 2, **other}, execution=compiled))
+    with pytest.raises(PlanError, match="execution.exact"):
+        refuse_unsupported(of(layout={"context": 2}, execution={"exact": True}))
+
+
+def test_compilation_that_would_break_a_promise_is_refused() -> None:
+    for kind in ("default", "reduce-overhead", "max-autotune"):
+        refuse_unsupported(of(execution={"compile": kind}, memory={"recompute": "full"}))
+        with pytest.raises(PlanError, match="does not show its products"):
+            refuse_unsupported(of(execution={"compile": kind}, memory={"recompute": "selective"}))
+    refuse_unsupported(of(execution={"compile": "default", "exact": True}))
+    with pytest.raises(PlanError, match="not the same bits"):
+        refuse_unsupported(of(execution={"compile": "max-autotune", "exact": True}))
 
 
 def test_a_loss_scale_without_effect_warns() -> None:
