@@ -140,7 +140,7 @@ def test_what_does_not_go_with_a_context_axis_is_refused() -> None:
         compiled = {} if other else {"compile": "default"}
         with pytest.raises(PlanError):
             refuse_unsupported(of(layout={"context": 2, **other}, execution=compiled))
-    with pytest.raises(PlanError, match="execution.exact"):
+    with pytest.raises(PlanError, match=r"execution\.exact"):
         refuse_unsupported(of(layout={"context": 2}, execution={"exact": True}))
 
 
