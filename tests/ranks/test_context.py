@@ -335,6 +335,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded optimizer": {"layout": {"context": 2, "shard": 2}, "shard": {"level": "optimizer"}},
     "sharded parameters": {"layout": {"context": 2, "shard": 2}, "shard": {"level": "parameters"}},
     "with tensor": {"layout": {"context": 2, "tensor": 2}},
+    "recomputed": {"layout": {"context": 2}, "memory": {"recompute": "full"}},
+    "recomputed in part": {"layout": {"context": 2}, "memory": {"recompute": "selective"}},
 }
 
 

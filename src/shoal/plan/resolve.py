@@ -89,6 +89,8 @@ def refuse_unsupported(plan: Plan) -> None:
     """Raises: PlanError naming everything in the plan that this version does not execute; never runs it as less."""
     wants = {
         "execution.exact": (plan.execution.exact and plan.layout.tensor * plan.layout.context > 1, False),
+        "layout.context": (plan.layout.context if plan.layout.pipeline > 1 else 1, 1),
+        "execution.compile": (plan.execution.compile if plan.layout.context > 1 else "none", "none"),
         "collectives.all_reduce": (plan.collectives.all_reduce, "native"),
         "collectives.compression": (plan.collectives.compression, "none"),
     }

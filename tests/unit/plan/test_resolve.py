@@ -135,6 +135,16 @@ def test_what_is_supported_passes_in_silence() -> None:
         refuse_unsupported(apply_wishes(Plan(), Wishes(precision="fp16"), from_file=False))
 
 
+def test_what_does_not_go_with_a_context_axis_is_refused() -> None:
+    refuse_unsupported(of(layout={"context": 2, "tensor": 2, "shard": 2}, memory={"recompute": "full"}))
+    for other in ({"pipeline": 2}, {}):
+        compiled = {} if other else {"compile": "default"}
+        with pytest.raises(PlanError):
+            refuse_unsupported(of(layout={"context": 2, **other}, execution=compiled))
+    with pytest.raises(PlanError, match=r"execution\.exact"):
+        refuse_unsupported(of(layout={"context": 2}, execution={"exact": True}))
+
+
 def test_compilation_that_would_break_a_promise_is_refused() -> None:
     for kind in ("default", "reduce-overhead", "max-autotune"):
         refuse_unsupported(of(execution={"compile": kind}, memory={"recompute": "full"}))
