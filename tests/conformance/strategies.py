@@ -29,6 +29,7 @@ class Use:
 
 EXACT = {"execution": {"exact": True}}
 OPTIMIZER = {"shard": {"level": "optimizer"}}
+GRADIENTS = {"shard": {"level": "gradients"}}
 
 # Models of two stages or more.
 STAGED = frozenset(
@@ -58,6 +59,8 @@ STRATEGIES: dict[str, Use] = {
     "DataParallel": Use("DataParallel"),
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
     "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
+    "FullySharded": Use("FullySharded", "shard"),
+    "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS),
     "tensor axis": Use("DataParallel", "tensor"),
     **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
     "context axis": Use("DataParallel", "context"),

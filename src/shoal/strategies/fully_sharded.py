@@ -7,12 +7,15 @@ beside it the cut gradients are summed over that axis too (hybrid sharding).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.hooks import RemovableHandle
 
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
@@ -46,6 +49,8 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> lis
     for unit in found:
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # sums over grains, not means over ranks
+        if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13
+            unit.set_reduce_scatter_unused_params(True)  # what the grains of a rank do not touch those of another may
         if mesh.device.type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)
     return found
@@ -98,7 +103,9 @@ class FullySharded(Replicated):
     def __init__(self, model: nn.Module, mesh: Mesh, mark: Mark) -> None:
         self._mesh, self._mark = mesh, mark
         self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self._parameters = list(model.parameters())
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
+        self._handles: dict[int, RemovableHandle] = {}
 
     def begin(self) -> None:
         """No gradients, no sums, and nothing gathered that a forward without a backward has left."""
@@ -106,18 +113,52 @@ class FullySharded(Replicated):
             unit.reshard()
         for parameter in self._parameters:
             parameter.grad = None
+        self._used.zero_()
         self._sums: Tensor | None = None
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         """Adds a microbatch. Collective: the data and shard axes, a reduce-scatter a unit."""
-        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        self.add(sums)
+        if len(self._handles) < len(self._parameters):
+            self._watch()
         run_backward(total)
+
+    def add(self, sums: Tensor) -> None:
+        """Adds a microbatch's sums."""
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+
+    def arm(self) -> None:
+        """The units need not be told."""
+
+    def _watch(self) -> None:
+        """Hooks that tell which parameters got a gradient here: the units sum zeros of those that did not."""
+        numbers = {id(p): i for i, p in enumerate(self._parameters)}
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    number = numbers.get(id(parameter.sharded_param))
+                    gathered = getattr(parameter, "_unsharded_param", None)
+                    if number is not None and gathered is not None and number not in self._handles:
+                        hook = functools.partial(self._note, number)
+                        self._handles[number] = gathered.register_post_accumulate_grad_hook(hook)
+
+    def _note(self, number: int, gathered: Tensor) -> None:
+        self._used[number] = 1.0
 
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The sums over all ranks; the gradients are complete. Collective: all ranks, one all-reduce."""
         self._mark("exposed_communication")
         sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
-        return all_sums(sums, flags)
+        found = all_sums(torch.cat([sums.cpu(), self._used]), flags)
+        used = found.sums[num_sums:]
+        for parameter, count in zip(self._parameters, used, strict=True):
+            if not count:
+                parameter.grad = None
+        return replace(found, sums=found.sums[:num_sums])
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """None that outlive a backward."""
+        return []
 
     @property
     def lockstep(self) -> bool:
@@ -125,4 +166,6 @@ class FullySharded(Replicated):
         return True
 
     def close(self) -> None:
-        """Holds no hooks of its own."""
+        """Takes the hooks off."""
+        for handle in self._handles.values():
+            handle.remove()
