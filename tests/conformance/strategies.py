@@ -17,6 +17,7 @@ class Use:
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     cases: frozenset[str] = frozenset()  # those that it can run; empty for all
     num_ranks: int | None = None  # where the case's own are too many
+    usual: frozenset[str] | None = None  # those that every run of the tests takes; the rest is marked slow
 
     @property
     def exact(self) -> bool:
@@ -50,19 +51,25 @@ STAGED = frozenset(
 )
 
 
+# What a way of dividing a model has to do with: the rest of the cases are about data and sums.
+DIVIDED = frozenset({"tied embeddings", "batch normalisation", "accumulation of 3", "clipping that bites", "bf16"})
+UNEVEN = frozenset({"empty rank", "frozen, unused, conditional"})
+
+
 def staged(schedule: str) -> Use:
     """Two pipeline stages, one a rank."""
-    return Use("DataParallel", "pipeline", {"pipeline": {"schedule": schedule}}, STAGED, 2)
+    usual = frozenset({"batch normalisation", "dropout", "accumulation of 3"} if schedule == "1f1b" else {"dropout"})
+    return Use("DataParallel", "pipeline", {"pipeline": {"schedule": schedule}}, STAGED, 2, usual)
 
 
 STRATEGIES: dict[str, Use] = {
     "DataParallel": Use("DataParallel"),
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
-    "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
-    "FullySharded": Use("FullySharded", "shard"),
-    "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS),
-    "tensor axis": Use("DataParallel", "tensor"),
+    "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER, usual=DIVIDED | UNEVEN),
+    "FullySharded": Use("FullySharded", "shard", usual=DIVIDED | UNEVEN),
+    "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS, usual=frozenset({"tied embeddings"})),
+    "tensor axis": Use("DataParallel", "tensor", usual=DIVIDED | {"dropout and ragged tokens"}),
     **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
-    "context axis": Use("DataParallel", "context"),
+    "context axis": Use("DataParallel", "context", usual=frozenset({"blocks"})),
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.
 }

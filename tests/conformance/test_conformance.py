@@ -29,14 +29,21 @@ def applies(case: Case, use: Use) -> bool:
     return "exact" not in case.sections.get("execution", {})
 
 
-# Compiled with torch's compiler, which uses what torch calls deprecated.
-SLOW = (
+def marks(name: str, case: Case, use: Use) -> tuple[pytest.MarkDecorator, ...]:
+    """Slow are compiled cases, and those that are not the usual ones of a layout."""
+    if case.slow:
+        return COMPILED
+    return () if use.usual is None or name in use.usual else (pytest.mark.slow,)
+
+
+# With torch's compiler, which uses what torch calls deprecated.
+COMPILED = (
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
 )
 RUNS = [
-    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}", marks=SLOW if case.slow else ())
+    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}", marks=marks(name, case, use))
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
     if applies(case, use) and (not use.cases or name in use.cases)

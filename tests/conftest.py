@@ -1,0 +1,33 @@
+"""Which cases of the larger tables every run takes; the others are marked slow and run with `scripts/test --all`."""
+
+from __future__ import annotations
+
+import pytest
+
+# By file and function: of each thing that is checked one case, the one that shows most.
+USUAL: dict[tuple[str, str], tuple[str, ...]] = {
+    ("test_tensor.py", "test_the_training_of_one_process"): ("gpt-3", "perceptron-2", "stubborn-2", "llama-2"),
+    ("test_tensor.py", "test_the_models_of_the_examples_are_verified"): ("gpt",),
+    ("test_tensor.py", "test_verified_with_other_axes"): ("2 x shard 2, parameters",),
+    ("test_tensor.py", "test_resumed_under_another_layout"): ("before0-after0",),
+    ("test_counters.py", "test_a_step_sends_and_holds_what_the_formulas_say"): (
+        "fast-several buckets",
+        "exact-small",
+        "zero 1-small",
+        "zero 3-transformer",
+        "zero 3, hybrid-small",
+    ),
+    ("test_counters.py", "test_fully_shard_sends_and_holds_what_the_formulas_say"): ("1-2",),
+    ("test_context.py", "test_the_gradient_of_one_process"): ("gpt-2", "masks and rotations-3"),
+    ("test_context.py", "test_what_cannot_be_divided_is_refused"): ("convolution", "attention dropout", "few heads"),
+    ("test_context.py", "test_the_run_of_one_process"): ("with data", "with tensor"),
+    ("test_pipeline.py", "test_gradients_are_those_of_one_process"): ("gpt-2",),
+    ("test_models.py", "test_verified_on_two_ranks"): ("llama", "bert-exact", "keras-batch-norm"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        usual = USUAL.get((item.path.name, getattr(item, "originalname", "")))
+        if usual is not None and item.name.partition("[")[2].removesuffix("]") not in usual:
+            item.add_marker(pytest.mark.slow)
