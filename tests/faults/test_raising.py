@@ -45,6 +45,17 @@ def test_exact_mode_on_three_ranks(place: str, tmp_path: Path) -> None:
     assert "rank 1" not in ended.stderr
 
 
+@pytest.mark.parametrize("place", ["data", "forward", "backward"])
+def test_where_the_others_wait_in_the_same_forward(place: str, tmp_path: Path) -> None:
+    """Sharded parameters: rank 1 ends at once, and rank 0 with it."""
+    plan = tmp_path / "plan.toml"
+    plan.write_text("schema = 1\n[layout]\nshard = 2\n")
+    variables = {"TEST_RAISE": f"{place}:{SAMPLES['later']}"}
+    ended = run(Run(JOB, tmp_path / "run", None, arguments=("--plan", str(plan)), environment=variables)).expect(2)
+    assert "rank 1" in ended.stderr
+    assert "PeerError" not in ended.stderr
+
+
 def test_the_run_goes_on_once_it_is_mended(tmp_path: Path) -> None:
     out = tmp_path / "run"
     variables = {"TEST_RAISE": "data:58"}
