@@ -58,9 +58,7 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Ho
     pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
     recompute(model, plan.memory.recompute)
     if plan.shards_model:
-        from shoal.strategies.fully_sharded import shard  # half a second of torch, which other plans do not need
-
-        shard(model, plan, mesh, precision)
+        axes.shard()
     device = torch.device("cpu") if plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division.parts, axes.division.absent, device)
     return Holding(mesh, model, axes.division), pipeline
@@ -128,6 +126,15 @@ class _Axes:
         self.division.add_partial(found.shared & parameters, "pipeline")
         self.division.is_elsewhere = found.is_elsewhere
         return found
+
+    def shard(self) -> None:
+        """Parameters cut over the shard axis. Collective: none; the forward and the backward of each unit are."""
+        from shoal.strategies.fully_sharded import scalars, shard  # half a second of torch, not needed by other plans
+
+        for axis in ("data", "shard"):
+            if self.mesh.layout.degree(axis) > 1:
+                self.division.add_partial(scalars(self.model), axis)
+        shard(self.model, self.plan, self.mesh, self.precision)
 
     def _batch(self) -> Any:
         return self.precision.inputs(self.made.batch())

@@ -38,6 +38,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> lis
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.shard.offload else OffloadPolicy()
     wide = None if precision.reduce == precision.parameters else precision.reduce
     found = [*units(model), model]
+    kept = {model.get_parameter(name) for name in scalars(model)}
     for unit in found:
         fully_shard(
             unit,
@@ -45,6 +46,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> lis
             reshard_after_forward=not keep,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False),
             offload_policy=offload,
+            ignored_params=kept,
         )
     for unit in found:
         assert isinstance(unit, FSDPModule)
@@ -54,6 +56,11 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> lis
         if mesh.device.type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)
     return found
+
+
+def scalars(model: nn.Module) -> list[str]:
+    """The parameters without dims, which fully_shard does not take: they stay whole, and their gradients partial."""
+    return [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
 
 
 def units(model: nn.Module) -> list[nn.Module]:
