@@ -4,8 +4,9 @@ Two steps on 2 and 4 processes. Each rank's peak of tracked bytes by category st
 activations' too, and beside both the kernel's own count: the peak of the process's resident memory above what it had
 when everything was loaded and a small model had been trained the same way.
 
-    python -m benchmarks.sharded_memory          # all six, about three minutes, then the page
-    python -m benchmarks.sharded_memory --page   # the page alone, from what was measured last
+    python -m benchmarks.sharded_memory                          # all of them, about eight minutes, then the page
+    python -m benchmarks.sharded_memory --only "ZeRO-3 on 4"     # one again
+    python -m benchmarks.sharded_memory --page                   # the page alone, from what was measured last
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import gpt
 import shoal
 from shoal.computation import Computation
@@ -40,14 +40,24 @@ from shoal.telemetry import RecordWriter
 from shoal.trainer import Surroundings
 from shoal.verification.fork import forked
 
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sharded_memory.json"
 PAGE = ROOT / "docs" / "sharded-memory.md"
 
 LAYERS, WIDTH, HEADS, BLOCK, BATCH, VOCABULARY = 9, 528, 8, 32, 8, 256
 STEPS = 2
 SETTINGS: dict[str, Any] = {"heads": HEADS, "block": BLOCK, "batch": BATCH, "steps": STEPS, "dropout": 0.0}
-STAGES = {"ZeRO-1": "optimizer", "ZeRO-2": "gradients", "ZeRO-3": "parameters"}
-WORLDS = (2, 4)
+# By name: level, ranks, and whether freed memory goes back at once; shoal has it so where it divides the model.
+PLANS = {
+    "ZeRO-1 on 2": ("optimizer", 2, False),
+    "ZeRO-1 on 2, lean": ("optimizer", 2, True),
+    "ZeRO-1 on 4": ("optimizer", 4, False),
+    "ZeRO-1 on 4, lean": ("optimizer", 4, True),
+    "ZeRO-2 on 2": ("gradients", 2, True),
+    "ZeRO-2 on 4": ("gradients", 4, True),
+    "ZeRO-3 on 2": ("parameters", 2, True),
+    "ZeRO-3 on 4": ("parameters", 4, True),
+}
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "activations")
 TOLERANCE = 0.1
 
@@ -60,8 +70,8 @@ def job(layers: int = LAYERS, width: int = WIDTH) -> shoal.Job:
 def predicted_activations(ranks: int) -> int:
     """What autograd keeps of a rank's microbatch, by the planner's formula for a block and what is outside of them.
 
-    Outside, a token: its id and its target, the last norm's input, normalised value, mean and spread, and the logarithms
-    of the probabilities.
+    Outside, a token: its id and its target, the last norm's input, normalised value, mean and spread, and the
+    logarithms of the probabilities.
     """
     samples = BATCH // ranks
     block = transformer_block(samples, BLOCK, WIDTH, HEADS, 4 * WIDTH)
@@ -117,14 +127,14 @@ def measured(job: shoal.Job, plan: Plan, mesh: Mesh) -> dict[str, Any]:
         engine.close()
 
 
-def measure(stage: str, ranks: int) -> list[dict[str, Any]]:
+def measure(level: str, ranks: int, lean: bool) -> list[dict[str, Any]]:
     """Every rank of one plan, as `measured`."""
-    whole = shoal.Plan().with_sections(layout={"shard": ranks}, shard={"level": STAGES[stage]})
+    whole = shoal.Plan().with_sections(layout={"shard": ranks}, shard={"level": level})
 
     def work(environment: Environment) -> None:
         jobs = job(layers=2, width=64), job()
         plans = [complete(whole, made.grains, made.grain_size) for made in jobs]
-        prepare_process(exact=False, num_threads=1, lean=whole.shards_model)
+        prepare_process(exact=False, num_threads=1, lean=lean)
         with open_mesh(environment, whole.degrees) as mesh:
             measured(jobs[0], plans[0], mesh)  # what it loads and keeps is no part of what the large one needs
             told = measured(jobs[1], plans[1], mesh)
@@ -212,14 +222,14 @@ def main() -> None:
     """Measures, and writes the results and the page. Exits with 1 where a sum is not within 10 % of its prediction."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--page", action="store_true", help="only write the page")
-    if not parser.parse_args().page:
-        plans = {}
-        for stage in STAGES:
-            for ranks in WORLDS:
-                plans[f"{stage} on {ranks}"] = measure(stage, ranks)
-                print(f"{stage} on {ranks}", *rows({"plans": {"": plans[f"{stage} on {ranks}"]}}), sep="\n", flush=True)
-        RESULTS.write_text(json.dumps({"torch": torch.__version__, "plans": plans}, indent=1) + "\n", encoding="utf-8")
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    parser.add_argument("--only", choices=PLANS, nargs="+", help="measure these again")
+    options = parser.parse_args()
+    kept = json.loads(RESULTS.read_text(encoding="utf-8"))["plans"] if options.page or options.only else {}
+    for name in () if options.page else options.only or PLANS:
+        kept[name] = measure(*PLANS[name])
+        print(*rows({"plans": {name: kept[name]}}), sep="\n", flush=True)
+    results = {"torch": torch.__version__, "plans": {name: kept[name] for name in PLANS if name in kept}}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(results), encoding="utf-8")
     every = [one for ranks in results["plans"].values() for one in ranks]
     sys.exit(any(abs(total(o["measured"]) / total(o["predicted"]) - 1) > TOLERANCE for o in every))
