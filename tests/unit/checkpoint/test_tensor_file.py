@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load, save
+
 from shoal.checkpoint.tensor_file import chunks
 
 DTYPES = [
