@@ -98,7 +98,7 @@ class Pair:
         except (ShoalError, NotFusibleError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if self.what != "loss" and is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             raise user_error("the model or loss" if self.what == "loss" else self.what, error) from error
         return check_pair(self.what, pair)

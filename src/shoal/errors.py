@@ -106,7 +106,7 @@ class UserCodeError(ShoalError, RuntimeError):
 
 
 class OutOfMemoryError(ShoalError, MemoryError):
-    """One grain alone does not fit in the memory of a rank."""
+    """The model, its state or one grain alone does not fit in the memory of a rank."""
 
 
 class NonFiniteError(ShoalError, ArithmeticError):

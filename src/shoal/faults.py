@@ -36,8 +36,23 @@ def place_of(error: BaseException) -> str:
     return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 
-def user_error(what: str, error: BaseException) -> UserCodeError:
-    """An exception out of the job's own code, in three beats; its traceback is kept for the run directory."""
+def out_of_memory(what: str, error: BaseException) -> OutOfMemoryError:
+    """An exception that says that memory ran out, in three beats."""
+    return OutOfMemoryError(
+        given=what,
+        conflict=f"memory ran out: {str(error).strip()[:200] or type(error).__name__}{place_of(error)}",
+        remedy='divide the model over more processes: [layout] shard = N, [shard] level = "parameters" in a --plan; or '
+        "use smaller grains, a smaller global_batch or a smaller model",
+    )
+
+
+def user_error(what: str, error: BaseException) -> UserCodeError | OutOfMemoryError:
+    """An exception out of the job's own code, in three beats; its traceback is kept for the run directory.
+
+    That memory ran out is no fault of the code.
+    """
+    if is_out_of_memory(error):
+        return out_of_memory(f"{what} of this job", error)
     text = next(iter(str(error).strip().splitlines()), "")[:300]
     found = UserCodeError(
         given=f"{what} of this job",
@@ -53,11 +68,7 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     if isinstance(error, ShoalError):
         return error
     if is_out_of_memory(error):
-        return OutOfMemoryError(
-            given="this run",
-            conflict=f"memory ran out: {str(error).strip()[:200] or type(error).__name__}{place_of(error)}",
-            remedy="use smaller grains or a smaller global_batch; in an evaluation, a smaller model or chunk",
-        )
+        return out_of_memory("this run", error)
     if is_lost_peer(error):
         return PeerError(
             given="a collective of this run",

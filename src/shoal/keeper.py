@@ -139,20 +139,20 @@ class Keeper:
         else:
             together(self._mesh, lambda: self._hand_over(state.step, document))
 
-    def _held(self) -> tuple[dict[str, Held], dict[str, Any]]:
-        """This rank's tensors by group, and the optimizer's document."""
+    def _held(self, copy: bool) -> tuple[dict[str, Held], dict[str, Any]]:
+        """This rank's tensors by group, the optimizer's as copies or themselves, and the optimizer's document."""
         holding = self._trained.holding
-        tensors, document = optimizer_state(self._trained.optimizer, holding.model)
+        tensors, document = optimizer_state(self._trained.optimizer, holding.model, copy)
         return {"model": holding.tensors(), "optimizer": holding.state(tensors)}, document
 
     def _hand_over(self, step: int, document: dict[str, Any]) -> None:
         """What rank 0 holds, which is everything, to the thread that writes."""
         if self._writer is None:
             return
-        held, optimizer = self._held()
+        held, optimizer = self._held(copy=True)
         written = index([described(held)])
         document = {**document, "optimizer": optimizer, "tensors": written}
-        content = share(held, written, 0, 1)
+        content = dict(share(held, written, 0, 1))
         # The optimizer's are copies already; the model's will change while the thread writes.
         content["model"] = {name: tensor.clone() for name, tensor in content["model"].items()}
         self._writer.write(Snapshot(step, content, document))
@@ -161,7 +161,7 @@ class Keeper:
         """Each rank writes what it is the first to hold, so that none ever has the whole. Collective: all ranks."""
         assert self._store is not None
         began = time.monotonic()
-        held, optimizer = together(self._mesh, self._held)
+        held, optimizer = together(self._mesh, lambda: self._held(copy=False))  # nothing changes while it is written
         document = {**document, "optimizer": merged(self._mesh.gather_json(optimizer))}
         failure = write_together(self._mesh, self._store, Snapshot(step, {}, document), held)
         if self._writer is not None:

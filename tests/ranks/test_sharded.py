@@ -43,6 +43,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run(Run(JOB, tmp_path_factory.mktemp("alone") / "run", 1, exact=True)).expect(0)
 
 
+def test_parameters_kept_on_the_host_change_nothing(tmp_path: Path) -> None:
+    ended = []
+    for offload in ("false", "true"):
+        path = tmp_path / f"{offload}.toml"
+        path.write_text(f'[layout]\nshard = 2\n[shard]\nlevel = "parameters"\noffload = {offload}\n')
+        wanted = Run(JOB, tmp_path / offload, None, arguments=("--plan", str(path), "--steps", "4"))
+        ended.append(run(wanted).expect(0))
+    assert_same(ended[1], ended[0])
+
+
 def assert_same(ended: Ended, wanted: Ended) -> None:
     ended.expect(0)
     assert {key: ended.result[key] for key in SAME} == {key: wanted.result[key] for key in SAME}

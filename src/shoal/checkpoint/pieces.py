@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.checkpoint.manifest import FileEntry, ManifestError
 from shoal.checkpoint.store import Saved, Snapshot, Store
 from shoal.errors import JobMismatchError
+from shoal.faults import is_out_of_memory
 from shoal.holding import Held, entries, first_holders
 from shoal.mesh import Mesh
 from shoal.parts import Part
@@ -58,16 +59,19 @@ def index(told: list[dict[str, dict[str, Any]]]) -> Index:
     return found
 
 
-def share(held: Mapping[str, Held], written: Index, rank: int, world_size: int) -> dict[str, dict[str, Tensor]]:
-    """The tensors of this rank's files, on the CPU."""
+def share(
+    held: Mapping[str, Held], written: Index, rank: int, world_size: int
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """This rank's files one after the other: name, and tensors on the CPU; where they are there already, they."""
     found: dict[str, dict[str, Tensor]] = {}
     for group, tensors in held.items():
         prefix = file_name(group, rank, world_size, 0).partition(".")[0]
         for path, (_, tensor) in tensors.items():
             for name in written[group][path]["files"]:
                 if name.partition(".")[0] == prefix:
-                    found.setdefault(name, {})[path] = tensor.cpu().contiguous()
-    return found
+                    found.setdefault(name, {})[path] = tensor
+    for name, content in found.items():
+        yield name, {path: tensor.cpu().contiguous() for path, tensor in content.items()}
 
 
 def fill(saved: Saved, group: str, targets: Held) -> None:
@@ -121,7 +125,7 @@ def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[s
 
     def add() -> dict[str, FileEntry]:
         content = share(held, written, mesh.rank, mesh.world_size)
-        return dict(store.add(Path(place), name, tensors) for name, tensors in content.items())
+        return dict(store.add(Path(place), name, tensors) for name, tensors in content)
 
     files, failure = _attempt(add)
     told = mesh.gather_json([{name: vars(entry) for name, entry in (files or {}).items()}, failure])
@@ -141,8 +145,12 @@ T = TypeVar("T")
 
 
 def _attempt(write: Callable[[], T]) -> tuple[T | None, str | None]:
-    """What came of it, and what a disk said that refused."""
+    """What came of it, and what a disk said that refused, or that memory ran out."""
     try:
         return write(), None
     except OSError as error:
         return None, str(error)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None, f"memory ran out: {str(error).strip()[:200] or type(error).__name__}"

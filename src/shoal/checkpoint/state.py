@@ -45,8 +45,13 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             tensor.copy_(tensors[name])
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's tensors, and a JSON document of everything else, by parameter name."""
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, copy: bool = True
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's tensors, and a JSON document of everything else, by parameter name.
+
+    The tensors are copies on the CPU, or without `copy` this rank's own memory of them.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     state = {
@@ -57,7 +62,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple
         rest = {k: v for k, v in group.items() if k != "params"}
         members = [names[id(p)] for p in group["params"]]
         groups.append({"params": members, "values": _encode(rest, f"group{number}", tensors)})
-    return tensors, {"state": state, "groups": groups}
+    made = {path: _owned(tensor) if copy else local(tensor) for path, tensor in tensors.items()}
+    return made, {"state": state, "groups": groups}
 
 
 def load_optimizer(
@@ -107,7 +113,7 @@ def _as_parameter(value: Any, parameter: Tensor) -> Any:
 def _encode(value: Any, path: str, tensors: dict[str, Tensor], device: torch.device = _CPU) -> Any:
     """`device` is the parameter's: what the optimizer keeps on the host beside it is marked."""
     if isinstance(value, Tensor):
-        tensors[path] = _owned(value)
+        tensors[path] = value
         return {_TENSOR: path} if value.device.type == device.type else {_TENSOR: path, _HOST: True}
     if isinstance(value, Mapping):
         return {str(k): _encode(v, f"{path}/{k}", tensors, device) for k, v in value.items()}
@@ -148,11 +154,12 @@ def sha256_of(tensors: Iterable[Tensor | None]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         if tensor is not None:
-            digest.update(_raw(tensor))
+            digest.update(raw(tensor))
     return digest.hexdigest()
 
 
-def _raw(tensor: Tensor) -> memoryview:
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, little-endian: its own memory where it lies on the CPU in one piece."""
     # Through uint8, since numpy has no bfloat16; torch runs on little-endian hosts only.
     flat = tensor.detach().to("cpu").contiguous().flatten()
     array: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)

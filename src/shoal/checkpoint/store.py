@@ -17,7 +17,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from shoal.checkpoint.manifest import (
@@ -28,6 +27,7 @@ from shoal.checkpoint.manifest import (
     ManifestError,
     directory_name,
 )
+from shoal.checkpoint.tensor_file import chunks
 from shoal.errors import IntegrityError
 
 _STATE_NAME, _TENSORS = "state.json", ".safetensors"
@@ -115,7 +115,7 @@ class Store:
 
     def add(self, aside: Path, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
         """Writes one file of tensors; its name and the manifest's entry for it. Raises: OSError."""
-        return f"{name}{_TENSORS}", _write(aside / f"{name}{_TENSORS}", save_tensors(tensors))
+        return f"{name}{_TENSORS}", _write(aside / f"{name}{_TENSORS}", *chunks(tensors))
 
     def commit(self, aside: Path, step: int, files: dict[str, FileEntry], document: dict[str, Any]) -> None:
         """Seals what is in the folder and gives it its name; the oldest beyond `keep` go. Raises: OSError."""
@@ -207,13 +207,17 @@ class Store:
         return kept
 
 
-def _write(path: Path, content: bytes) -> FileEntry:
+def _write(path: Path, *content: bytes | memoryview) -> FileEntry:
+    digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+        for part in content:
+            file.write(part)
+            digest.update(part)
+            size += len(part)
         file.flush()
         os.fsync(file.fileno())
-    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+    return FileEntry(size, digest.hexdigest())
 
 
 def _verified(folder: Path, name: str, entry: FileEntry) -> bytes:
