@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shoal.buffers import StepBuffers
 from shoal.errors import LossError, ShoalError
-from shoal.faults import is_out_of_memory, user_error
+from shoal.faults import is_lost_peer, is_out_of_memory, user_error
 from shoal.grains import random_key
 from shoal.job import Job
 from shoal.microbatch import Microbatch
@@ -98,7 +98,7 @@ class Pair:
         except (ShoalError, NotFusibleError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or is_lost_peer(error):
                 raise
             raise user_error("the model or loss" if self.what == "loss" else self.what, error) from error
         return check_pair(self.what, pair)

@@ -42,7 +42,7 @@ from shoal.strategies.recompute import recompute
 from shoal.telemetry import RecordWriter, StepClock
 from shoal.trainer import Parts, Surroundings, Trainer
 from shoal.transfer import Transfer
-from shoal.update import Parameters, Updater, build_optimizer
+from shoal.update import Parameters, Updater, build_optimizer, refuse_on_parts
 
 if TYPE_CHECKING:
     from shoal.strategies.pipeline import Pipeline
@@ -161,6 +161,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: compile_blocks(model, plan, precision))
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
+    together(mesh, lambda: refuse_on_parts(optimizer, holding))
     clock = StepClock(mesh.device, options.telemetry)
     strategy = assemble(plan, holding, parameters, job.grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.

@@ -190,14 +190,18 @@ class Holding:
                 continue
             if parameter is None:  # its stages are elsewhere: this rank adds nothing
                 absent = self.model.get_parameter(name)
-                nothing = torch.zeros(absent.shape, dtype=absent.dtype, device=self.mesh.device)
+                dtype = torch.float32 if absent.itemsize < 4 else absent.dtype
+                nothing = torch.zeros(absent.shape, dtype=dtype, device=self.mesh.device)
                 for axis in axes:
                     dist.all_reduce(nothing, group=self.mesh.group(axis))
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            own = local(parameter.grad)
+            wide = own.float() if own.itemsize < 4 else own  # a sum in 16 bits would lose what autograd kept
             for axis in axes:
-                dist.all_reduce(local(parameter.grad), group=self.mesh.group(axis))
+                dist.all_reduce(wide, group=self.mesh.group(axis))
+            own.copy_(wide)
 
     def gradients(self) -> list[Tensor]:
         """This rank's memory of the gradients that are there and that it counts."""
@@ -257,15 +261,20 @@ def first_holders(told: list[dict[str, Any]], path: str) -> list[int]:
 
 
 def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The optimizer's documents of all ranks as one: of each parameter's state the first, of each group all members."""
+    """The optimizer's documents of all ranks as one: of each parameter's state the first, groups by their values.
+
+    Ranks may have other groups than each other, as the stages of a pipeline whose parameters the job groups by name.
+    """
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for document in told:
         state = {**document["state"], **state}
-        if not groups:
-            groups = [{**group, "params": list(group["params"])} for group in document["groups"]]
-        for group, other in zip(groups, document["groups"], strict=True):
-            group["params"] += [name for name in other["params"] if name not in group["params"]]
+        for own in document["groups"]:
+            group = next((g for g in groups if g["values"] == own["values"]), None)
+            if group is None:
+                groups.append({**own, "params": list(own["params"])})
+            else:
+                group["params"] += [name for name in own["params"] if name not in group["params"]]
     return {"state": state, "groups": groups}
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import platform
 import time
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -288,8 +289,12 @@ def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
         computation = Computation.from_json(outcome.state.computation or {"grains_per_microbatch": 1, "buffers": ()})
         grains = engine.order.grains(found["step"] - 1)
         shares = Shares(engine.job.grains, grains, computation.effective_grains, computation.buffers)
-        step = describe(engine.holding, engine.updater.optimizer, engine.plan, engine.precision, shares)
-        found["predicted"] = predicted(engine.plan, step, mesh.rank)
+        try:
+            step = describe(engine.holding, engine.updater.optimizer, engine.plan, engine.precision, shares)
+            found["predicted"] = predicted(engine.plan, step, mesh.rank)
+        except Exception as error:  # what formulas cannot say must not cost a finished run its result
+            found["predicted"] = None
+            warnings.warn(f"no prediction of traffic and memory: {error}", RuntimeWarning, stacklevel=2)
     return blocks(mesh.gather_json(found))
 
 

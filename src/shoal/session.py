@@ -23,7 +23,7 @@ from shoal.data.loader import MapLoader, Place
 from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source
 from shoal.environment import Environment, joined
-from shoal.errors import JobError, NonFiniteError, ShoalError, StorageError, UserCodeError
+from shoal.errors import JobError, NonFiniteError, PlanError, ShoalError, StorageError, UserCodeError
 from shoal.evaluation import Evaluator
 from shoal.faults import as_shoal_error
 from shoal.grains import random_key
@@ -34,7 +34,7 @@ from shoal.mesh import open_mesh
 from shoal.microbatch import Microbatch, StepData
 from shoal.observation import Observer
 from shoal.plan import AXES, Plan
-from shoal.plan.resolve import Wishes, apply_wishes, complete
+from shoal.plan.resolve import Wishes, apply_wishes, complete, refuse_unsupported
 from shoal.precision import LossScale, Precision
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.recorder import Recorder
@@ -87,6 +87,8 @@ class Session:
         if self.replay and self.replay.of is not None:  # the same loop on one process
             plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
         self.plan = complete(plan, self._job.grains, self._job.grain_size)
+        refuse_unsupported(self.plan)
+        _refuse_divided(self.plan)
         prepare_process(self.plan.execution.exact, num_threads=None)
         self._exit = contextlib.ExitStack()
         self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
@@ -158,6 +160,16 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _refuse_divided(plan: Plan) -> None:
+    if plan.divides_model:
+        degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
+        raise PlanError(
+            given=f"a Session with {degrees}" + (f", shard.level = {plan.shard.level!r}" if plan.shards_model else ""),
+            conflict="a Session is given a model and an optimizer that are whole, and each rank of it keeps them so",
+            remedy='use data, or shard with shard.level = "optimizer"; or a Job and shoal run, which divide the model',
+        )
 
 
 def _check(training: Training) -> Job:

@@ -15,7 +15,7 @@ from shoal.agreement import collectively, raise_together
 from shoal.buffers import StepBuffers
 from shoal.computation import Computation, Computer, RedoError, check_gradient
 from shoal.data.loader import Loader
-from shoal.errors import OutOfMemoryError, ShoalError
+from shoal.errors import JobError, OutOfMemoryError, ShoalError
 from shoal.faults import as_shoal_error, is_lost_peer, is_out_of_memory, user_error
 from shoal.holding import Holding
 from shoal.mesh import Mesh
@@ -232,6 +232,12 @@ class StepRunner:
                 else:
                     self._fill(parts.loader.filler(self._step), last=number == most - 1)
         except RedoError as redo:
+            if parts.strategy.lockstep:  # the others may be in a collective of this microbatch, and not do so
+                raise JobError(
+                    given=f"a model of which the first batch did not show how it computes: {redo}",
+                    conflict="ranks with sharded parameters cannot go back in the midst of a step",
+                    remedy='write shard.level = "optimizer", or a model that computes all batches alike',
+                ) from redo
             self._proposal, flags = redo.proposal, Flags(redo=1)
         except Exception as error:
             if self._ends_at_once(error):  # the others wait in a collective of this microbatch: this rank ends at once

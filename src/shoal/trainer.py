@@ -144,6 +144,7 @@ class Trainer:
                 _, metrics, eval_samples = self._evaluated
             else:
                 metrics, eval_samples = parts.evaluator.evaluate(parts.model)
+                parts.step.strategy.rest()
         return Outcome(status, self.state, metrics, eval_samples, self._step_seconds, unsaved)
 
     def _say(self, has_data: bool, error: bool) -> list[float]:
@@ -265,6 +266,7 @@ class Trainer:
         if parts.order.epoch(state.step) == parts.order.epoch(state.step - 1) or self._record is None:
             return
         metrics, count = parts.evaluator.evaluate(parts.model)
+        parts.step.strategy.rest()
         if count:
             self._evaluated = state.step, metrics, count
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}

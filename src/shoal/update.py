@@ -18,10 +18,12 @@ from shoal.holding import Holding, local
 from shoal.job import Job, Progress
 from shoal.observation import Observer
 from shoal.precision import LossScale
-from shoal.randomness import seed_everything
+from shoal.randomness import all_generators, seed_everything
 from shoal.startup import compiler_deferred, step_optimizer
 from shoal.strategies.base import Strategy
 
+# They compute with a matrix as a whole, and on a part of one something else.
+_ON_MATRICES = ("Muon", "Adafactor", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
 # torch.nn.utils.clip_grad_norm_'s own guard against a division by zero.
 _CLIP_EPSILON = 1e-6
 
@@ -76,6 +78,17 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             remedy="build it from the list that the optimizer function is given",
         )
     return optimizer
+
+
+def refuse_on_parts(optimizer: torch.optim.Optimizer, holding: Holding) -> None:
+    """Raises: JobError for an optimizer that is known to need whole parameters, where some are cut."""
+    cut = next((name for name, p in holding.parameters() if not holding.part(name, p).is_whole), None)
+    if cut is not None and type(optimizer).__name__ in _ON_MATRICES:
+        raise JobError(
+            given=f"optimizer {type(optimizer).__name__}, with {cut} cut over ranks",
+            conflict="it computes with a parameter as a whole, and on a part of it something else",
+            remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole',
+        )
 
 
 @dataclass(frozen=True)
@@ -142,10 +155,17 @@ class Updater:
         return Update(norm, rate, None)
 
     def _step_optimizer(self) -> None:
+        before = all_generators() if self._holding.divides_state else None
         try:
             step_optimizer(self.optimizer)
         except Exception as error:
             raise user_error("the optimizer", error) from error
+        if before is not None and all_generators() != before:
+            raise JobError(
+                given="an optimizer that draws random numbers, where ranks update different parts of a model",
+                conflict="what is drawn for one part would depend on the layout",
+                remedy="use the data axis alone, or an optimizer without noise",
+            )
 
     def _set_rates(self, progress: Progress) -> float:
         multiplier = 1.0

@@ -72,17 +72,21 @@ def load_optimizer(
     """Sets the optimizer's state. Raises: JobMismatchError where the parameter groups are not the same."""
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
-    mine = [sorted(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
-    absent = {name for name, p in parameters.items() if p.is_meta}
-    saved = [sorted(n for n in group["params"] if n not in absent) for group in document["groups"]]
-    if mine != saved:
+    homes = {name: number for number, group in enumerate(document["groups"]) for name in group["params"]}
+    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    found = [{homes.get(name) for name in group} for group in mine]
+    strangers = (
+        homes.keys() - {name for group in mine for name in group} - {n for n, p in parameters.items() if p.is_meta}
+    )
+    if strangers or any(len(numbers) > 1 or None in numbers for numbers in found):
         raise JobMismatchError(
             given="a checkpoint of another optimizer",
             conflict="its parameter groups hold other parameters than the job's",
             remedy="resume with the job that the run began with",
         )
-    for group, kept in zip(optimizer.param_groups, document["groups"], strict=True):
-        group.update(_decode(kept["values"], tensors))
+    for group, numbers in zip(optimizer.param_groups, found, strict=True):
+        for number in numbers:  # one, or none for a group that is empty on this rank
+            group.update(_decode(document["groups"][number]["values"], tensors))
     optimizer.state.clear()
     counted_on_device = {
         id(p): bool(group.get("capturable") or group.get("fused"))

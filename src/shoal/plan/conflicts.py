@@ -57,11 +57,6 @@ def _toml(found: object) -> str:
     return f'"{found}"' if isinstance(found, str) else str(found)
 
 
-def _divides_model(plan: Plan) -> bool:
-    """Whether the shard axis divides more than the optimizer's state."""
-    return plan.layout.shard > 1 and plan.shard.level != "optimizer"
-
-
 def _wide(plan: Plan, axis: str) -> bool:
     return plan.degrees.degree(axis) > 1
 
@@ -88,16 +83,10 @@ CONFLICTS: tuple[Rule, ...] = (
         for axis in ("tensor", "pipeline", "context")
     ),
     Rule(
-        lambda plan: plan.execution.exact and _divides_model(plan),
+        lambda plan: plan.execution.exact and plan.shards_model,
         ("shard.level", "layout.shard", "execution.exact"),
         "a reduce-scatter adds in an order of its own: bits are fixed where the shard axis divides the optimizer only",
         'shard.level = "optimizer", or execution.exact = false',
-    ),
-    Rule(
-        lambda plan: plan.execution.exact and plan.collectives.compression != "none",
-        ("collectives.compression", "execution.exact"),
-        "a compressed gradient is another gradient",
-        'collectives.compression = "none", or execution.exact = false',
     ),
     Rule(
         lambda plan: _pipelined(plan, "interleaved_1f1b") and plan.pipeline.stages_per_rank < 2,
@@ -112,11 +101,34 @@ CONFLICTS: tuple[Rule, ...] = (
         'pipeline.stages_per_rank = 1, or pipeline.schedule = "interleaved_1f1b"',
     ),
     Rule(
-        lambda plan: _pipelined(plan, "zero_bubble") and _divides_model(plan),
-        ("pipeline.schedule", "shard.level", "layout.shard"),
-        "zero_bubble computes the weights' gradients later than the inputs', when parameters gathered layer by layer "
-        "were given back: torch then loses gradients without an error",
-        'shard.level = "optimizer", or pipeline.schedule = "1f1b"',
+        lambda plan: _wide(plan, "pipeline") and plan.shards_model,
+        ("shard.level", "layout.shard", "layout.pipeline"),
+        "this version divides a stage's optimizer state over the shard axis, and not its gradients or parameters",
+        'shard.level = "optimizer", or layout.pipeline = 1',
+    ),
+    Rule(
+        lambda plan: _wide(plan, "pipeline") and _wide(plan, "context"),
+        ("layout.context", "layout.pipeline"),
+        "this version cuts sequences and stages at the same blocks, and not both at once",
+        "layout.context = 1, or layout.pipeline = 1",
+    ),
+    Rule(
+        lambda plan: _wide(plan, "pipeline") and plan.execution.compile != "none",
+        ("execution.compile", "layout.pipeline"),
+        "a compiled block would take in what a stage receives and leaves out",
+        'execution.compile = "none", or layout.pipeline = 1',
+    ),
+    Rule(
+        lambda plan: plan.collectives.all_reduce != "native",
+        ("collectives.all_reduce",),
+        "this version sums by the native all-reduce, and runs nothing as less than it asks for",
+        'collectives.all_reduce = "native"',
+    ),
+    Rule(
+        lambda plan: plan.collectives.compression != "none",
+        ("collectives.compression",),
+        "this version compresses nothing, and runs nothing as less than it asks for",
+        'collectives.compression = "none"',
     ),
     Rule(
         lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor"),
@@ -153,14 +165,9 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
         "layout.pipeline is 1",
     ),
     Idle(
-        lambda plan: plan.degrees.world_size == 1,
-        ("collectives.all_reduce", "collectives.compression"),
-        "one process sums nothing over ranks",
-    ),
-    Idle(
-        lambda plan: plan.execution.exact and plan.degrees.world_size > 1,
-        ("collectives.all_reduce",),
-        "exact mode sums along a tree of its own",
+        lambda plan: _wide(plan, "shard") and plan.shard.level == "optimizer",
+        ("shard.offload",),
+        'with shard.level = "optimizer" every rank holds the parameters where it computes',
     ),
 )
 

@@ -9,6 +9,7 @@ from shoal.errors import PlanError, SettingWarning, nearest
 from shoal.plan.legal import (
     ModelFacts,
     World,
+    conflicts,
     legal_grains_per_microbatch,
     nearest_worlds,
     num_microbatches,
@@ -17,7 +18,6 @@ from shoal.plan.legal import (
     too_many_data_ranks,
 )
 from shoal.plan.plan import Plan
-from shoal.plan.schedule import refuse_illegal
 
 # What `--precision` names: parameters, compute, reduce, loss_scale. Autocast where compute differs from parameters.
 PRECISIONS = {
@@ -87,61 +87,12 @@ def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int |
 
 def refuse_unsupported(plan: Plan) -> None:
     """Raises: PlanError naming everything in the plan that this version does not execute; never runs it as less."""
-    wants = {
-        "execution.exact": (plan.execution.exact and plan.layout.tensor * plan.layout.context > 1, False),
-        "layout.context": (plan.layout.context if plan.layout.pipeline > 1 else 1, 1),
-        "execution.compile": (plan.execution.compile if plan.layout.context > 1 else "none", "none"),
-        "collectives.all_reduce": (plan.collectives.all_reduce, "native"),
-        "collectives.compression": (plan.collectives.compression, "none"),
-    }
-    beyond = {key: value for key, value in wants.items() if value[0] != value[1]}
-    if beyond:
-        raise PlanError(
-            given=", ".join(f"{key} = {asked!r}" for key, (asked, _) in beyond.items()),
-            conflict="this version does not execute that, and runs nothing as less than it asks for",
-            remedy=", ".join(f"{key} = {known!r}" for key, (_, known) in beyond.items()),
-        )
-    _refuse_compiled(plan)
-    if plan.layout.pipeline > 1:
-        _refuse_pipeline(plan)
+    refuse(conflicts(plan))
     if plan.precision.loss_scale != "none" and plan.precision.compute != "float16":
         warnings.warn(
             f"precision.loss_scale = {plan.precision.loss_scale!r} has no effect on {plan.precision.compute} compute",
             SettingWarning,
             stacklevel=2,
-        )
-
-
-def _refuse_compiled(plan: Plan) -> None:
-    kind = plan.execution.compile
-    if kind != "none" and plan.memory.recompute == "selective":
-        raise PlanError(
-            given=f"execution.compile = {kind!r} with memory.recompute = 'selective'",
-            conflict="a compiled block does not show its products; it keeps them and computes the rest again by itself",
-            remedy="write memory.recompute = 'none' or 'full'",
-        )
-    if kind == "max-autotune" and plan.execution.exact:
-        raise PlanError(
-            given="execution.compile = 'max-autotune' with execution.exact = true",
-            conflict="each rank takes the kernels that it measured to be fastest: not the same bits on all of them",
-            remedy="write execution.compile = 'default'",
-        )
-
-
-def _refuse_pipeline(plan: Plan) -> None:
-    refuse_illegal(plan.pipeline.schedule, plan.layout.pipeline, plan.pipeline.stages_per_rank)
-    given = f"layout.pipeline = {plan.layout.pipeline}"
-    if plan.execution.exact:
-        raise PlanError(
-            given=f"{given} with execution.exact = true",
-            conflict="what several stages use, as tied weights, is summed over them outside the fixed tree of grains",
-            remedy="execution.exact = false, or layout.pipeline = 1",
-        )
-    if plan.layout.shard > 1 and plan.shard.level != "optimizer":
-        raise PlanError(
-            given=f'{given} with shard.level = "{plan.shard.level}"',
-            conflict="this version divides no gradients or parameters of a pipeline's stages",
-            remedy='shard.level = "optimizer", or layout.pipeline = 1',
         )
 
 

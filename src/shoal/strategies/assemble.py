@@ -59,8 +59,8 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Ho
     recompute(model, plan.memory.recompute)
     if plan.shards_model:
         axes.shard()
-    device = torch.device("cpu") if plan.shard.offload else mesh.device
-    materialise(model, values.whole, axes.division.parts, axes.division.absent, device)
+    parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
+    materialise(model, values.whole, axes.division, parameters, mesh.device)
     return Holding(mesh, model, axes.division), pipeline
 
 

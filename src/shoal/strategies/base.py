@@ -128,6 +128,10 @@ class Strategy(ABC):
     def updates(self, parameter: Tensor) -> bool:
         """Whether this rank updates it and so holds the optimizer's state for it."""
 
+    def rest(self) -> None:
+        """Puts away what forwards without a backward, as of an evaluation, have left."""
+        return
+
     @property
     def lockstep(self) -> bool:
         """Whether ranks with different grains meet within each microbatch, and so have to compute as many of them."""

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
+from shoal.errors import PlanError
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
 from shoal.plan.plan import Plan
@@ -27,6 +28,7 @@ from shoal.strategies.data_parallel import all_sums, run_backward
 
 # Where a model repeats nothing, a module of so many bytes of parameters is a unit: smaller ones travel together.
 UNIT_BYTES = 1 << 20
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> list[nn.Module]:
@@ -34,6 +36,12 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> lis
 
     Names do not change. Collective: none; the forward and the backward of each unit are.
     """
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise PlanError(
+            given=f"shard.level = {plan.shard.level!r} with torch {torch.__version__}",
+            conflict="before 2.13 its fully_shard adds other parameters' gradients to those that a rank has none of",
+            remedy='use torch 2.13 or newer, or shard.level = "optimizer"',
+        )
     keep = plan.shard.level == "gradients"
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.shard.offload else OffloadPolicy()
     wide = None if precision.reduce == precision.parameters else precision.reduce
@@ -51,8 +59,7 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> lis
     for unit in found:
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)  # sums over grains, not means over ranks
-        if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13
-            unit.set_reduce_scatter_unused_params(True)  # what the grains of a rank do not touch those of another may
+        unit.set_reduce_scatter_unused_params(True)  # what the grains of a rank do not touch those of another may
         if mesh.device.type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)
     return found
@@ -68,8 +75,8 @@ def units(model: nn.Module) -> list[nn.Module]:
 
     The blocks that the model repeats, else what is large enough; none that shares a parameter with what is outside.
     """
-    blocks = [block.module for block in repeated_blocks(model) if block.children is None]
-    found = blocks or list(_large(model))
+    blocks = [_outermost(model, block.name) for block in repeated_blocks(model) if block.children is None]
+    found = list(dict.fromkeys(blocks)) or list(_large(model))
     homes: dict[int, set[int]] = {}
     for number, module in enumerate(model.modules()):
         for parameter in module.parameters(recurse=False):
@@ -81,6 +88,17 @@ def units(model: nn.Module) -> list[nn.Module]:
         if all(homes[id(p)] <= inside for p in unit.parameters()):
             kept.append(unit)
     return kept
+
+
+def _outermost(model: nn.Module, name: str) -> nn.Module:
+    """The repeated module around a block, or the block: an expert is not called by each rank, what holds it is."""
+    keys = name.split(".")
+    for end in range(1, len(keys)):
+        parent, child = model.get_submodule(".".join(keys[: end - 1])), model.get_submodule(".".join(keys[:end]))
+        siblings = sum(type(other) is type(child) for other in parent.children())
+        if isinstance(parent, _CONTAINERS) and not isinstance(child, _CONTAINERS) and siblings > 1:
+            return child
+    return model.get_submodule(name)
 
 
 def _large(module: nn.Module) -> Iterator[nn.Module]:
@@ -116,12 +134,16 @@ class FullySharded(Replicated):
 
     def begin(self) -> None:
         """No gradients, no sums, and nothing gathered that a forward without a backward has left."""
-        for unit in self._units:
-            unit.reshard()
+        self.rest()
         for parameter in self._parameters:
             parameter.grad = None
         self._used.zero_()
         self._sums: Tensor | None = None
+
+    def rest(self) -> None:
+        """Gives back what a forward without a backward has gathered, and would stay as it was then."""
+        for unit in self._units:
+            unit.reshard()
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         """Adds a microbatch. Collective: the data and shard axes, a reduce-scatter a unit."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from shoal.holding import cut_of
+from shoal.holding import Division, cut_of
 from shoal.parts import Part
 
 # The whole initial value of a parameter or buffer, by its name.
@@ -15,18 +15,19 @@ Whole = Callable[[str], Tensor]
 
 
 def materialise(
-    model: nn.Module, whole: Whole, parts: Mapping[str, Part], absent: Container[str], device: torch.device
+    model: nn.Module, whole: Whole, division: Division, parameters: torch.device, buffers: torch.device
 ) -> None:
-    """Gives every tensor on the meta device memory on `device` and this rank's part of its initial value.
+    """Gives every tensor on the meta device memory and this rank's part of its initial value.
 
-    `parts` of what is cut, by name; what is `absent` stays on the meta device. A parameter under several names stays
-    one. No more than one whole value is in memory at a time.
+    `parameters` and `buffers` are their devices. What is absent stays on the meta device. A parameter under several
+    names stays one. No more than one whole value is in memory at a time.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     made: dict[int, Tensor] = {}
     for name, tensor in named:
-        if tensor.is_meta and name not in absent:
-            part = cut_of(tensor, parts.get(name) or Part.whole(tensor.shape))
+        if tensor.is_meta and name not in division.absent:
+            part = cut_of(tensor, division.parts.get(name) or Part.whole(tensor.shape))
+            device = parameters if isinstance(tensor, nn.Parameter) else buffers
             value = part.take(whole(name)).to(device=device, dtype=tensor.dtype, copy=True).contiguous()
             made[id(tensor)] = _like(tensor, value)
     for module in model.modules():

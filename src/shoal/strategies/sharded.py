@@ -15,12 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.agreement import raise_together
-from shoal.errors import JobError, ShoalError
+from shoal.errors import ShoalError
 from shoal.faults import as_shoal_error
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
 from shoal.planner.division import PIECE_BYTES, divide, pack
-from shoal.randomness import all_generators
 from shoal.strategies.base import Flags, Mark, StepSums, Strategy
 
 # Broadcasts at once: the buffers that they need are all that the exchange adds to memory.
@@ -82,7 +81,7 @@ class ShardedOptimizer(Strategy):
         """Steps the optimizer for this rank's parameters, then exchanges the new values.
 
         Collective: all ranks, a JSON gather; the shard group, a broadcast of each owner's parameters: all their bytes
-        once. Raises: on every rank, where `step` raised on any; JobError for an optimizer that draws random numbers.
+        once. Raises: on every rank, where `step` raised on any.
         """
         updated = [p for p in self._parameters if p.grad is not None]
         for parameter in updated:
@@ -90,7 +89,7 @@ class ShardedOptimizer(Strategy):
                 parameter.grad = None
         error: ShoalError | None = None
         try:
-            _without_noise(step)
+            step()
         except Exception as caught:
             error = as_shoal_error(caught)
         self._mark("exposed_communication")
@@ -140,14 +139,3 @@ class ShardedOptimizer(Strategy):
 def _arrive(piece: _Piece, work: dist.Work) -> None:
     work.wait()
     piece.unpack()
-
-
-def _without_noise(step: Callable[[], None]) -> None:
-    before = all_generators()
-    step()
-    if all_generators() != before:
-        raise JobError(
-            given="an optimizer that draws random numbers, with shard.level = 'optimizer'",
-            conflict="each rank updates some of the parameters: what is drawn for one would depend on the layout",
-            remedy="use the data axis alone (shard = 1), or an optimizer without noise",
-        )
