@@ -129,7 +129,8 @@ class FullySharded(Replicated):
         self._mesh, self._mark = mesh, mark
         self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
+        self._cut = [p for p in self._parameters if hasattr(p, "to_local")]  # all but the scalars
+        self._used = torch.zeros(len(self._cut), dtype=torch.float64)
         self._handles: dict[int, RemovableHandle] = {}
 
     def begin(self) -> None:
@@ -148,7 +149,7 @@ class FullySharded(Replicated):
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         """Adds a microbatch. Collective: the data and shard axes, a reduce-scatter a unit."""
         self.add(sums)
-        if len(self._handles) < len(self._parameters):
+        if len(self._handles) < len(self._cut):
             self._watch()
         run_backward(total)
 
@@ -161,7 +162,7 @@ class FullySharded(Replicated):
 
     def _watch(self) -> None:
         """Hooks that tell which parameters got a gradient here: the units sum zeros of those that did not."""
-        numbers = {id(p): i for i, p in enumerate(self._parameters)}
+        numbers = {id(p): i for i, p in enumerate(self._cut)}
         for unit in self._units:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
@@ -180,7 +181,7 @@ class FullySharded(Replicated):
         sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
         found = all_sums(torch.cat([sums.cpu(), self._used]), flags)
         used = found.sums[num_sums:]
-        for parameter, count in zip(self._parameters, used, strict=True):
+        for parameter, count in zip(self._cut, used, strict=True):
             if not count:
                 parameter.grad = None
         return replace(found, sums=found.sums[:num_sums])
