@@ -90,6 +90,7 @@ def refuse_unsupported(plan: Plan) -> None:
     wants = {
         "execution.exact": (plan.execution.exact and plan.layout.tensor * plan.layout.context > 1, False),
         "layout.context": (plan.layout.context if plan.layout.pipeline > 1 else 1, 1),
+        "shard.offload": (plan.shard.offload and plan.layout.shard > 1 and not plan.shards_model, False),
         "execution.compile": (plan.execution.compile if plan.layout.context > 1 else "none", "none"),
         "collectives.all_reduce": (plan.collectives.all_reduce, "native"),
         "collectives.compression": (plan.collectives.compression, "none"),
