@@ -101,6 +101,12 @@ CONFLICTS: tuple[Rule, ...] = (
         'pipeline.stages_per_rank = 1, or pipeline.schedule = "interleaved_1f1b"',
     ),
     Rule(
+        lambda plan: plan.shard.offload and _wide(plan, "shard") and not plan.shards_model,
+        ("shard.offload", "shard.level"),
+        "where the optimizer's state alone is divided every rank holds the parameters where it computes",
+        'shard.offload = false, or shard.level = "gradients" or "parameters"',
+    ),
+    Rule(
         lambda plan: _wide(plan, "pipeline") and plan.shards_model,
         ("shard.level", "layout.shard", "layout.pipeline"),
         "this version divides a stage's optimizer state over the shard axis, and not its gradients or parameters",
@@ -163,11 +169,6 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
         lambda plan: not _wide(plan, "pipeline"),
         ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"),
         "layout.pipeline is 1",
-    ),
-    Idle(
-        lambda plan: _wide(plan, "shard") and plan.shard.level == "optimizer",
-        ("shard.offload",),
-        'with shard.level = "optimizer" every rank holds the parameters where it computes',
     ),
 )
 

@@ -145,6 +145,13 @@ def test_what_does_not_go_with_a_context_axis_is_refused() -> None:
         refuse_unsupported(of(layout={"context": 2}, execution={"exact": True}))
 
 
+def test_offload_is_refused_where_nothing_would_be_offloaded() -> None:
+    for level in ("gradients", "parameters"):
+        refuse_unsupported(of(layout={"shard": 2}, shard={"level": level, "offload": True}))
+    with pytest.raises(PlanError, match=r"shard\.offload = True"):
+        refuse_unsupported(of(layout={"shard": 2}, shard={"level": "optimizer", "offload": True}))
+
+
 def test_compilation_that_would_break_a_promise_is_refused() -> None:
     for kind in ("default", "reduce-overhead", "max-autotune"):
         refuse_unsupported(of(execution={"compile": kind}, memory={"recompute": "full"}))
