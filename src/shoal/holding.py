@@ -182,26 +182,33 @@ class Holding:
         return self.mesh.speaks
 
     def complete(self) -> None:
-        """Sums the gradients that are partial over axes. Collective: an all-reduce for each in the axis's group."""
-        named = dict(self.parameters())
-        for name, axes in sorted(self.division.partial.items()):
-            parameter = named.get(name)
-            if not self.model.get_parameter(name).requires_grad:
-                continue
-            if parameter is None:  # its stages are elsewhere: this rank adds nothing
-                absent = self.model.get_parameter(name)
-                dtype = torch.float32 if absent.itemsize < 4 else absent.dtype
-                nothing = torch.zeros(absent.shape, dtype=dtype, device=self.mesh.device)
-                for axis in axes:
-                    dist.all_reduce(nothing, group=self.mesh.group(axis))
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            own = local(parameter.grad)
-            wide = own.float() if own.itemsize < 4 else own  # a sum in 16 bits would lose what autograd kept
-            for axis in axes:
-                dist.all_reduce(wide, group=self.mesh.group(axis))
-            own.copy_(wide)
+        """Sums the gradients that are partial over axes; of a parameter that no rank has one of there is none after it.
+
+        Collective: for each axis, in its group, an all-reduce of flags and one for each such gradient.
+        """
+        partial = {name: axes for name, axes in sorted(self.division.partial.items())}
+        for axis in sorted({axis for axes in partial.values() for axis in axes}):
+            named = {n: self.model.get_parameter(n) for n, axes in partial.items() if axis in axes}
+            named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+            group = self.mesh.group(axis)
+            there = torch.tensor([float(p.grad is not None) for p in named.values()], device=self.mesh.device)
+            dist.all_reduce(there, group=group)
+            for parameter, count in zip(named.values(), there.tolist(), strict=True):
+                if count:
+                    self._sum(parameter, group)
+
+    def _sum(self, parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
+        """Adds up a gradient over a group, in float32 at least: 16 bits would lose what autograd kept."""
+        dtype = torch.float32 if parameter.itemsize < 4 else parameter.dtype
+        if parameter.is_meta:  # its stages are elsewhere: this rank adds nothing
+            dist.all_reduce(torch.zeros(parameter.shape, dtype=dtype, device=self.mesh.device), group=group)
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        own = local(parameter.grad)
+        wide = own.to(dtype)
+        dist.all_reduce(wide, group=group)
+        own.copy_(wide)
 
     def gradients(self) -> list[Tensor]:
         """This rank's memory of the gradients that are there and that it counts."""
