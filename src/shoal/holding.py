@@ -186,10 +186,12 @@ class Holding:
 
         Collective: for each axis, in its group, an all-reduce of flags and one for each such gradient.
         """
-        partial = {name: axes for name, axes in sorted(self.division.partial.items())}
+        partial = dict(sorted(self.division.partial.items()))
         for axis in sorted({axis for axes in partial.values() for axis in axes}):
             named = {n: self.model.get_parameter(n) for n, axes in partial.items() if axis in axes}
             named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+            if not named:
+                continue
             group = self.mesh.group(axis)
             there = torch.tensor([float(p.grad is not None) for p in named.values()], device=self.mesh.device)
             dist.all_reduce(there, group=group)
