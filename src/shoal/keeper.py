@@ -105,11 +105,10 @@ class Keeper:
         return step % self._every == 0 if self._every is not None else self._writer.due()
 
     def save(self, state: RunState, wait: bool = False) -> None:
-        """Takes a snapshot after `state.step` steps and starts writing it.
+        """Takes a snapshot after `state.step` steps and starts writing it; where state is divided it is written then.
 
-        Collective: all ranks, a few JSON gathers, and what the strategy's `collect` does.
-        Raises: StorageError, on every rank, where it waits
-        and the newest snapshot could not be written.
+        Collective: all ranks, JSON gathers. Raises: StorageError, on every rank, where it waits and the newest snapshot
+        could not be written.
         """
         if self._store is None:
             return

@@ -92,11 +92,6 @@ class Pipeline:
         """Whether a forward is in modules that another stage computes, whose outputs mean nothing here."""
         return self._stages.is_before
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the loss is computed here."""
-        return (self._num_stages - 1) % self._wires.num_ranks == self._wires.place
-
     def run(self, model: nn.Module, work: Work) -> None:
         """Forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
 
@@ -177,7 +172,6 @@ class Pipeline:
         if stage < self._num_stages - 1:
             wanted = self._stages.slots(stage + 1, function, batch)
             pairs = zip(passed.values, wanted, strict=True)
-            kept.sent = [Blank.of(value) for value in passed.values]
             kept.roots = [get_gradient_edge(v) if needs and v.requires_grad else None for v, needs in pairs]
 
     def _blanks(self, work: Work, stage: int, m: int) -> list[Blank]:
