@@ -11,7 +11,7 @@ from tests.conformance.strategies import STRATEGIES, Use
 
 import shoal
 from shoal.plan.resolve import complete
-from shoal.strategies import assemble
+from shoal.strategies import assemble, fully_sharded
 from shoal.strategies.base import Strategy
 from shoal.verification.judge import Verdict, judge_traces
 
@@ -74,7 +74,9 @@ def test_no_strategy_is_left_out() -> None:
         below = [leaf for child in kind.__subclasses__() for leaf in final(child)]
         return below or [kind]
 
-    assert assemble.__name__  # where every strategy is imported
+    # Where every strategy is imported, this one when a plan asks for it.
+    assert assemble.__name__
+    assert fully_sharded.__name__
     assert {kind.__name__ for kind in final(Strategy) if kind.__module__.startswith("shoal.")} == {
         use.kind for use in STRATEGIES.values()
     }

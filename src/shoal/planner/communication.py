@@ -167,10 +167,13 @@ def data_parallel(gradients: Gradients, layout: Layout) -> Volumes:
     return volumes
 
 
-def sums(gradients: Gradients) -> Volumes:
-    """A step's sums and flags by themselves: one all_reduce of float64 numbers over all ranks."""
+def sums(gradients: Gradients, num_used: int = 0) -> Volumes:
+    """A step's sums and flags by themselves: one all_reduce of float64 numbers over all ranks.
+
+    `num_used`: parameters of which each rank says whether it had a gradient.
+    """
     volumes = Volumes()
-    volumes.add(WORLD, "all_reduce", (gradients.num_sums + NUM_FLAGS) * _FLOAT64)
+    volumes.add(WORLD, "all_reduce", (gradients.num_sums + num_used + NUM_FLAGS) * _FLOAT64)
     return volumes
 
 

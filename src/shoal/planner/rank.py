@@ -57,7 +57,7 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
         return None
     layout, gradients = plan.degrees, described.gradients
     if described.sharding is not None:
-        return fully_sharded(described.sharding).plus(sums(gradients), norm())
+        return fully_sharded(described.sharding).plus(sums(gradients, len(gradients.parameters)), norm())
     if plan.execution.exact:
         reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
