@@ -46,7 +46,7 @@ def admitted(job: Job, plan: Plan, max_microbatch: int | None = None) -> Admitte
 
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
-    model = outline(job) if _divides(plan) else None
+    model = outline(job) if plan.degrees.shares_grains > 1 else None
     facts = _facts(job, plan, model)
     if plan.layout.data * plan.layout.shard > job.grains:  # which cannot be completed
         refuse(conflicts(plan, facts))
@@ -70,11 +70,6 @@ def _facts(job: Job, plan: Plan, model: nn.Module | None) -> ModelFacts:
         return ModelFacts(job.grains, job.grain_size)
     batch = _one_grain(job) if plan.layout.context > 1 else None
     return facts_of(model, batch, num_grains=job.grains, grain_size=job.grain_size)
-
-
-def _divides(plan: Plan) -> bool:
-    """Whether the layout divides the model, so that it has to be looked at."""
-    return plan.layout.tensor * plan.layout.pipeline * plan.layout.context > 1
 
 
 def _one_grain(job: Job) -> Any:

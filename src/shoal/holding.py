@@ -141,14 +141,14 @@ class Holding:
 
     def room(self, known: Mapping[str, Any], names: Container[str]) -> Held:
         """Memory for the optimizer's tensors of these parameters, and of its groups, of those that a checkpoint has."""
-        parts = {name: self.part(name, p) for name, p in self.parameters()}
+        parts, absent = {name: self.part(name, p) for name, p in self.parameters()}, self.absent()
         found: Held = {}
         for path, entry in known.items():
             owner = path.partition("/")[0]
             part, shape = parts.get(owner), tuple(entry["shape"])
             if part is not None and owner not in names:
                 continue
-            if part is None and owner in self.absent():
+            if part is None and owner in absent:
                 continue
             mine = part if part is not None and part.shape == shape else Part.whole(shape)
             found[path] = mine, torch.empty(mine.local_shape, dtype=getattr(torch, entry["dtype"]))
@@ -212,12 +212,8 @@ class Holding:
         dist.all_reduce(wide, group=group)
         own.copy_(wide)
 
-    def gradients(self) -> list[Tensor]:
-        """This rank's memory of the gradients that are there and that it counts."""
-        return [local(p.grad) for name, p in self.parameters() if p.grad is not None and self.counts(name)]
-
     def norm(self, own: float) -> float:
-        """The Euclidean norm over the whole model from that of each rank's `gradients`.
+        """The Euclidean norm over the whole model from that over the gradients that each rank `counts`.
 
         Collective: all ranks, one all-reduce of a number, where the model is divided.
         """

@@ -92,10 +92,10 @@ class RunRequest:
 
         To load it costs a launcher the import of torch, two of the three seconds of a first step.
         """
-        layout = self.plan.layout
-        if layout.tensor * layout.pipeline * layout.context > 1:
+        layout = self.plan.degrees
+        if layout.shares_grains > 1:
             return True
-        ranks = layout.data * layout.shard
+        ranks = layout.divides_grains
         return ranks > 1 and ranks > (least_grains(self.job.path) or 0)
 
     @property

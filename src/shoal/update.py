@@ -117,7 +117,9 @@ class Updater:
         self.optimizer, self._strategy, self._holding = optimizer, strategy, holding
         for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
             del optimizer.state[parameter]
-        self._parameters = [p for _, p in holding.parameters() if p.requires_grad]
+        named = [(name, p) for name, p in holding.parameters() if p.requires_grad]
+        self._parameters = [p for _, p in named]
+        self._counted = [p for name, p in named if holding.counts(name)]
         self._job, self._observer = job, observer
         self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
@@ -140,7 +142,8 @@ class Updater:
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         self._observer.reduced(loss, weight, scale)
-        norm = self._holding.norm(global_norm(self._holding.gradients())) * abs(scale)
+        counted = [local(p.grad) for p in self._counted if p.grad is not None]
+        norm = self._holding.norm(global_norm(counted)) * abs(scale)
         if not math.isfinite(loss) or not math.isfinite(scale):
             return Update(norm, rate, "nonfinite")
         if not math.isfinite(norm):

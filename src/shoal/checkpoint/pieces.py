@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.manifest import FileEntry, ManifestError
+from shoal.checkpoint.state import refuse_differences
 from shoal.checkpoint.store import Saved, Snapshot, Store
-from shoal.errors import JobMismatchError
 from shoal.faults import is_out_of_memory
 from shoal.holding import Held, entries, first_holders
 from shoal.mesh import Mesh
@@ -96,20 +96,9 @@ def fill(saved: Saved, group: str, targets: Held) -> None:
 
 def refuse_other_model(saved: Saved, held: Held, absent: set[str]) -> None:
     """Raises: JobMismatchError where names, shapes or dtypes are not the model's; `absent` are held by other ranks."""
-    known = saved.document["tensors"]["model"]
-    wrong = [f"{n}: not in the checkpoint" for n in held.keys() - known.keys()]
-    wrong += [f"{n}: not in the model" for n in known.keys() - held.keys() - absent]
-    for name in held.keys() & known.keys():
-        part, tensor = held[name]
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(part.shape)
-        if [dtype, shape] != [known[name]["dtype"], known[name]["shape"]]:
-            wrong.append(f"{name}: {known[name]['dtype']} {known[name]['shape']} in the checkpoint, {dtype} {shape}")
-    if wrong:
-        raise JobMismatchError(
-            given="a checkpoint of another model: " + "\n".join(sorted(wrong)[:8]),
-            conflict=f"{len(wrong)} names, shapes or dtypes differ from the job's model",
-            remedy="resume with the job and settings that the run began with, or start anew with another --out",
-        )
+    known = saved.document["tensors"]["model"].items()
+    own = {name: f"{dtype} {shape}" for name, (dtype, shape, *_) in entries(held).items()}
+    refuse_differences(own, {n: f"{e['dtype']} {e['shape']}" for n, e in known if n not in absent})
 
 
 def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[str, Held]) -> str | None:

@@ -26,23 +26,27 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Sets parameters and buffers. Raises: JobMismatchError where names, shapes or dtypes are not the model's."""
     named = dict([*model.named_parameters(), *model.named_buffers()])
-    wrong = [f"{n}: not in the checkpoint" for n in named.keys() - tensors.keys()]
-    wrong += [f"{n}: not in the model" for n in tensors.keys() - named.keys()]
-    for name in named.keys() & tensors.keys():
-        mine, saved = named[name], tensors[name]
-        if mine.shape != saved.shape or mine.dtype != saved.dtype:
-            wrong.append(
-                f"{name}: {saved.dtype} {list(saved.shape)} in the checkpoint, {mine.dtype} {list(mine.shape)}"
-            )
+    refuse_differences(
+        {name: f"{t.dtype} {list(t.shape)}" for name, t in named.items()},
+        {name: f"{t.dtype} {list(t.shape)}" for name, t in tensors.items()},
+    )
+    with torch.no_grad():
+        for name, tensor in named.items():
+            tensor.copy_(tensors[name])
+
+
+def refuse_differences(mine: Mapping[str, str], saved: Mapping[str, str]) -> None:
+    """Raises: JobMismatchError where a checkpoint has other names than the model, or of one another dtype and shape."""
+    wrong = [f"{n}: not in the checkpoint" for n in mine.keys() - saved.keys()]
+    wrong += [f"{n}: not in the model" for n in saved.keys() - mine.keys()]
+    both = mine.keys() & saved.keys()
+    wrong += [f"{n}: {saved[n]} in the checkpoint, {mine[n]}" for n in both if mine[n] != saved[n]]
     if wrong:
         raise JobMismatchError(
             given="a checkpoint of another model: " + "\n".join(sorted(wrong)[:8]),
             conflict=f"{len(wrong)} names, shapes or dtypes differ from the job's model",
             remedy="resume with the job and settings that the run began with, or start anew with another --out",
         )
-    with torch.no_grad():
-        for name, tensor in named.items():
-            tensor.copy_(tensors[name])
 
 
 def optimizer_state(
