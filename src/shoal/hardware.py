@@ -1,0 +1,94 @@
+"""Hardware: devices, links and clusters as values in SI units, from the catalogue or from a measurement, in TOML.
+
+No number here: they are in `catalogue/*.toml`, each with its source, or in a file that `shoal bench` wrote.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import log
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A fraction over a size: linear between its points in the size's logarithm, constant beyond them."""
+
+    points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
+
+    def at(self, size: float) -> float:
+        """The fraction at `size`, in the unit of the points."""
+        sizes = [x for x, _ in self.points]
+        place = bisect_right(sizes, size)
+        if place == 0 or place == len(sizes):
+            return self.points[max(0, place - 1)][1]
+        (x0, y0), (x1, y1) = self.points[place - 1], self.points[place]
+        return y0 + (y1 - y0) * log(size / x0) / log(x1 / x0)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or the CPU cores that one process may use.
+
+    `flops` is the dense peak of a dtype in FLOP/s (a multiply-add counts two); `matmul` the fraction of it that a matmul
+    of so many FLOPs reaches, before the waste of tiles that `multiprocessors` and `tile` tell. `memory` is the fraction
+    of `memory_bytes_per_second` that an operation reading and writing so many bytes reaches.
+    """
+
+    name: str
+    kind: str  # "gpu" | "cpu"
+    memory_bytes: int
+    memory_bytes_per_second: float
+    flops: Mapping[str, float]  # "float32", "bfloat16", "float16", "float8", "float4"; "tf32" where matmuls may use it
+    matmul: Mapping[str, Curve] = field(default_factory=dict)
+    convolution: Mapping[str, Curve] = field(default_factory=dict)  # where measured apart; else as a matmul
+    attention: Mapping[str, float] = field(default_factory=dict)  # fraction of the peak that fused attention reaches
+    memory: Curve = Curve()
+    multiprocessors: int = 0  # 0: no waves of tiles (a CPU)
+    tile: tuple[int, int] = (128, 256)
+    launch_seconds: float = 0.0  # the least time of a kernel on the device
+    dispatch_seconds: float = 0.0  # the host's time for one operator in eager mode
+    host_bytes_per_second: float = 0.0  # copy from pinned host memory; 0: no copy
+    reserved_bytes: int = 0  # of the memory, held by the driver, the context and the communication library
+    price_per_hour: float | None = None  # US dollars
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries messages between devices of one host, or between hosts.
+
+    `bytes_per_second`: what one device can send while it receives as much (within a host), or what all devices of a
+    host send together (between hosts); as achieved, not as printed. `latency_seconds`: of one hop of a ring.
+    `call_seconds`: of starting a collective at all. `bandwidth`: the fraction reached by a message of so many bytes.
+    `shared`: all devices share it (a PCIe root, a CPU's memory), so n at once get an n-th each.
+    """
+
+    name: str
+    bytes_per_second: float
+    latency_seconds: float
+    call_seconds: float = 0.0
+    bandwidth: Curve = Curve()
+    shared: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`num_hosts` hosts of `devices_per_host` devices each. A lone device has no use for a link."""
+
+    name: str
+    device: Device
+    devices_per_host: int = 1
+    num_hosts: int = 1
+    within: Link | None = None
+    between: Link | None = None
+    storage_bytes_per_second: float | None = None  # writing checkpoints, per host
+    mean_hours_between_failures: float | None = None  # of one device
+    prices: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.devices_per_host * self.num_hosts
