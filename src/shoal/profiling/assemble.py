@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.planner.profile import Amount, Body, Cut, Exchange, Kind, Operation, Phase, Unit, Weight
+from shoal.planner.profile import NOTHING, Amount, Body, Cut, Exchange, Kind, Operation, Phase, Unit, Weight
 from shoal.profiling.events import Event, Ref, Trace
 from shoal.profiling.operators import Cost, costs
-from shoal.profiling.phases import weight_events
 from shoal.profiling.selected import selected_bytes
 
 # Fits are of whole numbers of bytes and FLOPs: anything beyond rounding of their quotients is another law.
@@ -21,15 +20,15 @@ class Kernel:
 
     event: Event
     place: int
+    number: int  # of the event's kernels
     cost: Cost
     phase: Phase
     saved_bytes: float
     selected_bytes: float
 
 
-def kernels(trace: Trace) -> list[Kernel]:
-    """All that a trace ran, in order."""
-    of_weights = weight_events(trace)
+def kernels(trace: Trace, of_weights: set[int]) -> list[Kernel]:
+    """All that a trace ran, in order; `of_weights` are the places of what leads to gradients of weights alone."""
     saved = _saved(trace)
     selected = selected_bytes(trace)
     found = []
@@ -45,7 +44,7 @@ def kernels(trace: Trace) -> list[Kernel]:
                 late = cost.of_weight or place in of_weights
                 phase = Phase.BACKWARD_WEIGHT if late else Phase.BACKWARD_INPUT
             found.append(
-                Kernel(event, place, cost, phase, kept if first else 0.0, selected.get(place, 0.0) if first else 0.0)
+                Kernel(event, place, number, cost, phase, kept if first else 0.0, selected.get(place, 0.0) if first else 0.0)
             )
     return found
 
@@ -133,7 +132,7 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: Cut) -> Operation:
         event.module,
         cost.kind,
         first.phase,
-        flops=_product_line(fit, same, sizes, where),
+        flops=line("flops"),
         read_bytes=line("read_bytes"),
         written_bytes=line("written_bytes"),
         saved_bytes=fit(f"kept of {where}", *(k.saved_bytes for k in same)),
@@ -143,10 +142,6 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: Cut) -> Operation:
         cut=cut,
         **sizes,
     )
-
-
-def _product_line(fit: Fit, same: Sequence[Kernel], sizes: Mapping[str, Amount], where: str) -> Amount:
-    return fit(f"FLOPs of {where}", *(k.cost.flops for k in same))
 
 
 def _dtype(event: Event, cost: Cost) -> str:
@@ -163,8 +158,8 @@ class Piece:
     operations: tuple[Operation, ...]
     exchanges: tuple[Exchange, ...] = ()
     weights: list[Weight] = field(default_factory=list)
-    input_bytes: Amount = Amount()
-    output_bytes: Amount = Amount()
+    input_bytes: Amount = NOTHING
+    output_bytes: Amount = NOTHING
 
 
 class Bodies:

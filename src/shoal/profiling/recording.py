@@ -117,7 +117,9 @@ class Recorder(TorchDispatchMode):
         for tensor in (*inputs, *outputs):
             if id(tensor) not in refs:
                 refs[id(tensor)] = ref = Ref.of(tensor)
-                self._alive.setdefault(ref.key, tensor.untyped_storage())
+                if ref.key not in self._alive:
+                    self._alive[ref.key] = storage = tensor.untyped_storage()
+                    self.trace.sizes[ref.key] = storage.nbytes()
         if not self.in_backward:
             for tensor in inputs:
                 name = self.trace.parameters.get(refs[id(tensor)].key)
