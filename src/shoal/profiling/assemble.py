@@ -44,13 +44,21 @@ def kernels(trace: Trace, of_weights: set[int]) -> list[Kernel]:
                 late = cost.of_weight or place in of_weights
                 phase = Phase.BACKWARD_WEIGHT if late else Phase.BACKWARD_INPUT
             found.append(
-                Kernel(event, place, number, cost, phase, kept if first else 0.0, selected.get(place, 0.0) if first else 0.0)
+                Kernel(
+                    event,
+                    place,
+                    number,
+                    cost,
+                    phase,
+                    kept if first else 0.0,
+                    selected.get(place, 0.0) if first else 0.0,
+                )
             )
     return found
 
 
 def _saved(trace: Trace) -> dict[int, float]:
-    """Bytes that autograd keeps, by the place of the event that they are accounted to; not the batch."""
+    """Bytes that autograd keeps, by the place of the event that they are accounted to; not batch and buffers."""
     places: dict[int, int] = {}
     for place, event in enumerate(trace.events):
         if not event.is_backward and event.name != "stand_in" and (event.node not in places or not event.is_view):
@@ -59,15 +67,15 @@ def _saved(trace: Trace) -> dict[int, float]:
                 places[event.node] = place
     found: dict[int, float] = {}
     for saved in trace.saved:
-        if saved.key not in trace.batch:
+        if saved.key not in trace.constants:
             place = places.get(saved.node, min(saved.place, len(trace.events) - 1))
             found[place] = found.get(place, 0.0) + saved.num_bytes
     return found
 
 
 def saved_of_batch(trace: Trace) -> float:
-    """Bytes of the batch that autograd keeps."""
-    return float(sum(saved.num_bytes for saved in trace.saved if saved.key in trace.batch))
+    """Bytes of batch and buffers that autograd keeps."""
+    return float(sum(saved.num_bytes for saved in trace.saved if saved.key in trace.constants))
 
 
 # --------------------------------------------------------------------------------------------------------- crossings

@@ -11,15 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shoal.planner.profile import Cut, Phase
 from shoal.profiling.events import Event, Ref, Trace
 
 Span = tuple[int, int]
 # Of terms of a sum they make terms of a sum.
-_LINEAR = frozenset(
-    f"aten.{name}" for name in ("add", "add_", "sub", "sub_", "neg", "_to_copy", "clone", "mul", "div")
-)
+_LINEAR = frozenset(f"aten.{name}" for name in ("add", "add_", "sub", "sub_", "neg", "_to_copy", "clone", "mul", "div"))
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
 _SUMS = frozenset(
     f"aten.{name}" for name in ("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "linalg_vector_norm", "norm")
@@ -64,19 +63,33 @@ class Divided:
     sent: list[Sent] = field(default_factory=list)
 
 
-def span(ref: Ref, dim: int) -> Span:
-    """The strides of a dim in its storage."""
-    return ref.stride[dim], ref.stride[dim] * ref.shape[dim]
+class Along(NamedTuple):
+    """What of a dim is divided: of its index, the factor from `low` to `high`, as heads in a dim of samples x heads."""
+
+    dim: int
+    low: int
+    high: int
 
 
-def covers(ref: Ref, found: Span | None) -> int | None:
+def span(ref: Ref, along: Along) -> Span:
+    """Its strides in the storage."""
+    return ref.stride[along.dim] * along.low, ref.stride[along.dim] * along.high
+
+
+def along(ref: Ref, dim: int) -> Along:
+    """All of a dim."""
+    return Along(dim, 1, ref.shape[dim])
+
+
+def covers(ref: Ref, found: Span | None) -> Along | None:
     """The outermost dim that lies along a span."""
     if found is None:
         return None
+    low, high = found
     dims = [
-        (step, dim)
+        (step, Along(dim, max(1, low // step), min(size, -(-high // step))))
         for dim, (size, step) in enumerate(zip(ref.shape, ref.stride, strict=True))
-        if size > 1 and step and step < found[1] and step * size > found[0]
+        if size > 1 and step and step < high and step * size > low
     ]
     return max(dims)[1] if dims else None
 
@@ -97,16 +110,17 @@ class _Follower:
         self._casts: dict[int, int] = {}  # storage of a cast weight: the weight's
         names = {name: ref for name, ref in trace.weights.items() if name in division.dims}
         for name, ref in names.items():
-            self._spans[ref.key] = span(ref, division.dims[name])
+            self._spans[ref.key] = span(ref, along(ref, division.dims[name]))
         self._gathered = {trace.weights[name].key for name in division.gathered if name in names}
         self._wanted = self._gradients()
 
     def _gradients(self) -> dict[int, Span]:
         """Where gradients of cut parameters lie, also before they are added up or cast: each rank needs its part."""
+        gradients = self._trace.gradients
         found = {
-            self._trace.gradients[name].key: span(self._trace.gradients[name], dim)
+            gradients[name].key: span(gradients[name], along(gradients[name], dim))
             for name, dim in self._division.dims.items()
-            if name in self._trace.gradients
+            if name in gradients
         }
         for event in reversed(self._trace.events):
             if not event.is_backward:
@@ -114,10 +128,10 @@ class _Follower:
             if event.is_view or event.name not in ("aten.add", "aten.add_", "aten._to_copy", "aten.clone"):
                 continue
             out = event.outputs[0]
-            dim = covers(out, found.get(out.key))
+            own = covers(out, found.get(out.key))
             for ref in event.inputs:
-                if dim is not None and ref.shape == out.shape:
-                    found.setdefault(ref.key, span(ref, dim))
+                if own is not None and ref.shape == out.shape:
+                    found.setdefault(ref.key, span(ref, own))
         return found
 
     def run(self) -> Divided:
@@ -147,6 +161,9 @@ class _Follower:
 
     def _all_terms(self, event: Event) -> bool:
         tensors = [r for r in event.inputs if r.shape]
+        if event.is_backward and event.name in ("aten.add", "aten.add_"):
+            # Gradients that meet: what is whole counts once, and the sum is exchanged.
+            return any(r.key in self._terms for r in tensors)
         scaled = event.name in ("aten.mul", "aten.div") and len(tensors) > 1
         return bool(tensors) and not scaled and all(r.key in self._terms for r in tensors)
 
@@ -170,13 +187,24 @@ class _Follower:
             size = float(self._trace.sizes.get(ref.key, ref.num_bytes))
             self._found.sent.append(Sent("all_gather", event.region, self._phase(place, event), size))
 
-    def dim(self, ref: Ref) -> int | None:
-        """The dim along which a tensor is divided."""
+    def along(self, ref: Ref) -> Along | None:
+        """What a tensor is divided along."""
         return covers(ref, self._spans.get(ref.key))
 
-    def _mark(self, ref: Ref, dim: int | None) -> None:
-        if dim is not None:
-            self._spans[ref.key] = span(ref, dim)
+    def dim(self, ref: Ref) -> int | None:
+        """The dim along which a tensor is divided."""
+        found = self.along(ref)
+        return None if found is None else found.dim
+
+    def _mark(self, ref: Ref, found: Along | None) -> None:
+        if found is not None:
+            self._spans[ref.key] = span(ref, found)
+
+    def _take_over(self, ref: Ref, dim: int, source: Ref) -> None:
+        """A result's dim is divided as that of an operand is."""
+        found = self.along(source)
+        if found is not None:
+            self._mark(ref, found._replace(dim=dim))
 
     def _add_up(self, place: int, event: Event) -> None:
         for ref in event.outputs:
@@ -189,32 +217,36 @@ class _Follower:
         a, b, out = event.inputs[first], event.inputs[second], event.outputs[0]
         last = len(out.shape) - 1
         da, db = self.dim(a), self.dim(b)
+        for dim, source in ((da, a), (db, b)):
+            if dim is not None and dim < last - 1:
+                self._take_over(out, dim, source)
+                return (Cut.BATCH,)
         wanted = covers(out, self._wanted.get(out.key))
-        if da is not None and da < last - 1 or db is not None and db < last - 1:
-            self._mark(out, da if da is not None else db)
-            return (Cut.BATCH,)
         over_a, over_b = da == last, db == last - 1
         if wanted is not None and not (over_a and over_b):
             self._mark(out, wanted)
-            return (Cut.M if wanted == last - 1 else Cut.N,)
-        if over_a and not over_b and b.key in self._trace.parameters:
+            return (Cut.M if wanted.dim == last - 1 else Cut.N,)
+        if over_a and not over_b and self._is_weight(b):
             self._gather(place, event, a)
             return (Cut.NONE,)
         if over_a or over_b:
             self._add_up(place, event)
             return (Cut.K,)
         if da == last - 1:
-            self._mark(out, last - 1)
+            self._take_over(out, last - 1, a)
             return (Cut.M,)
         if db == last:
-            self._mark(out, last)
-            if b.key in self._gathered or self._comes_of_gathered(b):
+            self._take_over(out, last, b)
+            if self._is_gathered(b):
                 self._gather(place, event, out)
             return (Cut.N,)
         return (Cut.NONE,)
 
-    def _comes_of_gathered(self, ref: Ref) -> bool:
-        return self._casts.get(ref.key) in self._gathered
+    def _is_weight(self, ref: Ref) -> bool:
+        return self._casts.get(ref.key, ref.key) in self._trace.parameters
+
+    def _is_gathered(self, ref: Ref) -> bool:
+        return self._casts.get(ref.key, ref.key) in self._gathered
 
     def _convolution(self, place: int, event: Event) -> tuple[Cut, ...]:
         input, weight = event.inputs[:2]
@@ -227,8 +259,8 @@ class _Follower:
         if di == 1 and not (grouped and dw == outer):
             self._gather(place, event, input)
         if dw == outer:
-            self._mark(event.outputs[0], 1)
-            if weight.key in self._gathered or self._comes_of_gathered(weight):
+            self._mark(event.outputs[0], along(event.outputs[0], 1))
+            if self._is_gathered(weight):
                 self._gather(place, event, event.outputs[0])
             return (Cut.BATCH,) if grouped else (Cut.N,)
         return (Cut.NONE,)
@@ -246,13 +278,15 @@ class _Follower:
                 self._terms[made.key] = (event.region, Phase.BACKWARD_INPUT)
                 cuts.append(Cut.K)
             else:
-                self._mark(made, 1 if dw is not None else None)
+                self._mark(made, along(made, 1) if dw is not None else None)
                 cuts.append(Cut.NONE if dw is None else Cut.BATCH if grouped else Cut.N)
         if of_weight:
-            self._mark(outputs.pop(0), dw)
+            made = outputs.pop(0)
+            self._mark(made, None if dw is None else along(made, dw))
             cuts.append(Cut.NONE if dw is None else Cut.BATCH if grouped else Cut.M if dw == outer else Cut.N)
         if of_bias:
-            self._mark(outputs.pop(0), 0 if dw == outer else None)
+            made = outputs.pop(0)
+            self._mark(made, along(made, 0) if dw == outer else None)
             cuts.append(Cut.ALL if dw == outer else Cut.NONE)
         if self.dim(input) is not None and dw is None:
             self._spans.pop(input.key, None)
@@ -263,14 +297,15 @@ class _Follower:
         if dim == 0:
             self._add_up(place, event)
             return (Cut.NONE,)
-        self._mark(event.outputs[0], len(event.outputs[0].shape) - 1 if dim == 1 else None)
+        out = event.outputs[0]
+        self._mark(out, along(out, len(out.shape) - 1) if dim == 1 else None)
         return (Cut.ALL if dim == 1 else Cut.NONE,)
 
     def _embedding_backward(self, place: int, event: Event) -> tuple[Cut, ...]:
         out = event.outputs[0]
-        dim = covers(out, self._wanted.get(out.key))
-        self._mark(out, dim)
-        return (Cut.NONE if dim is None else Cut.ALL,)
+        wanted = covers(out, self._wanted.get(out.key))
+        self._mark(out, wanted)
+        return (Cut.NONE if wanted is None else Cut.ALL,)
 
     def _sum(self, place: int, event: Event) -> tuple[Cut, ...]:
         ref, out = event.inputs[0], event.outputs[0]
@@ -283,7 +318,7 @@ class _Follower:
             self._add_up(place, event)
         else:
             kept = bool(event.arguments.get("keepdim"))
-            self._mark(out, dim if kept else dim - sum(d < dim for d in over))
+            self._take_over(out, dim if kept else dim - sum(d < dim for d in over), ref)
         return (Cut.ALL,)
 
     def _statistics(self, place: int, event: Event) -> tuple[Cut, ...]:
@@ -322,12 +357,12 @@ class _Follower:
                 if at is not None:
                     cut = Cut.ALL
                     if out.key not in self._spans:
-                        self._mark(out, at)
+                        self._take_over(out, at, ref)
         for out in event.outputs:
             wanted = covers(out, self._wanted.get(out.key))
             if wanted is not None and out.key not in self._spans:
                 self._mark(out, wanted)
-        if event.name == "aten._to_copy" and event.inputs[0].key in self._gathered:
+        if event.name == "aten._to_copy" and event.inputs[0].key in self._trace.parameters:
             self._casts[event.outputs[0].key] = event.inputs[0].key
         return (cut,)
 

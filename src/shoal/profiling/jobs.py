@@ -14,7 +14,7 @@ from shoal.deferred import deferred
 from shoal.job import Job
 from shoal.plan.plan import Plan
 from shoal.planner.profile import Profile
-from shoal.profiling.pairs import as_engine
+from shoal.profiling.engine_pairs import as_engine
 from shoal.profiling.profiles import Tensors, profile
 
 

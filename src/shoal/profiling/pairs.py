@@ -1,136 +1,181 @@
-"""Pairs: which parameters tensor parallelism cuts, as the engine's own finder proposes, without its proofs."""
+"""Pairs: which parameters tensor parallelism cuts, found in the trace of a model: {q, k, v} -> out, {gate, up} -> down.
+
+As Megatron-LM (arXiv 1909.08053) has it: between the two layers of a pair features, or heads, are divided, and only the
+second's output is summed; the vocabulary is divided in the embedding and in the head, whose logits stay divided.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from shoal.profiling.division import Division
-from shoal.profiling.events import Trace
-from shoal.strategies.tensor_layers import kind
-from shoal.strategies.tensor_plan import Proposal, propose
-from shoal.strategies.tensor_trace import observe
+from shoal.profiling.events import Event, Ref, Trace
 
-# What a proposal asks of widths and heads: the smallest degree there is.
-_DEGREE = 2
+_PRODUCTS = {"aten.mm": (0, 1, None), "aten.addmm": (1, 2, 0)}
+# They mix features, or heads: what comes of them is no slice.
+_MIXING = frozenset(
+    (
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "rms_norm",
+        "convolution",
+        "embedding",
+        "sum",
+        "mean",
+    )
+)
+# Among sources: something that is not the output of a layer that could be cut.
+_OPAQUE = "*"
 
 
-def outlined(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | None:
-    """The model without memory; None where its constructor computes with values."""
-    if isinstance(model, nn.Module):
-        return model
-    try:
-        with torch.device("meta"):
-            return model()
-    except Exception:
-        return None
+@dataclass
+class _Layer:
+    """A matrix by its parameter's name: which dim of it gives outputs, its bias, and what became of its output."""
+
+    name: str
+    outer: int
+    size: int
+    sources: frozenset[str]
+    bias: str | None = None
+    feeds: set[str] = field(default_factory=set)
+    leaks: bool = False
+    along: set[str] = field(default_factory=set)  # vectors that act on its outputs, one by one
 
 
-@contextlib.contextmanager
-def shortened(
-    model: nn.Module | Callable[[], nn.Module], trace: Trace
-) -> Iterator[tuple[nn.Module, dict[str, str]]]:
-    """The outline of a model without the blocks that are like another one, {block: the one that it is like}.
+def in_pairs(trace: Trace) -> Division:
+    """What is cut; nothing where there are no pairs."""
+    finder = _Finder(trace)
+    dims: dict[str, int] = {}
+    for columns, row in finder.pairs():
+        for layer in columns:
+            dims[layer.name] = layer.outer
+            dims |= dict.fromkeys(layer.along, 0)
+            if layer.bias is not None:
+                dims[layer.bias] = 0
+        dims[row.name] = 1 - row.outer
+    if dims:
+        dims |= finder.vocabulary()
+    return Division(_everywhere(trace, dims))
 
-    Raises: ValueError where it cannot be had.
-    """
-    outline = outlined(model)
-    if outline is None:
-        raise ValueError("the model's constructor computes with values")
-    like: dict[str, str] = {}
-    for event in trace.events:
-        region = trace.regions[event.region]
-        if event.name != "stand_in" or event.is_backward or region.like is None or region.block is None:
+
+def _everywhere(trace: Trace, dims: dict[str, int]) -> dict[str, int]:
+    """The same for the blocks in whose place another one was traced."""
+    found = dict(dims)
+    for region in trace.regions:
+        if region.like is None:
             continue
         other = trace.regions[region.like].block
-        passes = len(event.outputs) == 1 and event.inputs and event.inputs[0].shape == event.outputs[0].shape
-        if passes and other is not None and other != region.block:
-            like[region.block] = other
-    held: list[tuple[nn.Module, str, Any]] = []
-    for name in like:
-        parent, _, key = name.rpartition(".")
-        holder = outline.get_submodule(parent)
-        held.append((holder, key, holder._modules[key]))
-        holder._modules[key] = _Pass()
-    try:
-        yield outline, like
-    finally:
-        for holder, key, module in held:
-            holder._modules[key] = module
+        own = {k: v for k, v in dims.items() if k.startswith(f"{other}.")}
+        found |= {f"{region.block}.{key.removeprefix(f'{other}.')}": dim for key, dim in own.items()}
+    return {key: dim for key, dim in found.items() if key in trace.weights}
 
 
-class _Pass(nn.Module):
-    """In a block's place, where what comes out looks like what goes in."""
+class _Finder:
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._layers: dict[str, _Layer] = {}
+        self._tables: dict[str, int] = {}  # embeddings of what is in the batch: rows
+        self._weights: dict[int, tuple[str, Ref]] = {ref.key: (name, ref) for name, ref in trace.weights.items()}
+        self._sources: dict[int, frozenset[str]] = {key: frozenset() for key in trace.constants}
+        self._made: dict[int, int] = {}
+        for event in trace.events:
+            if event.is_backward:
+                break
+            self._event(event)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    def pairs(self) -> Iterator[tuple[list[_Layer], _Layer]]:
+        """({columns}, row), each layer once."""
+        taken: set[str] = set()
+        for row in self._layers.values():
+            names = row.sources
+            if not names or _OPAQUE in names or names & taken or row.name in names or row.name in self._tables:
+                continue
+            columns = [self._layers[name] for name in names]
+            if any(c.leaks or c.feeds != {row.name} or c.name in self._tables for c in columns):
+                continue
+            taken |= {*names, row.name}
+            yield columns, row
 
+    def vocabulary(self) -> dict[str, int]:
+        """Rows of the largest embedding, and the layers outside of blocks that give as many outputs."""
+        table = max(self._tables, key=lambda name: self._tables[name], default=None)
+        if table is None:
+            return {}
+        found = {table: 0}
+        for layer in self._layers.values():
+            if layer.size == self._tables[table]:
+                found[layer.name] = layer.outer
+                if layer.bias is not None:
+                    found[layer.bias] = 0
+                found |= dict.fromkeys(layer.along, 0)
+        return found
 
-def spread(found: Division, like: dict[str, str]) -> Division:
-    """A division of the blocks that there are, for those that are like them too."""
-    dims, gathered = dict(found.dims), set(found.gathered)
-    for name, other in like.items():
-        own = {key: f"{name}.{key.removeprefix(f'{other}.')}" for key in found.dims if key.startswith(f"{other}.")}
-        dims |= {new: found.dims[key] for key, new in own.items()}
-        gathered |= {new for key, new in own.items() if key in found.gathered}
-    return Division(dims, frozenset(gathered))
+    def _event(self, event: Event) -> None:
+        if event.is_view:
+            return
+        if event.name == "aten._to_copy" and event.inputs[0].key in self._weights:
+            name, _ = self._weights[event.inputs[0].key]
+            self._weights[event.outputs[0].key] = name, event.outputs[0]
+            self._sources[event.outputs[0].key] = frozenset()
+            return
+        if event.name == "aten.embedding" and event.inputs[1].key in self._trace.batch:
+            name, ref = self._weights.get(event.inputs[0].key, ("", None))
+            if ref is not None:
+                self._tables[name] = ref.shape[0]
+        layer = self._layer(event)
+        sources = frozenset((layer.name,)) if layer is not None else self._outcome(event)
+        for ref in (*event.outputs, *(event.inputs[i] for i in event.written)):
+            self._sources[ref.key] = sources
+            self._made[ref.key] = event.region
 
+    def _layer(self, event: Event) -> _Layer | None:
+        """The layer that a product is of."""
+        if event.name not in _PRODUCTS:
+            return None
+        a, b, c = _PRODUCTS[event.name]
+        known = self._weights.get(event.inputs[b].key)
+        if known is None or event.inputs[a].key in self._weights:
+            return None
+        name, ref = known
+        given, matrix = event.inputs[a], event.inputs[b]
+        outer = next((d for d in range(len(ref.shape)) if ref.stride[d] == matrix.stride[-1]), 0)
+        sources = self._of(event, given)
+        if name in self._layers:  # called again: it is no longer plain who feeds whom
+            self._layers[name].leaks = True
+            sources = frozenset((_OPAQUE,))
+        for source in sources - {_OPAQUE}:
+            self._layers[source].feeds.add(name)
+        bias = self._weights.get(event.inputs[c].key, (None,))[0] if c is not None else None
+        layer = self._layers.get(name) or _Layer(name, outer, matrix.shape[-1], sources, bias)
+        layer.sources = sources
+        self._layers[name] = layer
+        return layer
 
-def in_pairs(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Division:
-    """Pairs, rows of embeddings and columns of the rest's linear layers, whose outputs stay divided: as Megatron.
+    def _of(self, event: Event, ref: Ref) -> frozenset[str]:
+        if self._made.get(ref.key, event.region) != event.region:
+            self._leak(self._sources.get(ref.key, frozenset()))
+            return frozenset((_OPAQUE,))
+        return self._sources.get(ref.key, frozenset((_OPAQUE,)))
 
-    Raises: what the loss raises on the meta device.
-    """
-    found = _proposal(model, loss, batch)
-    linear = tuple(name for name in found.gathered if kind(model.get_submodule(name)) in ("linear", "transposed"))
-    return Division(_dims(model, found, linear)) if found.pairs else Division()
+    def _outcome(self, event: Event) -> frozenset[str]:
+        sources = frozenset[str]().union(*(self._of(event, ref) for ref in event.inputs))
+        short = event.name.partition(".")[2]
+        by_head = short not in ("convolution", "embedding") and all(
+            event.inputs[0].shape[-1:] < (self._layers[source].size,) for source in sources - {_OPAQUE}
+        )
+        if _OPAQUE in sources or (short in _MIXING and not by_head) or event.name == "stand_in":
+            self._leak(sources)
+            return frozenset((_OPAQUE,))
+        for ref in event.inputs:
+            known = self._weights.get(ref.key)
+            if known is not None and len(ref.shape) == 1:
+                for source in sources:
+                    if self._layers[source].size == ref.shape[0]:
+                        self._layers[source].along.add(known[0])
+        return sources
 
-
-def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Division:
-    """What shoal's own tensor parallelism cuts: what is in no pair too, gathered at once.
-
-    Raises: what the loss raises on the meta device.
-    """
-    found = _proposal(model, loss, batch)
-    names = {id(p): name for name, p in model.named_parameters()}
-    gathered = {names[id(model.get_submodule(name)._parameters["weight"])] for name in found.gathered}
-    return Division(_dims(model, found, found.gathered), frozenset(gathered))
-
-
-def _proposal(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Proposal:
-    def shown(leaf: Any) -> Any:
-        return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
-
-    return propose(model, observe(model.train(), loss, tree_map(shown, batch)), _DEGREE)
-
-
-def _dims(model: nn.Module, found: Proposal, columns: tuple[str, ...]) -> dict[str, int]:
-    """By parameter: the dim that is cut."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    dims: dict[str, int] = {}
-
-    def note(module: str, weight: int, bias: int | None) -> None:
-        own = model.get_submodule(module)._parameters
-        for key, dim in (("weight", weight), ("bias", bias)):
-            parameter = own.get(key)
-            if parameter is not None and dim is not None:
-                dims.setdefault(names[id(parameter)], dim)
-
-    def outer(module: str) -> int:
-        layer = model.get_submodule(module)
-        return 1 if kind(layer) == "transposed" or getattr(layer, "transposed", False) else 0
-
-    for pair in found.pairs:
-        for name in pair.columns:
-            note(name, outer(name), 0)
-        note(pair.row, 1 - outer(pair.row), None)
-    for name in found.rows:
-        note(name, 0, None)
-    for name in columns:
-        note(name, outer(name), 0)
-    return dims
+    def _leak(self, sources: frozenset[str]) -> None:
+        for source in sources - {_OPAQUE}:
+            self._layers[source].leaks = True

@@ -15,7 +15,8 @@ from shoal.profiling.assemble import Bodies, Fit, Kernel, Piece, crossings, kern
 from shoal.profiling.division import Division, divide
 from shoal.profiling.events import Trace
 from shoal.profiling.optimizers import Update, update
-from shoal.profiling.pairs import in_pairs, outlined, shortened, spread
+from shoal.profiling.engine_pairs import outlined, shortened, spread
+from shoal.profiling.pairs import in_pairs
 from shoal.profiling.phases import weight_events
 from shoal.profiling.tracing import Loss, Setting, Tracer
 
@@ -51,22 +52,20 @@ def profile(
     setting = Setting(precision or PrecisionSection(), device, by_grain)
     tracer, traces = _traced(model, loss, batch, setting)
     found = update(optimizer, tracer.model, tracer.mode, device) if optimizer is not None else Update()
-    division, note = _division(tensor, model, traces[0], loss, batch)
+    division, note = _division(tensor, model, traces[0])
     made = assembled(tracer, traces, division, found, sample_bytes(batch))
     return replace(made, notes=(*made.notes, *note))
 
 
 def _division(
-    tensor: Tensors | None,
-    model: nn.Module | Callable[[], nn.Module],
-    trace: Trace,
-    loss: Loss,
-    batch: Callable[[int], Any],
+    tensor: Tensors | None, model: nn.Module | Callable[[], nn.Module], trace: Trace
 ) -> tuple[Division, tuple[str, ...]]:
     """What is cut, and why nothing, where it cannot be told."""
+    if tensor is None:
+        return in_pairs(trace), ()
     try:
         with shortened(model, trace) as (outline, like):
-            found = tensor(outline) if tensor is not None else in_pairs(outline, loss, batch(2))
+            found = tensor(outline)
     except Exception as error:
         text = next(iter(str(error).splitlines()), "")[:200]
         return Division(), (f"what tensor parallelism cuts is not known: {type(error).__name__}: {text}",)
@@ -118,9 +117,7 @@ def sample_bytes(batch: Callable[[int], Any]) -> int:
     return round((sum(t.nbytes for t in more) - sum(t.nbytes for t in few)) / 2)
 
 
-def assembled(
-    tracer: Tracer, traces: Sequence[Trace], division: Division, found: Update, num_bytes: int
-) -> Profile:
+def assembled(tracer: Tracer, traces: Sequence[Trace], division: Division, found: Update, num_bytes: int) -> Profile:
     """The profile of traces of one model."""
     fit = Fit([trace.samples for trace in traces])
     first = traces[0]
@@ -207,7 +204,9 @@ def _weights(
     last = max(pieces)
     for name, parameter in model.named_parameters():
         home = homes[trace.used[name]] if name in trace.used else _owner(name, pieces, last)
-        pieces[home].weights.append(Weight(name, tuple(parameter.shape), parameter.itemsize, parameter.requires_grad, division.dims.get(name)))
+        pieces[home].weights.append(
+            Weight(name, tuple(parameter.shape), parameter.itemsize, parameter.requires_grad, division.dims.get(name))
+        )
     users: dict[str, set[int]] = {}
     for event in trace.events:
         if event.is_backward:
@@ -226,7 +225,10 @@ def _owner(name: str, pieces: dict[int, Piece], last: int) -> int:
 
 
 def _heads(trace: Trace) -> int | None:
-    found = [
+    """The fewest of any attention, fused, or products over samples and heads around a softmax."""
+    fused = [
         e.inputs[0].shape[-3] for e in trace.events if e.name.endswith(".attention") and len(e.inputs[0].shape) > 3
     ]
-    return min(found, default=None)
+    mixing = {e.module for e in trace.events if "softmax" in e.name}
+    plain = [e.inputs[0].shape[0] // trace.samples for e in trace.events if e.name == "aten.bmm" and e.module in mixing]
+    return min((heads for heads in fused or plain if heads), default=None)

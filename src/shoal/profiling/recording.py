@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
     def _keep(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self.kept or key in self.trace.parameters:
+        if key in self.kept or key in self.trace.parameters or storage.nbytes() == 0:
             return
         self.kept.add(key)
         self._alive.setdefault(key, storage)

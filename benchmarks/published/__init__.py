@@ -1,0 +1,1 @@
+"""Published measurements: rows of them, predicted and scored."""
