@@ -22,6 +22,13 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_context.py", "test_what_cannot_be_divided_is_refused"): ("convolution", "attention dropout", "few heads"),
     ("test_context.py", "test_the_run_of_one_process"): ("with data", "with tensor"),
     ("test_pipeline.py", "test_gradients_are_those_of_one_process"): ("gpt-2",),
+    ("test_jobs.py", "test_each_case_of_the_conformance_suite"): (
+        "frozen, unused, conditional",
+        "pure bf16",
+        "reentrant checkpointing",
+        "a loss over pairs",
+        "blocks computed again",
+    ),
     ("test_models.py", "test_verified_on_two_ranks"): ("llama", "bert-exact", "keras-batch-norm"),
 }
 

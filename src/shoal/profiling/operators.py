@@ -150,6 +150,9 @@ def _moves(event: Event) -> Cost:
     """Reads its operands and writes its results."""
     own = {i.key for i in event.inputs}
     changed = [event.inputs[i] for i in sorted(event.written)]
+    if event.name.startswith("aten._fused_") and event.arguments.get("grad_scale") is None:
+        untouched = {id(ref) for ref in event.arguments.get("grads", ())}  # they are written where they are unscaled
+        changed = [ref for ref in changed if id(ref) not in untouched]
     written = _once([o for o in event.outputs if o.key not in own] + changed)
     unread = {id(event.arguments.get(name)) for name in _UNREAD.get(event.name, ())}
     inputs = [r for r in event.inputs if id(r) not in unread]
