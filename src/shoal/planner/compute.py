@@ -154,15 +154,8 @@ class Computer:
 
     def _attention(self, operation: Operation, share: Share, divided: float) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
-        phase = "forward" if operation.phase is Phase.FORWARD else "backward"
-        fraction = next(
-            (
-                device.attention[key]
-                for key in (f"{self.attention}_{phase}", f"flash2_{phase}")
-                if key in device.attention
-            ),
-            0.5,
-        )
+        fraction = device.attention.get(dtype, 0.5) * _FUSED[self.attention]
+        fraction *= _FORWARD if operation.phase is Phase.FORWARD else _BACKWARD
         # The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
         length = max(1.0, operation.n.at(share.local_samples))
         width = operation.k.at(share.local_samples) or 128.0
@@ -184,6 +177,11 @@ class Computer:
         return found
 
 
+# Rates of fused attention relative to FlashAttention-2's over a whole step, and of its forward and backward: the same
+# paper's figures (causal, A100), and Shah et al., FlashAttention-3, arXiv 2407.08608 (H100).
+_FUSED: Final = {"flash1": 0.6, "flash2": 1.0, "flash3": 1.5}
+_FORWARD: Final = 1.15
+_BACKWARD: Final = 0.95
 # Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
 # from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
 _ATTENTION_FILL: Final = 512.0

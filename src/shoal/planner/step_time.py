@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from shoal.hardware import Cluster
+from shoal.hardware import Cluster, Device
 from shoal.plan.plan import Plan
 from shoal.plan.schedule import Action, Kind, actions, most_in_flight, simulate
 from shoal.planner import stage_units
@@ -38,11 +38,20 @@ class Predictor:
     def __init__(self, work: Workload, cluster: Cluster, program: Program | None = None) -> None:
         self.work, self.cluster, self.program = work, cluster, program or Program()
         self._network = Network(cluster)
-        computer = Computer(cluster.device, self.program.fast_float32, self.program.attention)
-        self._costs = StageCosts(computer, self._network, self.program)
+        self._costs_on: dict[int, StageCosts] = {}
         self._sizes = Sizes(self.program)
         self._stages: dict[tuple[object, ...], stage_units.Stages] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
+
+    def _device(self, plan: Plan) -> Device:
+        return self.cluster.device_for(min(self.cluster.devices_per_host, plan.degrees.world_size))
+
+    def _costs(self, plan: Plan) -> StageCosts:
+        device = self._device(plan)
+        if id(device) not in self._costs_on:
+            computer = Computer(device, self.program.fast_float32, self.program.attention)
+            self._costs_on[id(device)] = StageCosts(computer, self._network, self.program)
+        return self._costs_on[id(device)]
 
     # --------------------------------------------------------------------------------------------------- the two bounds
 
@@ -50,7 +59,7 @@ class Predictor:
         """A lower bound of the step: the busiest rank's own work, without bubble or sums of gradients."""
         share, microbatches = self._share(plan)
         return microbatches * max(
-            sum(self._costs.stage(stage, share, plan).seconds for stage in self._of_rank(plan, rank))
+            sum(self._costs(plan).stage(stage, share, plan).seconds for stage in self._of_rank(plan, rank))
             for rank in range(plan.layout.pipeline)
         )
 
@@ -62,7 +71,7 @@ class Predictor:
             size = self._size(plan, self._of_rank(plan, rank), share)
             state = state_bytes(plan, self.work.profile, size, self.program)
             least = max(least, sum(state.values()) + size.saved)
-        return least + self.cluster.device.reserved_bytes
+        return least + self._device(plan).reserved_bytes
 
     # -------------------------------------------------------------------------------------------------------- the whole
 
@@ -73,10 +82,10 @@ class Predictor:
         terms = self._seconds(plan, ranks, share, microbatches)
         memory = max((self._bytes(plan, rank) for rank in ranks), key=lambda found: sum(found.values()))
         seconds, peak = sum(terms.values()), sum(memory.values())
-        missing = max(0.0, peak - self.cluster.device.memory_bytes)
+        missing = max(0.0, peak - self._device(plan).memory_bytes)
         samples = self.work.global_batch
         flops = self.work.profile.flops(samples) / plan.degrees.world_size
-        device = self.cluster.device
+        device = self._device(plan)
         peak_flops = device.flops.get(plan.precision.compute) or device.flops["float32"]
         return Prediction(
             step_seconds=seconds,
@@ -116,7 +125,7 @@ class Predictor:
             if self.program.equal_blocks:
                 self._stages[key] = stage_units.equal(units, num_stages)
             else:
-                seconds = [self._costs.body(unit.body, share, plan).seconds for unit in units]
+                seconds = [self._costs(plan).body(unit.body, share, plan).seconds for unit in units]
                 self._stages[key] = stage_units.balanced(units, seconds, num_stages)
         return self._stages[key]
 
@@ -130,7 +139,7 @@ class Predictor:
             per = plan.pipeline.stages_per_rank
             own = actions(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank]
             in_flight = most_in_flight(own) / per
-        passes = tuple(self._costs.stage(stage, share, plan) for stage in stages)
+        passes = tuple(self._costs(plan).stage(stage, share, plan) for stage in stages)
         return _Rank(stages, passes, self._size(plan, stages, share), in_flight)
 
     # ------------------------------------------------------------------------------------------------------ its seconds
@@ -208,7 +217,7 @@ class Predictor:
             + self._network.seconds("all_reduce", n * reduce / layout.shard, replicas)
             for n in numel
         ]
-        passes = [self._costs.body(unit.body, share, plan) for unit in units]
+        passes = [self._costs(plan).body(unit.body, share, plan) for unit in units]
         forwards = [p.forward.seconds for p in passes]
         backwards = [p.backward.seconds for p in passes]
         nothing = [0.0] * len(units)
@@ -242,20 +251,20 @@ class Predictor:
 
     def _optimizer(self, plan: Plan, rank: _Rank) -> float:
         """The update's reads and writes, and under ZeRO-1 the updated parameters handed out."""
-        profile, layout, device = self.work.profile, plan.layout, self.cluster.device
+        profile, layout, device = self.work.profile, plan.layout, self._device(plan)
         elements = rank.size.trainable / layout.shard
         width = rank.size.parameter_bytes / rank.size.numel if rank.size.numel else 4.0
         state = profile.state_bytes_per_element + self.program.master_bytes
         num_bytes = elements * max(4 * profile.optimizer_passes, 2 * (width + state) + 4)
         seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
-        seconds = max(seconds + profile.optimizer_launches * device.launch_seconds, self._optimizer_host())
+        seconds = max(seconds + profile.optimizer_launches * device.launch_seconds, self._optimizer_host(device))
         if layout.shard > 1 and plan.shard.level == "optimizer":
             group = self._network.group(layout.shard, layout.context * layout.tensor)
             seconds += self._network.seconds("all_gather", rank.size.parameter_bytes, group)
         return seconds
 
-    def _optimizer_host(self) -> float:
-        return self.work.profile.optimizer_launches * self.cluster.device.dispatch_seconds
+    def _optimizer_host(self, device: Device) -> float:
+        return self.work.profile.optimizer_launches * device.dispatch_seconds
 
     # -------------------------------------------------------------------------------------------------------- its bytes
 
@@ -264,7 +273,7 @@ class Predictor:
         memory.update(state_bytes(plan, self.work.profile, rank.size, self.program))
         memory["activations"] = rank.in_flight * rank.size.saved + rank.size.transient
         memory["allocator"] = self.program.fragmentation * memory["activations"]
-        memory["reserved"] = float(self.cluster.device.reserved_bytes)
+        memory["reserved"] = float(self._device(plan).reserved_bytes)
         return memory
 
 
