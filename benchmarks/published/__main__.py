@@ -1,7 +1,7 @@
 """Predicts published measurements from the catalogue alone, and scores predictions by source.
 
-    python -m benchmarks.published predict --rows IN.csv --out OUT.csv [--kind ddp] [--calibration one-per-source]
-    python -m benchmarks.published score --rows IN.csv --predictions OUT.csv [--kind ddp]
+python -m benchmarks.published predict --rows IN.csv --out OUT.csv [--kind ddp] [--calibration one-per-source]
+python -m benchmarks.published score --rows IN.csv --predictions OUT.csv [--kind ddp]
 """
 
 from __future__ import annotations

@@ -126,7 +126,9 @@ def plan(row: Row) -> Plan:
     blocks = integer(row, "n_layers")
     if layout["pipeline"] * virtual > blocks + 2:
         raise UnknownError(f"{layout['pipeline'] * virtual} stages of {blocks} blocks")
-    micro = integer(row, "micro_batch", 0) or max(1, integer(row, "global_batch") // (data * integer(row, "grad_accum")))
+    micro = integer(row, "micro_batch", 0) or max(
+        1, integer(row, "global_batch") // (data * integer(row, "grad_accum"))
+    )
     facts = framework(row)
     return Plan().with_sections(
         layout=layout,

@@ -90,16 +90,16 @@ dropout_add.register_fake(lambda x, b, r, p: (torch.empty_like(x), torch.empty_l
 
 
 def _keep(*places: int) -> Any:
-    def setup(context: Any, inputs: Any, output: Any) -> None:
-        context.save_for_backward(*(inputs[i] for i in places))
-        context.inputs = inputs
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*(inputs[i] for i in places))
 
     return setup
 
 
-def _keep_output(context: Any, inputs: Any, output: Any) -> None:
-    context.save_for_backward(output[1] if isinstance(output, tuple) else output)
-    context.inputs = inputs
+def _keep_output(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.set_materialize_grads(False)  # a mask has no gradient, not even zeros
+    ctx.save_for_backward(output[1] if isinstance(output, tuple) else output)
+    ctx.number = next(value for value in inputs if isinstance(value, float))
 
 
 def _of_bias(gradient: Tensor) -> Tensor:
@@ -111,15 +111,15 @@ def _bias_gelu(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     return found, _of_bias(found)
 
 
-def _dropout_add(context: Any, gradient: Tensor, _mask: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-    found = dropout_add_backward(gradient, *context.saved_tensors, context.inputs[3])
+def _dropout_add(context: Any, gradient: Tensor, _mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+    found = dropout_add_backward(gradient, *context.saved_tensors, context.number)
     return found, _of_bias(found), gradient, None
 
 
 bias_gelu.register_autograd(_bias_gelu, setup_context=_keep(0, 1))
 dropout_add.register_autograd(_dropout_add, setup_context=_keep_output)
 scores_softmax.register_autograd(
-    lambda context, g: (scores_softmax_backward(g, *context.saved_tensors, context.inputs[1]), None, None),
+    lambda context, g: (scores_softmax_backward(g, *context.saved_tensors, context.number), None, None),
     setup_context=_keep_output,
 )
 swiglu.register_autograd(lambda context, g: swiglu_backward(g, *context.saved_tensors), setup_context=_keep(0))

@@ -59,7 +59,10 @@ class Predictor:
         """A lower bound of the step: the busiest rank's own work, without bubble or sums of gradients."""
         share, microbatches = self._share(plan)
         return microbatches * max(
-            sum(self._costs(plan).stage(stage, share, plan).seconds for stage in self._of_rank(plan, rank))
+            sum(
+                self._costs(plan).stage(stage, share, plan, microbatches > 1).seconds
+                for stage in self._of_rank(plan, rank)
+            )
             for rank in range(plan.layout.pipeline)
         )
 
@@ -125,7 +128,7 @@ class Predictor:
             if self.program.equal_blocks:
                 self._stages[key] = stage_units.equal(units, num_stages)
             else:
-                seconds = [self._costs(plan).body(unit.body, share, plan).seconds for unit in units]
+                seconds = [self._costs(plan).body(unit.body, share, plan, True).seconds for unit in units]
                 self._stages[key] = stage_units.balanced(units, seconds, num_stages)
         return self._stages[key]
 
@@ -139,7 +142,7 @@ class Predictor:
             per = plan.pipeline.stages_per_rank
             own = actions(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank]
             in_flight = most_in_flight(own) / per
-        passes = tuple(self._costs(plan).stage(stage, share, plan) for stage in stages)
+        passes = tuple(self._costs(plan).stage(stage, share, plan, microbatches > 1) for stage in stages)
         return _Rank(stages, passes, self._size(plan, stages, share), in_flight)
 
     # ------------------------------------------------------------------------------------------------------ its seconds
@@ -217,7 +220,7 @@ class Predictor:
             + self._network.seconds("all_reduce", n * reduce / layout.shard, replicas)
             for n in numel
         ]
-        passes = [self._costs(plan).body(unit.body, share, plan) for unit in units]
+        passes = [self._costs(plan).body(unit.body, share, plan, microbatches > 1) for unit in units]
         forwards = [p.forward.seconds for p in passes]
         backwards = [p.backward.seconds for p in passes]
         nothing = [0.0] * len(units)

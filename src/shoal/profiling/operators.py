@@ -45,12 +45,38 @@ def costs(event: Event) -> list[Cost]:
 
 _FREE = frozenset(
     f"aten.{name}"
-    for name in ["empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "detach_", "_local_scalar_dense", "_assert_tensor_metadata", "_assert_async", "_has_compatible_shallow_copy_type"]
+    for name in [
+        "empty",
+        "empty_strided",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "set_",
+        "resize_",
+        "detach_",
+        "_local_scalar_dense",
+        "_assert_tensor_metadata",
+        "_assert_async",
+        "_has_compatible_shallow_copy_type",
+    ]
 )
 # In place and without a look at what was there.
 _FILLS = frozenset(
     f"aten.{name}"
-    for name in ["fill_", "zero_", "copy_", "bernoulli_", "normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "arange_"]
+    for name in [
+        "fill_",
+        "zero_",
+        "copy_",
+        "bernoulli_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "arange_",
+    ]
 )
 # Of their first operand, the table, they read what they give out.
 _LOOKUPS = frozenset(
@@ -59,7 +85,16 @@ _LOOKUPS = frozenset(
 # They write, and read, as much of the table as there is in their last operand.
 _SCATTERS = frozenset(
     f"aten.{name}"
-    for name in ["index_put_", "_index_put_impl_", "index_add_", "scatter_add_", "scatter_", "index_copy_", "scatter_reduce_", "index_fill_"]
+    for name in [
+        "index_put_",
+        "_index_put_impl_",
+        "index_add_",
+        "scatter_add_",
+        "scatter_",
+        "index_copy_",
+        "scatter_reduce_",
+        "index_fill_",
+    ]
 )
 # What they get of the forward beside indices or statistics is for its shape alone.
 _UNREAD = {
@@ -82,7 +117,16 @@ _UNREAD = {
 # Statistics over a batch first, then the result of them: what is read is too large to be still at hand.
 _TWICE = frozenset(
     f"aten.{name}"
-    for name in ["native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_backward", "cudnn_batch_norm", "_batch_norm_with_update", "batch_norm_backward", "native_group_norm", "native_group_norm_backward"]
+    for name in [
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "native_batch_norm_backward",
+        "cudnn_batch_norm",
+        "_batch_norm_with_update",
+        "batch_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+    ]
 )
 _LAUNCHES = {
     "aten.native_layer_norm_backward": 2,
