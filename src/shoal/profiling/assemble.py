@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.planner.profile import Amount, Body, Cut, Exchange, Kind, Operation, Phase, Unit, Weight
+from shoal.planner.profile import NOTHING, Amount, Body, Cut, Exchange, Kind, Operation, Phase, Unit, Weight
 from shoal.profiling.events import Event, Ref, Trace
 from shoal.profiling.operators import Cost, costs
-from shoal.profiling.phases import weight_events
 from shoal.profiling.selected import selected_bytes
 
 # Fits are of whole numbers of bytes and FLOPs: anything beyond rounding of their quotients is another law.
@@ -21,15 +20,15 @@ class Kernel:
 
     event: Event
     place: int
+    number: int  # of the event's kernels
     cost: Cost
     phase: Phase
     saved_bytes: float
     selected_bytes: float
 
 
-def kernels(trace: Trace) -> list[Kernel]:
-    """All that a trace ran, in order."""
-    of_weights = weight_events(trace)
+def kernels(trace: Trace, of_weights: set[int]) -> list[Kernel]:
+    """All that a trace ran, in order; `of_weights` are the places of what leads to gradients of weights alone."""
     saved = _saved(trace)
     selected = selected_bytes(trace)
     found = []
@@ -45,13 +44,21 @@ def kernels(trace: Trace) -> list[Kernel]:
                 late = cost.of_weight or place in of_weights
                 phase = Phase.BACKWARD_WEIGHT if late else Phase.BACKWARD_INPUT
             found.append(
-                Kernel(event, place, cost, phase, kept if first else 0.0, selected.get(place, 0.0) if first else 0.0)
+                Kernel(
+                    event,
+                    place,
+                    number,
+                    cost,
+                    phase,
+                    kept if first else 0.0,
+                    selected.get(place, 0.0) if first else 0.0,
+                )
             )
     return found
 
 
 def _saved(trace: Trace) -> dict[int, float]:
-    """Bytes that autograd keeps, by the place of the event that they are accounted to; not the batch."""
+    """Bytes that autograd keeps, by the place of the event that they are accounted to; not batch and buffers."""
     places: dict[int, int] = {}
     for place, event in enumerate(trace.events):
         if not event.is_backward and event.name != "stand_in" and (event.node not in places or not event.is_view):
@@ -60,15 +67,15 @@ def _saved(trace: Trace) -> dict[int, float]:
                 places[event.node] = place
     found: dict[int, float] = {}
     for saved in trace.saved:
-        if saved.key not in trace.batch:
+        if saved.key not in trace.constants:
             place = places.get(saved.node, min(saved.place, len(trace.events) - 1))
             found[place] = found.get(place, 0.0) + saved.num_bytes
     return found
 
 
 def saved_of_batch(trace: Trace) -> float:
-    """Bytes of the batch that autograd keeps."""
-    return float(sum(saved.num_bytes for saved in trace.saved if saved.key in trace.batch))
+    """Bytes of batch and buffers that autograd keeps."""
+    return float(sum(saved.num_bytes for saved in trace.saved if saved.key in trace.constants))
 
 
 # --------------------------------------------------------------------------------------------------------- crossings
@@ -133,7 +140,7 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: Cut) -> Operation:
         event.module,
         cost.kind,
         first.phase,
-        flops=_product_line(fit, same, sizes, where),
+        flops=line("flops"),
         read_bytes=line("read_bytes"),
         written_bytes=line("written_bytes"),
         saved_bytes=fit(f"kept of {where}", *(k.saved_bytes for k in same)),
@@ -143,10 +150,6 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: Cut) -> Operation:
         cut=cut,
         **sizes,
     )
-
-
-def _product_line(fit: Fit, same: Sequence[Kernel], sizes: Mapping[str, Amount], where: str) -> Amount:
-    return fit(f"FLOPs of {where}", *(k.cost.flops for k in same))
 
 
 def _dtype(event: Event, cost: Cost) -> str:
@@ -163,8 +166,8 @@ class Piece:
     operations: tuple[Operation, ...]
     exchanges: tuple[Exchange, ...] = ()
     weights: list[Weight] = field(default_factory=list)
-    input_bytes: Amount = Amount()
-    output_bytes: Amount = Amount()
+    input_bytes: Amount = NOTHING
+    output_bytes: Amount = NOTHING
 
 
 class Bodies:

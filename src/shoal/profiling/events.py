@@ -103,7 +103,9 @@ class Trace:
     parameters: dict[int, str] = field(default_factory=dict)  # by storage
     constants: frozenset[int] = frozenset()  # storages of parameters, buffers and the batch
     batch: frozenset[int] = frozenset()
-    gradients: frozenset[int] = frozenset()  # storages of the parameters' gradients
+    weights: dict[str, Ref] = field(default_factory=dict)  # the parameters, by name
+    gradients: dict[str, Ref] = field(default_factory=dict)  # of the parameters, by name
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes of storages that operators made
     used: dict[str, int] = field(default_factory=dict)  # the first region that uses each parameter
 
 

@@ -14,6 +14,7 @@ from shoal.deferred import deferred
 from shoal.job import Job
 from shoal.plan.plan import Plan
 from shoal.planner.profile import Profile
+from shoal.profiling.engine_pairs import as_engine
 from shoal.profiling.profiles import Tensors, profile
 
 
@@ -26,6 +27,9 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
     plan = plan if plan is not None else Plan()
     batch = Batches(job)
 
+    def cut(outline: nn.Module) -> Any:
+        return tensor(outline) if tensor is not None else as_engine(outline, job.loss, batch(2))
+
     def made(model: Any) -> Profile:
         return profile(
             model,
@@ -34,7 +38,7 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
             precision=plan.precision,
             device=device,
             by_grain=True,
-            tensor=tensor,
+            tensor=cut,
             optimizer=job.optimizer,
         )
 

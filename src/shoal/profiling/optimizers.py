@@ -54,15 +54,13 @@ def update(
 
 
 def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, capturable: bool) -> Update:
-    numels = [p.numel() for p in parameters]
     several = device != "cpu" and any(_chooses(g) for g in optimizer.param_groups)
     for group in optimizer.param_groups:
         if several and _chooses(group):
             group["foreach"] = True  # as torch chooses where all parameters are on a GPU
         if "capturable" in group and capturable:
             group["capturable"] = True
-    largest = sorted(parameters, key=lambda p: -p.numel())
-    taken = largest if several or any(g.get("fused") for g in optimizer.param_groups) else largest[:_FEW]
+    taken = sorted(parameters, key=lambda p: -p.numel())[:_FEW]
     for parameter in taken:
         parameter.grad = torch.empty_like(parameter)
     trace = Trace(1)
@@ -74,13 +72,10 @@ def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, captu
     state = [v for p in taken for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
     moved = [(cost, event) for event in trace.events for cost in costs(event)]
     num_bytes = sum(cost.read_bytes + cost.written_bytes for cost, _ in moved)
-    launches = sum(_launches(event) for _, event in moved)
+    launches = sum(_launches(event, len(taken), parameters) for _, event in moved)
     width = sum(p.numel() * p.itemsize for p in taken) / elements
-    return Update(
-        sum(t.numel() * t.itemsize for t in state) / elements,
-        num_bytes / elements / width,
-        round(launches * (1 if len(taken) == len(numels) else len(numels) / len(taken))),
-    )
+    state_bytes = sum(t.numel() * t.itemsize for t in state)
+    return Update(state_bytes / elements, num_bytes / elements / width, round(launches))
 
 
 def _chooses(group: dict[str, Any]) -> bool:
@@ -107,12 +102,13 @@ def _capturable_anywhere() -> Iterator[None]:
             setattr(module, name, allowed)
 
 
-def _launches(event: Event) -> int:
+def _launches(event: Event, num_taken: int, parameters: list[nn.Parameter]) -> float:
+    """Kernels for all parameters, where so many of them were traced."""
     if "_foreach_" not in event.name and "_fused_" not in event.name:
-        return 1
-    largest = _first_list(event)
-    chunks = sum(-(-ref.numel // _CHUNK) for ref in largest)
-    return max(1, -(-len(largest) // _TENSORS_A_LAUNCH), -(-chunks // _CHUNKS_A_LAUNCH))
+        return len(parameters) / num_taken
+    share = len(_first_list(event)) / num_taken
+    chunks = sum(-(-p.numel() // _CHUNK) for p in parameters)
+    return max(1, -(-len(parameters) * share // _TENSORS_A_LAUNCH), -(-chunks * share // _CHUNKS_A_LAUNCH))
 
 
 def _first_list(event: Event) -> list[Ref]:

@@ -34,7 +34,7 @@ def weight_events(trace: Trace) -> set[int]:
 
 def _gradients(trace: Trace) -> set[int]:
     """Storages of weights' gradients, also before they are added up or cast."""
-    found = set(trace.gradients)
+    found = {ref.key for ref in trace.gradients.values()}
     for event in reversed(trace.events):
         if not event.is_backward:
             break

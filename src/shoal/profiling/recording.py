@@ -117,7 +117,9 @@ class Recorder(TorchDispatchMode):
         for tensor in (*inputs, *outputs):
             if id(tensor) not in refs:
                 refs[id(tensor)] = ref = Ref.of(tensor)
-                self._alive.setdefault(ref.key, tensor.untyped_storage())
+                if ref.key not in self._alive:
+                    self._alive[ref.key] = storage = tensor.untyped_storage()
+                    self.trace.sizes[ref.key] = storage.nbytes()
         if not self.in_backward:
             for tensor in inputs:
                 name = self.trace.parameters.get(refs[id(tensor)].key)
@@ -163,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
     def _keep(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self.kept or key in self.trace.parameters:
+        if key in self.kept or key in self.trace.parameters or storage.nbytes() == 0:
             return
         self.kept.add(key)
         self._alive.setdefault(key, storage)

@@ -152,7 +152,7 @@ def _signature(recorder: Recorder, args: Any, kwargs: Any) -> str:
         if isinstance(leaf, Tensor):
             key = leaf.untyped_storage()._cdata
             place = places.setdefault(key, len(places))
-            kept = key in recorder.kept or key in recorder.trace.parameters
+            kept = key in recorder.kept or key in recorder.trace.constants
             described.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, place, kept))
         else:
             described.append(leaf if isinstance(leaf, _SIMPLE) else type(leaf))

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.plan.plan import PrecisionSection
-from shoal.profiling.events import Trace
+from shoal.profiling.events import Ref, Trace
 from shoal.profiling.kernels import as_on
 from shoal.profiling.recording import Recorder
 from shoal.profiling.stand_ins import StandIns
@@ -93,8 +93,8 @@ class Tracer:
                         total = _total(self._loss(self.model, given))
                     recorder.in_backward = True
                     total.backward()
-            gradients = (p.grad for p in self._named.values())
-            trace.gradients = frozenset(g.untyped_storage()._cdata for g in gradients if g is not None)
+            trace.weights = {name: Ref.of(p) for name, p in self._named.items()}
+            trace.gradients = {name: Ref.of(p.grad) for name, p in self._named.items() if p.grad is not None}
         finally:
             self._stand_ins.recorder = None
             for handle in handles:
@@ -135,8 +135,8 @@ def _fake(tensor: Tensor, mode: Any, dtype: torch.dtype | None = None) -> Tensor
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if isinstance(tensor, FakeTensor) and wanted == tensor.dtype:
         return tensor
-    with mode:
-        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted, device="cpu")
+    made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted, device="meta")
+    return FakeTensor(mode, made, torch.device("cpu"))
 
 
 def _faked(model: nn.Module, mode: Any, dtype: torch.dtype) -> nn.Module:
