@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shoal.narrow import ProductsInFloat32, is_slow
+
 Call = Callable[[], Any]
 
 # Sides of square matmuls; (channels in, channels out, side of the image) of 3 x 3 convolutions; bytes of a stream.
@@ -93,7 +95,7 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
     def probe(side: int) -> Probe:
         def make() -> Call:
             a, b = (_tensor(side, side, device=device, dtype=dtype) for _ in range(2))
-            return _as(dtype, lambda: torch.mm(a, b))
+            return _as(dtype, device, lambda: torch.mm(a, b))
 
         return Probe(f"matmul.{dtype}", 2.0 * side**3, make)
 
@@ -108,7 +110,7 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
             x = _tensor(_IMAGES_A_BATCH, channels, side, side, device=device, dtype=dtype).requires_grad_()
             w = _tensor(filters, channels, 3, 3, device=device, dtype=dtype).requires_grad_()
             gradient = torch.randn_like(F.conv2d(x, w, padding=1))
-            return _as(dtype, lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), gradient))
+            return _as(dtype, device, lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), gradient))
 
         work = 2.0 * _IMAGES_A_BATCH * channels * filters * 9 * side * side
         return Probe(f"convolution.{dtype}", work, make, times=3, graph=False)
@@ -149,16 +151,25 @@ def _attentions(device: torch.device) -> Iterator[Probe]:
     yield Probe(f"attention.{dtype}.both", 3.5 * work, both, graph=False)
 
 
-def _as(dtype: str, call: Call) -> Call:
-    """The call with float32 products as tf32 or as float32."""
-    if dtype not in ("tf32", "float32"):
+def _as(dtype: str, device: torch.device, call: Call) -> Call:
+    """The call as a run makes it: float32 as tf32 or not, narrow products in float32 where the processor has none."""
+    if device.type == "cuda":
+        if dtype not in ("tf32", "float32"):
+            return call
+
+        def switched() -> Any:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+            return call()
+
+        return switched
+    if not is_slow(getattr(torch, dtype)):
         return call
 
-    def switched() -> Any:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype == "tf32"
-        return call()
+    def widened() -> Any:
+        with ProductsInFloat32():
+            return call()
 
-    return switched
+    return widened
 
 
 def copies(device: torch.device, num_bytes: int = 1 << 26) -> Iterator[Probe]:

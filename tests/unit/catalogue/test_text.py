@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.catalogue import cluster, dump, load
@@ -71,6 +71,7 @@ clusters = st.builds(
 )
 
 
+@settings(max_examples=40)
 @given(clusters)
 def test_what_is_written_is_read_back(wanted: Cluster) -> None:
     with tempfile.TemporaryDirectory() as folder:
