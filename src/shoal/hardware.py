@@ -47,6 +47,7 @@ class Device:
     # Fraction of the peak that fused attention reaches, by kernel and phase: "flash2_forward", "flash2_backward".
     attention: Mapping[str, float] = field(default_factory=dict)
     memory: Curve = Curve()
+    sustained: float = 1.0  # of that: what the products of a whole step reach, whatever their shapes, as clocks fall
     multiprocessors: int = 0  # 0: no waves of tiles (a CPU)
     tile: tuple[int, int] = (128, 256)
     launch_seconds: float = 0.0  # the least time of a kernel on the device
