@@ -47,13 +47,23 @@ class Framework:
 _MEGATRON = Framework(
     fused_kernels=True,
     dropout=0.1,
-    program=Program(equal_blocks=True, selective="all_but_attention", scatter_gradients=True),
+    program=Program(cut="equal", selective="all_but_attention", scatter_gradients=True),
 )
 FRAMEWORKS = (
     ("megatron", _MEGATRON),
-    # nanotron: gradients are summed in float32 (FP32GradientAccumulator); stages balanced by their FLOPs
-    # (nanotron/models/base.py, get_block_compute_costs); norm and rotation are fused kernels of flash-attn.
-    ("nanotron", Framework(True, 0.0, Program(scatter_gradients=True, gradient_bytes=4.0), reduce="float32")),
+    # nanotron: gradients are summed in float32 (FP32GradientAccumulator) beside DDP's buckets; a stage takes blocks until
+    # the FLOPs pass its share (nanotron/models/base.py); gathered inputs are kept unless tp_recompute_allgather; norm and
+    # rotation are fused kernels of flash-attn.
+    (
+        "nanotron",
+        Framework(
+            fused_kernels=True,
+            program=Program(
+                cut="thresholds", keeps_gathered=True, scatter_gradients=True, gradient_bytes=4.0, bucket_bytes=2.0
+            ),
+            reduce="float32",
+        ),
+    ),
     # llm-foundry: FSDP keeps float32 parameters; MP=PURE sums gradients in the compute dtype, DEFAULT in float32
     # (composer, mosaic_fsdp). Its release of these figures required flash-attn 1.0.x.
     ("foundry", Framework(False, 0.0, Program(attention="flash1"), master=False)),

@@ -44,7 +44,9 @@ class Predictors:
         found = self._known[key].predict(plan)
         largest = sorted(found.terms.items(), key=lambda term: -term[1])[:3]
         told = ", ".join(f"{name} {100 * seconds / found.step_seconds:.0f} %" for name, seconds in largest if seconds)
-        return Answer(found.step_seconds, found.peak_bytes / GIB, found.fits, told)
+        # Most sources print what torch's allocator counts, without the driver's and the library's own memory.
+        apart = 0.0 if "nvidia-smi" in row.get("mem_def", "") else found.memory["reserved"]
+        return Answer(found.step_seconds, (found.peak_bytes - apart) / GIB, found.fits, told)
 
     def _described(self, row: Row) -> describe.Described:
         if self._kind == "ddp":

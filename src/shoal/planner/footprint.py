@@ -53,16 +53,19 @@ class Sizes:
 
     def _body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
         samples = share.local_samples
-        saved = sum(o.saved_bytes.at(samples) / _saved_divided(o, share) for o in body.operations)
+        saved = sum(o.saved_bytes.at(samples) / _saved_divided(o, share, self._program) for o in body.operations)
         working = max((self._working(o, share) for o in body.operations), default=0.0)
         if not body.repeated or recompute == "none":
             return saved, working
         if recompute == "selective":
             if self._program.selective == "products":
-                kept = sum(o.selected_bytes.at(samples) / _saved_divided(o, share) for o in body.operations)
+                kept = sum(
+                    o.selected_bytes.at(samples) / _saved_divided(o, share, self._program) for o in body.operations
+                )
             else:
                 kept = saved - sum(
-                    o.saved_bytes.at(samples) / _saved_divided(o, share) for o in _scores(body.operations)
+                    o.saved_bytes.at(samples) / _saved_divided(o, share, self._program)
+                    for o in _scores(body.operations)
                 )
         else:
             kept = body.input_bytes.at(samples) / (share.tensor if share.sequence else 1)
@@ -83,10 +86,12 @@ def _scores(operations: Sequence[Operation]) -> list[Operation]:
     return forward[places[0] + 1 : places[-1] + 1] if len(places) > 1 else []
 
 
-def _saved_divided(operation: Operation, share: Share) -> float:
+def _saved_divided(operation: Operation, share: Share, program: Program) -> float:
     """A column-parallel layer keeps its whole input, a row-parallel one its part."""
     if operation.cut in (Cut.K, Cut.ALL, Cut.BATCH):
         return share.tensor
+    if operation.cut is Cut.N and program.keeps_gathered:
+        return 1
     return share.tensor if share.sequence and operation.cut in (Cut.N, Cut.SEQUENCE) else 1
 
 

@@ -30,6 +30,19 @@ def equal(units: Sequence[Unit], num_stages: int) -> Stages:
     return tuple(tuple(units[a:b]) for a, b in zip(starts, ends, strict=True))
 
 
+def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -> Stages:
+    """A stage takes units until the sum passes its share of the whole, the one that passes it too (as nanotron)."""
+    found: list[list[Unit]] = [[]]
+    total, passed = sum(costs), 0.0
+    for unit, cost in zip(units, costs, strict=True):
+        found[-1].append(unit)
+        passed += cost
+        if passed > total * len(found) / num_stages and len(found) < num_stages:
+            found.append([])
+    stages = tuple(tuple(stage) for stage in found if stage)
+    return stages if len(stages) == num_stages else equal(units, num_stages)
+
+
 def balanced(units: Sequence[Unit], seconds: Sequence[float], num_stages: int) -> Stages:
     """Contiguous stages whose slowest is as fast as can be; fewer than asked for where there are fewer units."""
     low, high = max(seconds, default=0.0), sum(seconds)

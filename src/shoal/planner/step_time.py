@@ -125,8 +125,11 @@ class Predictor:
         share, _ = self._share(plan)
         key = (num_stages, share, plan.memory.recompute)
         if key not in self._stages:
-            if self.program.equal_blocks:
+            if self.program.cut == "equal":
                 self._stages[key] = stage_units.equal(units, num_stages)
+            elif self.program.cut == "thresholds":
+                flops = [unit.body.flops(share.samples) for unit in units]
+                self._stages[key] = stage_units.thresholds(units, flops, num_stages)
             else:
                 seconds = [self._costs(plan).body(unit.body, share, plan, True).seconds for unit in units]
                 self._stages[key] = stage_units.balanced(units, seconds, num_stages)
@@ -278,9 +281,16 @@ class Predictor:
         memory = dict.fromkeys(CATEGORIES, 0.0)
         memory.update(state_bytes(plan, self.work.profile, rank.size, self.program))
         memory["activations"] = rank.in_flight * rank.size.saved + rank.size.transient
-        memory["allocator"] = self.program.fragmentation * memory["activations"]
+        memory["communication"] = self._buckets(plan, rank)
+        several = plan.layout.pipeline > 1
+        share = self.program.pipeline_fragmentation if several else self.program.fragmentation
+        memory["allocator"] = share * memory["activations"]
         memory["reserved"] = float(self._device(plan).reserved_bytes)
         return memory
+
+    def _buckets(self, plan: Plan, rank: _Rank) -> float:
+        sums = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
+        return rank.size.trainable * self.program.bucket_bytes if sums else 0.0
 
 
 def _sum(passes: Sequence[Passes]) -> tuple[Pass, Pass]:

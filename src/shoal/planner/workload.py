@@ -56,8 +56,8 @@ class Program:
 
     `gradient_bytes`: bytes an element of gradient and of the buffer that sums it, None for what the plan's precision
     gives. `contention`: the share of a hidden collective's time by which it slows the compute that hides it.
-    `region_seconds`: the host's time for entering and leaving a recomputed region. `equal_blocks`: stages of as many
-    blocks each, with what is before them on the first and what is after on the last.
+    `region_seconds`: the host's time for entering and leaving a recomputed region. `cut`: which blocks a stage has.
+    `fragmentation`, `pipeline_fragmentation`: what the allocator holds beside the activations, as a part of them.
     """
 
     overlap: bool = True  # gradients are summed while the backward goes on
@@ -67,8 +67,10 @@ class Program:
     fast_float32: bool = False
     attention: str = "flash2"
     selective: str = "products"  # what selective recomputation keeps: products | all_but_attention
-    equal_blocks: bool = False
+    cut: str = "balanced"  # or "equal" blocks, or "thresholds" (stage_units.py)
+    keeps_gathered: bool = False  # under sequence parallelism, what a column-parallel layer gathered; else again
     gradient_bytes: float | None = None
+    bucket_bytes: float = 0.0  # an element, in which gradients travel between ranks, beside the gradients
     master_bytes: float = 0.0  # an element that the optimizer keeps beside the profile's state: a float32 copy
     fused_optimizer: bool = False  # one kernel reads and writes everything once; else as the profile says
     contention: float = 0.1
@@ -76,7 +78,8 @@ class Program:
     region_seconds: float = 0.0
     step_seconds: float = 0.0  # of the host, each step, beside the operators
     microbatch_seconds: float = 0.0  # likewise each microbatch
-    fragmentation: float = 0.04  # of the activations: what the allocator holds beside them
+    fragmentation: float = 0.04
+    pipeline_fragmentation: float = 0.25  # where the activations of several microbatches come and go
 
 
 @dataclass(frozen=True)

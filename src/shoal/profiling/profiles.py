@@ -13,9 +13,9 @@ from shoal.plan.plan import PrecisionSection
 from shoal.planner.profile import Amount, Cut, Exchange, Profile, Weight
 from shoal.profiling.assemble import Bodies, Fit, Kernel, Piece, crossings, kernels, operation, saved_of_batch
 from shoal.profiling.division import Division, divide
+from shoal.profiling.engine_pairs import outlined, shortened, spread
 from shoal.profiling.events import Trace
 from shoal.profiling.optimizers import Update, update
-from shoal.profiling.engine_pairs import outlined, shortened, spread
 from shoal.profiling.pairs import in_pairs
 from shoal.profiling.phases import weight_events
 from shoal.profiling.tracing import Loss, Setting, Tracer
