@@ -29,6 +29,8 @@ from shoal.worker import die_with_launcher, tell
 
 _EXCHANGE_SECONDS = 0.15  # of one size of one kind, about
 _STORAGE_BYTES = 1 << 26
+# Times what was planned for it, after which no further round is begun.
+_OVERRUN = 1.2
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,12 @@ class Budget:
     def __init__(self, total_seconds: float, rounds: int, num_probes: int) -> None:
         self.slice_seconds = total_seconds / rounds / max(1, num_probes)
         self._longest_seconds = max(0.2, total_seconds / 40)
+        self._ends = time.monotonic() + _OVERRUN * total_seconds
         self._seen: dict[str, dict[float, float]] = {}
+
+    def over(self, mesh: Mesh) -> bool:
+        """Whether a rank has used up its time, as it does where other programs have the cores. Collective: all ranks."""
+        return bool(mesh.all_gather([float(time.monotonic() > self._ends)]).any())
 
     def allows(self, probe: Probe) -> bool:
         """Whether a call is likely short enough: from the two largest of its name, by the line through them."""
@@ -98,8 +105,10 @@ def _computing(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
     rounds = 1 if task.quick else 3
     wanted = [*probes(mesh.device, task.quick), *copies(mesh.device)]
     budget = Budget(task.seconds, rounds, len(wanted))
-    for _ in range(rounds):
+    for number in range(rounds):
         for probe in wanted:
+            if number and budget.over(mesh):
+                return
             if not budget.allows(probe):
                 continue
             mesh.all_gather([0.0])  # all ranks begin together
@@ -112,10 +121,12 @@ def _exchanging(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
     rounds = 1 if task.quick else 2
     longest = _EXCHANGE_SECONDS / 2 if task.quick else _EXCHANGE_SECONDS
     wanted = list(exchanges(mesh, task.quick))
-    budget = Budget(longest * 80, 1, 1)
+    budget = Budget(longest * len(wanted) * rounds, 1, 1)
     refused: set[str] = set()
-    for _ in range(rounds):
+    for number in range(rounds):
         for probe in wanted:
+            if number and budget.over(mesh):
+                return
             if probe.name in refused or not budget.allows(probe):
                 continue
             mesh.all_gather([0.0])
