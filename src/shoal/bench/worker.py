@@ -54,7 +54,7 @@ class Budget:
         self._seen: dict[str, dict[float, float]] = {}
 
     def over(self, mesh: Mesh) -> bool:
-        """Whether a rank has used up its time, as it does where other programs have the cores. Collective: all ranks."""
+        """Whether a rank has used up its time, as where other programs have the cores. Collective: all ranks."""
         return bool(mesh.all_gather([float(time.monotonic() > self._ends)]).any())
 
     def allows(self, probe: Probe) -> bool:
@@ -114,7 +114,7 @@ def _computing(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
             mesh.all_gather([0.0])  # all ranks begin together
             seconds, own = sample(probe, mesh.device, budget.slice_seconds)
             budget.note(probe, float(mesh.all_gather([own]).max()))
-            yield {"name": probe.name, "work": probe.work, "times": probe.times, "seconds": seconds}
+            yield {"name": probe.name, "size": probe.place, "work": probe.work, "seconds": seconds}
 
 
 def _exchanging(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
@@ -139,7 +139,7 @@ def _exchanging(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
             budget.note(probe, slowest)
             count = max(3, min(200, int(longest / slowest)))
             seconds = sample_together(probe, mesh.device, count)
-            yield {"name": probe.name, "work": probe.work, "times": 1, "seconds": seconds}
+            yield {"name": probe.name, "size": probe.place, "work": probe.work, "seconds": seconds}
 
 
 def _storing(task: Task) -> Iterator[dict[str, Any]]:
@@ -155,7 +155,7 @@ def _storing(task: Task) -> Iterator[dict[str, Any]]:
             os.fsync(file.fileno())
             seconds.append(time.perf_counter() - begun)
     if seconds:
-        yield {"name": "storage", "work": float(len(content)), "times": 1, "seconds": seconds}
+        yield {"name": "storage", "size": len(content), "work": float(len(content)), "seconds": seconds}
 
 
 def _facts(mesh: Mesh) -> dict[str, Any]:

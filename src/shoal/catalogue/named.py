@@ -108,7 +108,6 @@ def _of_cores(core: Device, cores: int, ranks: int) -> Device:
         memory_bytes_per_second=core.memory_bytes_per_second * cores / ranks,
         flops={dtype: value * threads for dtype, value in core.flops.items()},
         matmul=stretched(core.matmul),
-        convolution=stretched(core.convolution),
         memory=Curve(tuple((x * threads, y) for x, y in core.memory.points)),
     )
 

@@ -16,22 +16,22 @@ CPU = torch.device("cpu")
 SMALL = [
     probe
     for probe in probes(CPU, quick=False)
-    if probe.name.split(".")[0] in ("matmul", "convolution") and probe.work < 3e7 and "float32" in probe.name
+    if probe.name.split(".")[0] in ("matmul", "convolution") and probe.work < 3e8 and "float32" in probe.name
 ]
 
 
-@pytest.mark.parametrize("probe", SMALL, ids=lambda p: f"{p.name}-{p.work:g}")
+@pytest.mark.parametrize("probe", SMALL, ids=lambda p: f"{p.name}-{p.place:g}")
 def test_the_work_is_what_torch_counts(probe: Probe) -> None:
     call = probe.make()
     with FlopCounterMode(display=False) as counter:
         call()
-    assert counter.get_total_flops() == probe.work * probe.times
+    assert counter.get_total_flops() == probe.work
 
 
 def test_probes_of_a_name_grow() -> None:
     found = list(probes(CPU, quick=False))
     for a, b in pairwise(found):
-        assert a.name != b.name or a.work < b.work
+        assert a.name != b.name or a.place < b.place
     assert {p.name for p in probes(CPU, quick=True)} == {p.name for p in found}
 
 
