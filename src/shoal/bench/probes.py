@@ -48,6 +48,7 @@ class Probe:
     make: Callable[[], Call]
     size: float = 0.0  # 0: the work
     graph: bool = True  # whether a GPU may replay many calls without the host
+    ranks: int = 1 << 30  # the first so many take part; the others' calls do nothing
 
     @property
     def place(self) -> float:

@@ -139,7 +139,8 @@ def _exchanging(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
             budget.note(probe, slowest)
             count = max(3, min(200, int(longest / slowest)))
             seconds = sample_together(probe, mesh.device, count)
-            yield {"name": probe.name, "size": probe.place, "work": probe.work, "seconds": seconds}
+            if mesh.rank < probe.ranks:
+                yield {"name": probe.name, "size": probe.place, "work": probe.work, "seconds": seconds}
 
 
 def _storing(task: Task) -> Iterator[dict[str, Any]]:

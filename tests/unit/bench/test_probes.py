@@ -9,8 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.bench.clock import sample
+from shoal.bench.exchanges import exchanges
 from shoal.bench.probes import Probe, probes
 from shoal.bench.worker import Budget
+from shoal.mesh import Mesh
+from shoal.plan.layout import Layout
 
 CPU = torch.device("cpu")
 SMALL = [
@@ -62,3 +65,9 @@ def test_a_latency_is_not_taken_for_a_rate() -> None:
     budget.note(tiny, 1e-3)
     budget.note(small, 1.01e-3)
     assert budget.allows(large)
+
+
+def test_only_who_sends_or_receives_is_asked_how_long_it_took() -> None:
+    mesh = Mesh(Layout(data=4), 3, CPU, "host")
+    taking_part = {probe.name.split(".")[1]: probe.ranks for probe in exchanges(mesh, quick=True)}
+    assert taking_part == {"all_reduce": 4, "all_gather": 4, "reduce_scatter": 4, "send": 2}
