@@ -1,4 +1,4 @@
-"""Claim: none by itself. What a step of nine small jobs took on 1 and 2 processes of one machine, for the planner to meet.
+"""Claim: none by itself. What a step of nine small jobs took on 1 and 2 processes, for a planner to meet.
 
 `python -m benchmarks.small_steps` runs `shoal run benchmarks/small_jobs.py:JOB --devices N` for each job and number of
 processes, in several trials in turn, and writes one row each to results/small_steps.csv: least, lower quartile, median

@@ -27,6 +27,11 @@ class Curve:
         return y0 + (y1 - y0) * log(size / x0) / log(x1 / x0)
 
 
+def intensity(m: float, n: float, k: float) -> float:
+    """Half the FLOPs for each element that a product of m x k by k x n reads or writes."""
+    return 1.0 / (1.0 / m + 1.0 / n + 1.0 / k)
+
+
 @dataclass(frozen=True)
 class Device:
     """One GPU, or the CPU cores that one process may use.
@@ -43,7 +48,9 @@ class Device:
     memory_bytes_per_second: float
     flops: Mapping[str, float]  # "float32", "bfloat16", "float16", "float8", "float4"; "tf32" where matmuls may use it
     matmul: Mapping[str, Curve] = field(default_factory=dict)
-    convolution: Mapping[str, Curve] = field(default_factory=dict)  # where measured apart; else as a matmul
+    # Where measured apart, else as a matmul: over `intensity`, since few channels slow a convolution of any FLOPs. By
+    # dtype and phase: "float32" (forward), "float32_backward_input", "float32_backward_weight".
+    convolution: Mapping[str, Curve] = field(default_factory=dict)
     # Fraction of the peak that fused attention reaches, by kernel and phase: "flash2_forward", "flash2_backward".
     attention: Mapping[str, float] = field(default_factory=dict)
     memory: Curve = Curve()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from shoal.hardware import Cluster, Curve, Device, Link
+from shoal.hardware import Cluster, Curve, Device, Link, intensity
 
 
 def test_curve_is_linear_in_the_logarithm_and_constant_beyond() -> None:
@@ -14,6 +14,12 @@ def test_curve_is_linear_in_the_logarithm_and_constant_beyond() -> None:
     assert [curve.at(size) for size in (1.0, 1e3, 1e5, 1e9)] == [0.2, 0.2, 0.6, 0.6]
     assert math.isclose(curve.at(1e4), 0.4)
     assert Curve().at(123.0) == 1.0
+
+
+def test_intensity() -> None:
+    m, n, k = 100.0, 20.0, 50.0
+    assert math.isclose(intensity(m, n, k), m * n * k / (m * n + n * k + m * k))
+    assert intensity(m, n, k) == intensity(k, m, n)
 
 
 def test_link_reaches_by_kind_size_and_count() -> None:

@@ -37,43 +37,42 @@ class Spread:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks of one measurement found: spreads by name and work, and how often a call did the work."""
+    """What the ranks of one measurement found: spreads of seconds and the work of a call, by name and size."""
 
     ranks: int
     facts: Mapping[str, Any]
     spreads: Mapping[tuple[str, float], Spread]
-    times: Mapping[str, int] = field(default_factory=dict)
+    works: Mapping[tuple[str, float], float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, documents: Sequence[Mapping[str, Any]]) -> Measured:
         """Of the ranks' documents: samples of the same probe are pooled."""
         samples: dict[tuple[str, float], list[float]] = {}
-        times: dict[str, int] = {}
+        works: dict[tuple[str, float], float] = {}
         for row in (row for document in documents for row in document["rows"]):
-            samples.setdefault((row["name"], row["work"]), []).extend(row["seconds"])
-            times[row["name"]] = row["times"]
+            key = row["name"], float(row["size"])
+            samples.setdefault(key, []).extend(row["seconds"])
+            works[key] = row["work"]
         spreads = {key: Spread.of(found) for key, found in samples.items() if found}
-        return cls(len(documents), documents[0]["facts"], spreads, times)
+        return cls(len(documents), documents[0]["facts"], spreads, works)
 
     def of_name(self, name: str) -> dict[float, float]:
-        """Seconds by work, growing: the lower quartile, since what disturbs a call only ever makes it longer."""
-        return {work: self.spreads[known, work].quartile for known, work in sorted(self.spreads) if known == name}
+        """Seconds by size, growing: the lower quartile, since what disturbs a call only ever makes it longer."""
+        return {size: self.spreads[known, size].quartile for known, size in sorted(self.spreads) if known == name}
 
     def one(self, name: str) -> float | None:
         """Seconds of a unit of work of a probe that has one size."""
-        found = self.of_name(name)
-        return next((seconds / work for work, seconds in found.items()), None)
+        return next((seconds / self.works[name, size] for size, seconds in self.of_name(name).items()), None)
 
     def names(self, prefix: str) -> list[str]:
         """What follows the prefix in the names that have it, each once."""
         return sorted({name.removeprefix(prefix) for name, _ in self.spreads if name.startswith(prefix)})
 
     def rates(self, name: str, overhead: float) -> dict[float, float]:
-        """Work a second by work, after a call's own cost."""
-        times = self.times.get(name, 1)
+        """Work a second by size, after a call's own cost."""
         return {
-            work: work * times / max(seconds - overhead * times, (1 - _MOST_OVERHEAD) * seconds)
-            for work, seconds in self.of_name(name).items()
+            size: self.works[name, size] / max(seconds - overhead, (1 - _MOST_OVERHEAD) * seconds)
+            for size, seconds in self.of_name(name).items()
         }
 
 
@@ -84,7 +83,7 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
     products = _rates(measured, "matmul.", product if is_cpu else 0.0)
     flops = {dtype: max(rates.values()) for dtype, rates in products.items()}
     flops |= {dtype: known.flops[dtype] for dtype in flops if known and dtype in known.flops}
-    convolutions = _rates(measured, "convolution.", dispatch if is_cpu else 0.0)
+    convolutions = _rates(measured, "convolution.", product if is_cpu else 0.0)
     stream = measured.rates("stream", bare if is_cpu else 0.0)
     # On a CPU larger results than glibc keeps meet page faults every time: they are on the curve, not its unit.
     memory = stream[max(work for work in stream if not is_cpu or work <= _STREAM_BYTES or work == min(stream))]
@@ -97,7 +96,11 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
         "matmul": {
             dtype: _curve(rates if is_cpu else _large(rates), flops[dtype]) for dtype, rates in products.items()
         },
-        "convolution": {dtype: _curve(rates, flops[dtype]) for dtype, rates in convolutions.items() if dtype in flops},
+        "convolution": {
+            kind: _curve(rates, flops[dtype])
+            for kind, rates in convolutions.items()
+            if (dtype := kind.partition("_")[0]) in flops
+        },
         "memory": _curve(stream, memory),
         "attention": _attention(measured, flops),
         # A CPU starts an operator and computes it on the same core: what a GPU's host does meanwhile, it does first.
@@ -126,7 +129,7 @@ def _large(rates: Mapping[float, float]) -> dict[float, float]:
 
 
 def _curve(rates: Mapping[float, float], peak: float) -> Curve:
-    return Curve(tuple((work, round(rate / peak, 4)) for work, rate in rates.items()))
+    return Curve(tuple((round(size, 3), round(rate / peak, 4)) for size, rate in rates.items()))
 
 
 def _attention(measured: Measured, flops: Mapping[str, float]) -> dict[str, float]:
@@ -187,11 +190,11 @@ def _sizeable(seconds: Mapping[float, float]) -> Iterable[tuple[float, float]]:
 
 
 def table(measured: Measured) -> dict[str, list[float]]:
-    """For people: least, quartile, median, ninth decile in seconds and the number of samples, by name and work."""
+    """For people: least, quartile, median, ninth decile in seconds and the number of samples, by name and size."""
     return {
-        f"{name} {work:g}": [
+        f"{name} {size:g}": [
             float(f"{value:.4g}") for value in (spread.least, spread.quartile, spread.median, spread.p90)
         ]
         + [spread.count]
-        for (name, work), spread in sorted(measured.spreads.items())
+        for (name, size), spread in sorted(measured.spreads.items())
     }

@@ -14,7 +14,7 @@ _SAMPLE_SECONDS = 1e-4
 _GRAPH_CALLS = 20
 _FEWEST_SAMPLES, _MOST_SAMPLES = 3, 400
 # The fewest samples are taken while they fit into so many slices.
-_PATIENCE = 4
+_PATIENCE = 2
 
 
 def sample(probe: Probe, device: torch.device, slice_seconds: float) -> tuple[list[float], float]:

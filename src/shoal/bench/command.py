@@ -16,6 +16,7 @@ from shoal.bench.assemble import Measured, device_of, link_of, table
 from shoal.catalogue import device as catalogued
 from shoal.catalogue import dump
 from shoal.catalogue.here import cores, gpus, kind_of, measured_file, memory_bytes, processor
+from shoal.catalogue.named import of_cores
 from shoal.environment import Environment, joined
 from shoal.errors import CommandError, LaunchError, from_json
 from shoal.hardware import Cluster, Device
@@ -24,7 +25,8 @@ from shoal.run_directory import write_file
 
 _SECONDS, _QUICK_SECONDS = 26.0, 4.0  # of computing, all counts of ranks together
 _FEWEST_SECONDS = 3.0  # of computing with one count of ranks
-_BUSY_SHARE = 0.1  # of the cores, from which on others are mentioned
+# Of the cores: what others may use before they are mentioned, and before threads that wait for each other mean nothing.
+_BUSY_SHARE, _USELESS_SHARE = 0.1, 0.3
 
 
 def bench(options: argparse.Namespace, started_at: float) -> int:
@@ -45,7 +47,7 @@ def bench(options: argparse.Namespace, started_at: float) -> int:
     session = _Session(bool(options.quick), started_at)
     busy = Busy()
     measured = session.on_gpus(ranks) if found_gpus else session.on_cores(ranks)
-    found = replace(assembled(measured, found_gpus), notes=busy.notes())
+    found = undisturbed(assembled(measured, found_gpus), busy.share())
     text = dump(found, beside={"machine": _machine(measured), "measurements": _tables(measured)})
     kept = measured_file()
     kept.parent.mkdir(parents=True, exist_ok=True)
@@ -95,17 +97,34 @@ class Busy:
     def __init__(self) -> None:
         self._busy, self._own, self._began = busy_seconds(), _own_seconds(), time.monotonic()
 
-    def notes(self) -> tuple[str, ...]:
-        """What to tell people, if others were at work."""
+    def share(self) -> float:
+        """The share of the cores that others used."""
         lasted = max(1e-3, time.monotonic() - self._began)
         others = busy_seconds() - self._busy - (_own_seconds() - self._own)
-        share = others / lasted / cores()
-        if share < _BUSY_SHARE:
-            return ()
-        return (
-            f"other programs used {share:.0%} of the cores meanwhile: what several threads or processes do together "
-            "is measured too slow; run shoal bench again when the machine is idle",
-        )
+        return max(0.0, others / lasted / cores())
+
+
+def undisturbed(found: Cluster, others: float) -> Cluster:
+    """The cluster with a note where others were at work, and without what they made useless.
+
+    Threads that wait for each other wait for whoever has the cores: a product of 0.1 ms took 70 on two busy cores. One
+    thread's own time is right all the same, so that many threads are then taken for so many of it.
+    """
+    if others < _BUSY_SHARE:
+        return found
+    told = f"other programs used {others:.0%} of the cores meanwhile"
+    again = "run shoal bench again when the machine is idle"
+    core, most = found.device, found.devices_per_host
+    if others < _USELESS_SHARE or core.kind == "gpu" or cores() // most > 1 or not found.alternatives:
+        return replace(found, notes=(f"{told}: what several threads or processes do is measured too slow; {again}",))
+    estimate = f"not measured, since {told}: so many times one thread's"
+    alternatives = {}
+    for ranks, measured in found.alternatives.items():
+        scaled = of_cores(core, cores(), ranks)
+        sources = {**core.sources, **dict.fromkeys(("flops", "matmul", "memory", "memory_bytes_per_second"), estimate)}
+        alternatives[ranks] = replace(scaled, name=measured.name, memory_bytes=measured.memory_bytes, sources=sources)
+    note = f"{told}: several threads are estimated from one, and what processes exchange is measured too slow; {again}"
+    return replace(found, alternatives=alternatives, notes=(note,))
 
 
 def busy_seconds() -> float:
@@ -176,9 +195,7 @@ def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluste
         device, alternatives = _gpu(first, model, source), {}
     else:
         devices = {
-            one.ranks: device_of(
-                one, f"{model}, {one.facts['threads']} threads", memory_bytes() // one.ranks, _with(source, one)
-            )
+            one.ranks: device_of(one, f"{model}, {_threads(one)}", memory_bytes() // one.ranks, _with(source, one))
             for one in measured
         }
         device = devices.pop(last.ranks)
@@ -197,7 +214,12 @@ def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluste
 
 
 def _with(source: str, measured: Measured) -> str:
-    return f"{source}, {measured.ranks} process{'es' * (measured.ranks > 1)} of {measured.facts['threads']} threads"
+    return f"{source}, {measured.ranks} process{'es' * (measured.ranks > 1)} of {_threads(measured)}"
+
+
+def _threads(measured: Measured) -> str:
+    number = measured.facts["threads"]
+    return f"{number} thread{'s' * (number > 1)}"
 
 
 def _gpu(measured: Measured, model: str, source: str) -> Device:
@@ -221,7 +243,7 @@ def _machine(measured: Sequence[Measured]) -> dict[str, Any]:
 
 
 def _tables(measured: Sequence[Measured]) -> dict[str, Any]:
-    return {f"{one.ranks} x {one.facts['threads']} threads": table(one) for one in measured}
+    return {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
 
 
 def summary(found: Cluster) -> str:

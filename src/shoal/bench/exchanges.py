@@ -23,7 +23,8 @@ def exchanges(mesh: Mesh, quick: bool) -> Iterator[Probe]:
     }
     for kind, make in kinds.items():
         for size in _SIZES[::2] if quick else _SIZES:
-            yield Probe(f"exchange.{kind}", float(size), _maker(make, mesh, size), graph=False)
+            ranks = 2 if kind == "send" else mesh.world_size
+            yield Probe(f"exchange.{kind}", float(size), _maker(make, mesh, size), graph=False, ranks=ranks)
 
 
 def _maker(make: Callable[[Mesh, int], Call], mesh: Mesh, size: int) -> Callable[[], Call]:

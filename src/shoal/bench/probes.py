@@ -9,18 +9,28 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shoal.hardware import intensity
 from shoal.narrow import ProductsInFloat32, is_slow
 
 Call = Callable[[], Any]
 
-# Sides of square matmuls; (channels in, channels out, side of the image) of 3 x 3 convolutions; bytes of a stream.
+# Sides of square matmuls; (channels in, channels out, side of the filter, of the image); bytes of a stream.
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_IMAGES = ((4, 8, 14), (8, 16, 14), (16, 16, 28), (32, 32, 28), (64, 64, 28), (64, 64, 56), (128, 128, 56))
+_IMAGES = (
+    (1, 6, 5, 28),
+    (1, 64, 3, 28),
+    (6, 16, 5, 14),
+    (16, 32, 3, 28),
+    (32, 32, 3, 28),
+    (64, 64, 3, 14),
+    (128, 128, 3, 14),
+    (256, 256, 3, 14),
+)
 _STREAMS = {
     "cpu": tuple(1 << power for power in (13, 15, 17, 19, 21, 23, 25, 26, 27)),
     "cuda": tuple(1 << power for power in (15, 18, 20, 22, 24, 26, 28, 29, 30)),
 }
-_IMAGES_A_BATCH = 16
+_IMAGES_A_BATCH = 32
 _CHAIN = 16  # operators of the chain that shows what starting one takes
 # Large enough that each device is past its start-up, small enough for a core: positions of attention, by kind.
 _POSITIONS = {"cpu": 512, "cuda": 4096}
@@ -28,16 +38,22 @@ _POSITIONS = {"cpu": 512, "cuda": 4096}
 
 @dataclass(frozen=True)
 class Probe:
-    """`make` gives the call to time; one call does `work` (FLOPs, bytes, operators) `times` times.
+    """`make` gives the call to time; one call does `work`: FLOPs, bytes, operators.
 
-    Probes of one `name` come in growing `work`.
+    `size` is where on a curve it stands. Probes of one `name` come in growing size.
     """
 
     name: str
     work: float
     make: Callable[[], Call]
-    times: int = 1
+    size: float = 0.0  # 0: the work
     graph: bool = True  # whether a GPU may replay many calls without the host
+    ranks: int = 1 << 30  # the first so many take part; the others' calls do nothing
+
+    @property
+    def place(self) -> float:
+        """The size, or the work."""
+        return self.size or self.work
 
 
 def probes(device: torch.device, quick: bool) -> Iterator[Probe]:
@@ -102,20 +118,31 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
     return (probe(side) for side in _SIDES)
 
 
+_PHASES = {"": (), "_backward_input": (True, False, False), "_backward_weight": (False, True, False)}
+
+
 def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
-    """Forward and backward: three products of the same size."""
+    """By phase. The implicit product is pixels x (taps x channels in) by that x channels out, in some order."""
 
-    def probe(channels: int, filters: int, side: int) -> Probe:
+    def probe(phase: str, image: tuple[int, int, int, int]) -> Probe:
+        channels, filters, taps, side = image
+
         def make() -> Call:
-            x = _tensor(_IMAGES_A_BATCH, channels, side, side, device=device, dtype=dtype).requires_grad_()
-            w = _tensor(filters, channels, 3, 3, device=device, dtype=dtype).requires_grad_()
-            gradient = torch.randn_like(F.conv2d(x, w, padding=1))
-            return _as(dtype, device, lambda: torch.autograd.grad(F.conv2d(x, w, padding=1), (x, w), gradient))
+            x = _tensor(_IMAGES_A_BATCH, channels, side, side, device=device, dtype=dtype)
+            w = _tensor(filters, channels, taps, taps, device=device, dtype=dtype)
+            gradient = _tensor(_IMAGES_A_BATCH, filters, side, side, device=device, dtype=dtype)
+            around, wanted = taps // 2, list(_PHASES[phase])
+            if not wanted:
+                return _as(dtype, device, lambda: F.conv2d(x, w, padding=around))
+            rest = (None, [1, 1], [around, around], [1, 1], False, [0, 0], 1, wanted)
+            return _as(dtype, device, lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest))
 
-        work = 2.0 * _IMAGES_A_BATCH * channels * filters * 9 * side * side
-        return Probe(f"convolution.{dtype}", work, make, times=3, graph=False)
+        pixels, reach = _IMAGES_A_BATCH * side * side, taps * taps * channels
+        size = intensity(pixels, reach, filters)
+        return Probe(f"convolution.{dtype}{phase}", 2.0 * pixels * reach * filters, make, size=size)
 
-    return (probe(*image) for image in _IMAGES)
+    for phase in _PHASES:
+        yield from (probe(phase, image) for image in _IMAGES)
 
 
 def _streams(device: torch.device) -> Iterator[Probe]:

@@ -29,6 +29,8 @@ from shoal.worker import die_with_launcher, tell
 
 _EXCHANGE_SECONDS = 0.15  # of one size of one kind, about
 _STORAGE_BYTES = 1 << 26
+# Times what was planned for it, after which no further round is begun.
+_OVERRUN = 1.2
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,12 @@ class Budget:
     def __init__(self, total_seconds: float, rounds: int, num_probes: int) -> None:
         self.slice_seconds = total_seconds / rounds / max(1, num_probes)
         self._longest_seconds = max(0.2, total_seconds / 40)
+        self._ends = time.monotonic() + _OVERRUN * total_seconds
         self._seen: dict[str, dict[float, float]] = {}
+
+    def over(self, mesh: Mesh) -> bool:
+        """Whether a rank has used up its time, as where other programs have the cores. Collective: all ranks."""
+        return bool(mesh.all_gather([float(time.monotonic() > self._ends)]).any())
 
     def allows(self, probe: Probe) -> bool:
         """Whether a call is likely short enough: from the two largest of its name, by the line through them."""
@@ -98,24 +105,28 @@ def _computing(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
     rounds = 1 if task.quick else 3
     wanted = [*probes(mesh.device, task.quick), *copies(mesh.device)]
     budget = Budget(task.seconds, rounds, len(wanted))
-    for _ in range(rounds):
+    for number in range(rounds):
         for probe in wanted:
+            if number and budget.over(mesh):
+                return
             if not budget.allows(probe):
                 continue
             mesh.all_gather([0.0])  # all ranks begin together
             seconds, own = sample(probe, mesh.device, budget.slice_seconds)
             budget.note(probe, float(mesh.all_gather([own]).max()))
-            yield {"name": probe.name, "work": probe.work, "times": probe.times, "seconds": seconds}
+            yield {"name": probe.name, "size": probe.place, "work": probe.work, "seconds": seconds}
 
 
 def _exchanging(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
     rounds = 1 if task.quick else 2
     longest = _EXCHANGE_SECONDS / 2 if task.quick else _EXCHANGE_SECONDS
     wanted = list(exchanges(mesh, task.quick))
-    budget = Budget(longest * 80, 1, 1)
+    budget = Budget(longest * len(wanted) * rounds, 1, 1)
     refused: set[str] = set()
-    for _ in range(rounds):
+    for number in range(rounds):
         for probe in wanted:
+            if number and budget.over(mesh):
+                return
             if probe.name in refused or not budget.allows(probe):
                 continue
             mesh.all_gather([0.0])
@@ -128,7 +139,8 @@ def _exchanging(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
             budget.note(probe, slowest)
             count = max(3, min(200, int(longest / slowest)))
             seconds = sample_together(probe, mesh.device, count)
-            yield {"name": probe.name, "work": probe.work, "times": 1, "seconds": seconds}
+            if mesh.rank < probe.ranks:
+                yield {"name": probe.name, "size": probe.place, "work": probe.work, "seconds": seconds}
 
 
 def _storing(task: Task) -> Iterator[dict[str, Any]]:
@@ -144,7 +156,7 @@ def _storing(task: Task) -> Iterator[dict[str, Any]]:
             os.fsync(file.fileno())
             seconds.append(time.perf_counter() - begun)
     if seconds:
-        yield {"name": "storage", "work": float(len(content)), "times": 1, "seconds": seconds}
+        yield {"name": "storage", "size": len(content), "work": float(len(content)), "seconds": seconds}
 
 
 def _facts(mesh: Mesh) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def _built(text: str, host: Host, num_hosts: int, per_host: int) -> Cluster:
     one = device(host.device)
     alternatives: dict[int, Device] = {}
     if one.kind == "cpu":
-        alternatives = {ranks: _of_cores(one, per_host, ranks) for ranks in range(1, per_host)}
+        alternatives = {ranks: of_cores(one, per_host, ranks) for ranks in range(1, per_host)}
     return Cluster(
         name=text,
         device=one,
@@ -92,7 +92,7 @@ def _built(text: str, host: Host, num_hosts: int, per_host: int) -> Cluster:
     )
 
 
-def _of_cores(core: Device, cores: int, ranks: int) -> Device:
+def of_cores(core: Device, cores: int, ranks: int) -> Device:
     """What a rank gets of a host of `cores` cores when `ranks` run there: as many threads as fit, memory in parts."""
     threads = cores // ranks
     if threads == 1 and ranks == cores:
@@ -108,7 +108,6 @@ def _of_cores(core: Device, cores: int, ranks: int) -> Device:
         memory_bytes_per_second=core.memory_bytes_per_second * cores / ranks,
         flops={dtype: value * threads for dtype, value in core.flops.items()},
         matmul=stretched(core.matmul),
-        convolution=stretched(core.convolution),
         memory=Curve(tuple((x * threads, y) for x, y in core.memory.points)),
     )
 

@@ -14,8 +14,8 @@ from shoal.hardware import Link
 CPU = {"kind": "cpu", "threads": 1, "torch": "2", "resident_bytes": 200}
 
 
-def row(name: str, work: float, *seconds: float, times: int = 1) -> dict[str, Any]:
-    return {"name": name, "work": work, "times": times, "seconds": list(seconds)}
+def row(name: str, work: float, *seconds: float, size: float = 0.0) -> dict[str, Any]:
+    return {"name": name, "work": work, "size": size or work, "seconds": list(seconds)}
 
 
 def measured(*rows: dict[str, Any], ranks: int = 1, facts: dict[str, Any] = CPU) -> Measured:
@@ -40,7 +40,8 @@ DEVICE_ROWS = (
     row("dispatch", 32.0, 160e-6),
     row("matmul.float32", 1e6, 102e-6),  # 1e10 a second beside 2 us
     row("matmul.float32", 1e9, 50e-3 + 2e-6),  # 2e10
-    row("convolution.float32", 1e6, 300e-6 + 15e-6, times=3),  # a third of it is one product
+    row("convolution.float32", 1e6, 100e-6 + 2e-6, size=5.0),
+    row("convolution.float32_backward_input", 1e6, 200e-6 + 2e-6, size=5.0),
     row("stream", 1e6, 50e-6 + 1e-6),
     row("stream", 1e7, 1e-3 + 1e-6),
     row("stream", 1e8, 20e-3 + 1e-6),
@@ -53,7 +54,8 @@ def test_a_cpu() -> None:
     found = device_of(measured(*DEVICE_ROWS), "core", 1000, "here")
     assert math.isclose(found.flops["float32"], 2e10, rel_tol=1e-9)
     assert math.isclose(found.matmul["float32"].at(1e6), 0.5, rel_tol=1e-3)
-    assert math.isclose(found.convolution["float32"].at(1e6), 0.5, rel_tol=1e-3)
+    assert found.convolution["float32"].points == ((5.0, 0.5),)
+    assert found.convolution["float32_backward_input"].points == ((5.0, 0.25),)
     assert math.isclose(found.memory_bytes_per_second, 1e10, rel_tol=1e-9)  # of 10 MB, not of the page faults of 100
     assert [round(found.memory.at(size), 3) for size in (1e6, 1e7, 1e8)] == [2.0, 1.0, 0.5]
     assert math.isclose(found.dispatch_seconds, 5e-6)

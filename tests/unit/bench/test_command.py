@@ -8,7 +8,7 @@ import pytest
 from tests.unit.bench.test_assemble import DEVICE_ROWS, measured, row
 
 from shoal.bench import command
-from shoal.bench.command import Busy, assembled, counts, summary
+from shoal.bench.command import Busy, assembled, counts, summary, undisturbed
 from shoal.cli import main
 from shoal.errors import ExitCode
 
@@ -31,17 +31,31 @@ def test_one_and_two_processes_make_a_cluster() -> None:
     assert "2 processes" in summary(found)
 
 
-def test_others_at_work_are_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_others_at_work_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"busy": 0.0, "time": 0.0}
     monkeypatch.setattr(command, "busy_seconds", lambda: now["busy"])
     monkeypatch.setattr(command, "_own_seconds", lambda: 0.0)
     monkeypatch.setattr(command, "cores", lambda: 2)
     monkeypatch.setattr(command.time, "monotonic", lambda: now["time"])
     busy = Busy()
-    now.update(busy=1.0, time=10.0)
-    assert busy.notes() == ()
-    now.update(busy=10.0)
-    assert "50% of the cores" in busy.notes()[0]
+    now.update(busy=10.0, time=10.0)
+    assert busy.share() == pytest.approx(0.5)
+
+
+def test_what_others_spoilt_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "cores", lambda: 2)
+    found = assembled([measured(*DEVICE_ROWS), measured(*DEVICE_ROWS, ranks=2)], [])
+    assert undisturbed(found, 0.05) == found
+    mentioned = undisturbed(found, 0.2)
+    assert "20%" in mentioned.notes[0]
+    assert mentioned.alternatives == found.alternatives
+    estimated = undisturbed(found, 0.8)
+    one, two = estimated.device_for(1), estimated.device_for(2)
+    assert two == found.device_for(2)
+    assert one.flops["float32"] == pytest.approx(2 * two.flops["float32"])
+    assert one.memory_bytes == found.device_for(1).memory_bytes
+    assert one.sources["flops"].startswith("not measured")
+    assert "estimated" in estimated.notes[0]
 
 
 @pytest.mark.parametrize(
