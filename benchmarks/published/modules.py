@@ -258,7 +258,9 @@ def _loss(d: Dimensions, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     if d.head == "span":
         ids, start, end = batch
         logits = model(ids)
-        total = sum(F.cross_entropy(part, at, reduction="sum") for part, at in zip(logits.unbind(-1), (start, end)))
+        total = sum(
+            F.cross_entropy(part, at, reduction="sum") for part, at in zip(logits.unbind(-1), (start, end), strict=True)
+        )
         return total, 2 * ids.shape[0]
     ids, targets, *picked = batch
     logits, targets = model(ids, *picked).flatten(0, -2), targets.flatten()
@@ -311,7 +313,7 @@ _BERT = {
 
 
 def bert(size: str = "base", task: str = "squad", seq_len: int = 384, **changes: Any) -> Recipe:
-    """BERT for questions on SQuAD, or its pretraining: 15 % of the tokens are predicted (at most 20 of 128, 80 of 512)."""
+    """BERT for questions on SQuAD, or its pretraining, which predicts 15 % of the tokens (20 of 128, 80 of 512)."""
     if task == "squad":
         return transformer("bert", **{**_BERT[size], "seq_len": seq_len, "head": "span", **changes})
     predictions = {128: 20, 512: 80}.get(seq_len, math.ceil(0.15 * seq_len))

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from shoal.planner.profile import Cut, Phase
 from shoal.profiling.events import Event, Ref, Trace
+from shoal.profiling.spans import Along, Span, along, covers, span
 
-Span = tuple[int, int]
 # Of terms of a sum they make terms of a sum.
 _LINEAR = frozenset(f"aten.{name}" for name in ("add", "add_", "sub", "sub_", "neg", "_to_copy", "clone", "mul", "div"))
 _PRODUCTS = {"aten.mm": (0, 1), "aten.bmm": (0, 1), "aten.addmm": (1, 2), "aten.baddbmm": (1, 2)}
@@ -61,37 +60,6 @@ class Divided:
 
     cuts: dict[int, tuple[Cut, ...]] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
-
-
-class Along(NamedTuple):
-    """What of a dim is divided: of its index, the factor from `low` to `high`, as heads in a dim of samples x heads."""
-
-    dim: int
-    low: int
-    high: int
-
-
-def span(ref: Ref, along: Along) -> Span:
-    """Its strides in the storage."""
-    return ref.stride[along.dim] * along.low, ref.stride[along.dim] * along.high
-
-
-def along(ref: Ref, dim: int) -> Along:
-    """All of a dim."""
-    return Along(dim, 1, ref.shape[dim])
-
-
-def covers(ref: Ref, found: Span | None) -> Along | None:
-    """The outermost dim that lies along a span."""
-    if found is None:
-        return None
-    low, high = found
-    dims = [
-        (step, Along(dim, max(1, low // step), min(size, -(-high // step))))
-        for dim, (size, step) in enumerate(zip(ref.shape, ref.stride, strict=True))
-        if size > 1 and step and step < high and step * size > low
-    ]
-    return max(dims)[1] if dims else None
 
 
 def divide(trace: Trace, division: Division, late: set[int]) -> Divided:
@@ -139,7 +107,7 @@ class _Follower:
         for place, event in enumerate(self._trace.events):
             if not event.is_view:
                 self._found.cuts[place] = self._event(place, event)
-        for name, ref in self._trace.gradients.items():
+        for ref in self._trace.gradients.values():
             if ref.key in self._terms:
                 self._exchange(ref, Phase.BACKWARD_WEIGHT)
         self._between()

@@ -29,7 +29,7 @@ class Ref:
             tensor.untyped_storage()._cdata,
             tuple(tensor.shape),
             tensor.stride(),
-            tensor.storage_offset(),
+            int(tensor.storage_offset()),
             tensor.itemsize,
             str(tensor.dtype).removeprefix("torch."),
             tensor.is_floating_point(),

@@ -27,10 +27,7 @@ _DEFINED.define("rms_norm_backward(Tensor gradient, Tensor input, Tensor? weight
 _ops = torch.ops.shoal_profiling
 
 
-@torch.library.register_fake("shoal_profiling::attention", lib=_DEFINED)
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     # As flash attention lays it out, so that putting the heads side by side afterwards is a view.
     shape = (*query.shape[:-1], value.shape[-1])
     if query.ndim == 4 and query.stride(1) < query.stride(2):
@@ -40,29 +37,29 @@ def _attention(
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.register_fake("shoal_profiling::attention_backward", lib=_DEFINED)
 def _attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    logsumexp: Tensor,
-    is_causal: bool,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-@torch.library.register_fake("shoal_profiling::rms_norm", lib=_DEFINED)
 def _rms_norm(input: Tensor, weight: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
     dtype = input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
     return torch.empty_like(input, dtype=dtype), input.new_empty((input.numel() // width,), dtype=torch.float32)
 
 
-@torch.library.register_fake("shoal_profiling::rms_norm_backward", lib=_DEFINED)
 def _rms_norm_backward(gradient: Tensor, input: Tensor, weight: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(input), torch.empty_like(scale if weight is None else weight)
+
+
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "rms_norm": _rms_norm,
+    "rms_norm_backward": _rms_norm_backward,
+}
+for _name, _shapes in _SHAPES.items():
+    torch.library.register_fake(f"shoal_profiling::{_name}", _shapes, lib=_DEFINED)
 
 
 class _Attention(torch.autograd.Function):
@@ -107,22 +104,18 @@ def _narrow(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
-    """Fused, with keys and values of fewer heads as they are."""
+    """Fused, with keys and values of fewer heads as they are; `rest`: the probability of dropout, whether causal."""
+    dropout, is_causal = [*rest, *(0.0, False)[len(rest) :]][:2]
+    dropout, is_causal = options.get("dropout_p", dropout), options.get("is_causal", is_causal)
     query, key, value = _narrow(query, key, value)
-    return _Attention.apply(query, key, value, attn_mask, dropout_p, is_causal)  # type: ignore[no-any-return]
+    return _Attention.apply(query, key, value, attn_mask, dropout, is_causal)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: Any = None) -> Tensor:
     """One kernel, forward and backward, as on GPUs."""
-    return _RMSNorm.apply(input, weight, math.prod(normalized_shape))  # type: ignore[no-any-return]
+    return _RMSNorm.apply(input, weight, math.prod(normalized_shape))  # type: ignore[no-any-return,no-untyped-call]
 
 
 def dropout(input: Tensor, p: float, train: bool) -> Tensor:

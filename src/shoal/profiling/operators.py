@@ -1,7 +1,7 @@
 """Operators: what one call costs on any device: FLOPs, the sizes of its product, bytes read and written, kernels.
 
-A multiply-add counts two FLOPs; only products, convolutions and fused attention count any, as torch's FlopCounterMode
-has it. Bytes are those of the operands as they lie in memory: a view moves nothing, and what is expanded reads its base.
+Counted are the FLOPs of products, convolutions and fused attention, two a multiply-add, as in torch's FlopCounterMode.
+Bytes are those of the operands as they lie in memory: a view moves nothing, and what is expanded reads its base.
 """
 
 from __future__ import annotations
@@ -212,8 +212,7 @@ def _convolution(event: Event) -> list[Cost]:
 
 
 def _convolution_backward(event: Event) -> list[Cost]:
-    given: dict[str, Ref] = {name: event.arguments[name] for name in ("grad_output", "input", "weight")}
-    output, input, weight = given.values()
+    output, input, weight = (event.arguments[name] for name in ("grad_output", "input", "weight"))
     groups, num_out, reach = _taps(event, weight)
     m = _pixels(event, input, output)
     flops = 2.0 * m * num_out * reach * groups
@@ -221,11 +220,11 @@ def _convolution_backward(event: Event) -> list[Cost]:
     made = list(event.outputs)
     found = []
     if of_input:
-        moved = output.num_bytes + weight.num_bytes, made.pop(0).num_bytes
-        found.append(Cost(Kind.CONVOLUTION, flops, *map(float, moved), m, reach, num_out, groups))
+        read, written = output.num_bytes + weight.num_bytes, made.pop(0).num_bytes
+        found.append(Cost(Kind.CONVOLUTION, flops, read, written, m, reach, num_out, groups))
     if of_weight:
-        moved = output.num_bytes + input.num_bytes, made.pop(0).num_bytes
-        found.append(Cost(Kind.CONVOLUTION, flops, *map(float, moved), num_out, reach, m, groups, of_weight=True))
+        read, written = output.num_bytes + input.num_bytes, made.pop(0).num_bytes
+        found.append(Cost(Kind.CONVOLUTION, flops, read, written, num_out, reach, m, groups, of_weight=True))
     if of_bias:
         found.append(Cost(read_bytes=output.num_bytes, written_bytes=made.pop(0).num_bytes, of_weight=True))
     return found

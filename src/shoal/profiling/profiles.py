@@ -103,6 +103,8 @@ def several(tracer: Tracer, batch: Callable[[int], Any]) -> list[Trace]:
         try:
             traces = [tracer.trace(batch, samples) for samples in numbers]
         except Exception as caught:
+            if error is not None and str(caught) == str(error):
+                break  # it does not come of the number
             error = error or caught
             continue
         alike = [t for t in traces if [e.name for e in t.events] == [e.name for e in traces[-1].events]]
@@ -126,7 +128,6 @@ def assembled(tracer: Tracer, traces: Sequence[Trace], division: Division, found
     bodies = Bodies()
     notes = ["computed with numbers, because the model looks at them"] if tracer.with_values else []
     notes += [f"not linear in the samples: {what}" for what in dict.fromkeys(fit.bent)]
-    trainable = [p for p in tracer.model.parameters() if p.requires_grad]
     return Profile(
         tuple(bodies.unit(pieces[home]) for home in sorted(pieces)),
         sample_bytes=num_bytes,
@@ -172,7 +173,8 @@ def _pieces(fit: Fit, traces: Sequence[Trace], division: Division) -> tuple[dict
         operations = made.get(source, ())
         if region.like is not None:
             old, new = first.regions[region.like].block, block
-            assert old is not None and new is not None
+            assert old is not None
+            assert new is not None
             operations = tuple(replace(o, module=new + o.module.removeprefix(old)) for o in operations)
         outgoing = fit("what is handed on", *(c[number] for c in crossing))
         exchanges = tuple(sent.get(source, ()))
@@ -212,9 +214,9 @@ def _weights(
         if event.is_backward:
             break
         for ref in event.inputs:
-            name = trace.parameters.get(ref.key)
-            if name is not None:
-                users.setdefault(name, set()).add(homes[event.region])
+            used = trace.parameters.get(ref.key)
+            if used is not None:
+                users.setdefault(used, set()).add(homes[event.region])
     return tuple((name, pieces[other].name) for name, where in users.items() for other in sorted(where - {min(where)}))
 
 

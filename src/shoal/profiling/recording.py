@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
             return
         current = torch._C._current_autograd_node() if self.in_backward else None
         if current is None or self._stack:
-            node = torch.autograd._get_sequence_nr() - 1
+            node = _newest_node()
             module, region = (self._stack[-1][0] if self._stack else ""), self._region
             if node not in self._owners:
                 self._owners[node] = module, region
@@ -169,8 +169,13 @@ class Recorder(TorchDispatchMode):
             return
         self.kept.add(key)
         self._alive.setdefault(key, storage)
-        node = torch.autograd._get_sequence_nr() - 1
+        node = _newest_node()
         self.trace.saved.append(Saved(node, key, storage.nbytes(), self._region, len(self.trace.events)))
+
+
+def _newest_node() -> int:
+    """The number of the autograd node that was made last."""
+    return int(torch._C._autograd._get_sequence_nr()) - 1
 
 
 def _writes(argument: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,27 +11,41 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shoal.profiling.events import tensors_in
+from shoal.profiling.events import Saved, tensors_in
 from shoal.profiling.recording import Recorder
 from shoal.strategies.blocks import Block
 
 # Of a module's own numbers, these tell its place among its like, and not what it computes.
 _PLACES = re.compile(r"idx|index|layer_id|layer_number")
+# What modules keep of their own: compared by name and shape.
+_PARTS = frozenset(("_parameters", "_buffers", "_modules"))
 _SIMPLE = (int, float, bool, str, type(None), torch.dtype)
 
 
 def structure(module: nn.Module) -> str:
     """Equal for modules that compute the same, as far as classes, shapes and plain attributes tell."""
     inside = [
-        (name, type(m), [(k, v) for k, v in vars(m).items() if isinstance(v, _SIMPLE) and not _PLACES.search(k)])
+        (name, type(m), [(k, _shown(v)) for k, v in vars(m).items() if k not in _PARTS and not _PLACES.search(k)])
         for name, m in module.named_modules()
     ]
     tensors = [
         (name, tuple(t.shape), t.dtype, t.requires_grad)
         for name, t in (*module.named_parameters(), *module.named_buffers())
     ]
-    functions = [getattr(f, "__qualname__", "") for f in vars(module).values() if callable(f)]
-    return f"{inside}{tensors}{functions}"
+    return f"{inside}{tensors}"
+
+
+def _shown(value: Any) -> Any:
+    """An attribute as far as it can be compared."""
+    if isinstance(value, _SIMPLE):
+        return value
+    if isinstance(value, tuple | list):
+        return [_shown(item) for item in value]
+    if isinstance(value, Mapping):
+        return [(str(key), _shown(item)) for key, item in value.items()]
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    return getattr(value, "__qualname__", type(value).__name__)
 
 
 @dataclass
@@ -44,6 +58,7 @@ class _Known:
     leaves: list[Any]
     kept_inputs: list[bool]
     kept_outputs: list[bool]
+    of_buffers: list[Saved]  # what autograd keeps of the block's own buffers, which each block has
 
 
 class StandIns:
@@ -78,23 +93,25 @@ class StandIns:
                 return self._stand_in(known, block, args, kwargs)
             found = block.original(*args, **kwargs)
             with recorder.paused():
-                self._known[key] = _known(recorder, block.region, tensors_in((args, kwargs)), found)
+                self._known[key] = _known(recorder, block, tensors_in((args, kwargs)), found)
             return found
         finally:
             recorder.leave()
 
     def _stand_in(self, known: _Known, block: _Forward, args: Any, kwargs: Any) -> Any:
         recorder = self.recorder
-        assert recorder is not None and block.region is not None
+        assert recorder is not None
+        assert block.region is not None
         recorder.trace.regions[block.region].like = known.region
         for name, parameter in block.module.named_parameters():
             full = recorder.trace.parameters.get(parameter.untyped_storage()._cdata, f"{block.name}.{name}")
             recorder.trace.used.setdefault(full, block.region)
+        recorder.trace.saved += known.of_buffers
         inputs = tensors_in((args, kwargs))
         dummy = next((p for p in block.module.parameters() if p.requires_grad), None)
         new = [spec for spec in known.made if not isinstance(spec, int)]
         with recorder.paused():
-            made = list(_StandIn.apply(recorder, block.region, new, dummy, *inputs)) if new else []
+            made = list(_StandIn.apply(recorder, block.region, new, dummy, *inputs)) if new else []  # type: ignore[no-untyped-call]
         recorder.note("stand_in", inputs, made, block.region)
         fresh = iter(made)
         outputs = [inputs[spec] if isinstance(spec, int) else next(fresh) for spec in known.made]
@@ -147,7 +164,7 @@ def _signature(recorder: Recorder, args: Any, kwargs: Any) -> str:
     """Equal for calls of equal arguments; whether autograd keeps them already says who is to account for them."""
     leaves, tree = tree_flatten((args, kwargs))
     places: dict[int, int] = {}
-    described = []
+    described: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             key = leaf.untyped_storage()._cdata
@@ -159,7 +176,7 @@ def _signature(recorder: Recorder, args: Any, kwargs: Any) -> str:
     return f"{described}{tree}"
 
 
-def _known(recorder: Recorder, region: int, inputs: list[Tensor], found: Any) -> _Known | None:
+def _known(recorder: Recorder, block: _Forward, inputs: list[Tensor], found: Any) -> _Known | None:
     """None where what came out shares memory with what went in, or with each other."""
     leaves, tree = tree_flatten(found)
     outputs = tensors_in(found)
@@ -174,4 +191,8 @@ def _known(recorder: Recorder, region: int, inputs: list[Tensor], found: Any) ->
         return [t.untyped_storage()._cdata in recorder.kept for t in tensors]
 
     made = [places.get(id(t), (tuple(t.shape), t.stride(), t.dtype, t.requires_grad)) for t in outputs]
-    return _Known(region, made, tree, leaves, kept(inputs), kept(outputs))
+    region = block.region
+    assert region is not None
+    own = {b.untyped_storage()._cdata for b in block.module.buffers()}
+    of_buffers = [saved for saved in recorder.trace.saved if saved.region == region and saved.key in own]
+    return _Known(region, made, tree, leaves, kept(inputs), kept(outputs), of_buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,10 +65,16 @@ class Tracer:
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """What torch warns of here says nothing of a run; no random number of the caller's is drawn."""
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")
-            yield
+        """What torch warns of and logs here says nothing of a run; no random number of the caller's is drawn."""
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        level = log.level
+        log.setLevel(logging.CRITICAL)
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            log.setLevel(level)
 
     def trace(self, batch: Callable[[int], Any], samples: int) -> Trace:
         """A forward and a backward. Raises: what the batch, the model or the loss raises."""
@@ -126,7 +133,7 @@ class Tracer:
 
 
 def _total(pair: Any) -> Tensor:
-    total = pair[0] if isinstance(pair, tuple | list) else pair
+    total: Tensor = pair[0] if isinstance(pair, tuple | list) else pair
     return total if total.ndim == 0 else total.sum()
 
 
