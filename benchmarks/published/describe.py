@@ -1,7 +1,7 @@
 """From a row of transformers.csv to what the planner takes: a module's profile, a plan, a cluster and a program.
 
-Everything is read from the columns that describe a row, none from what was measured. What a framework is known to do is in
-FRAMEWORKS, each fact with where it is told; nothing there is a number that was fitted.
+Everything is read from the columns that describe a row, none from what was measured. What a framework is known to do
+is in FRAMEWORKS, each fact with where it is told; nothing there is a number that was fitted.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class UnknownError(Exception):
     """A row describes something for which there is no module, device or plan."""
 
 
+# Most scatter the gradients that a shard axis divides.
+_USUAL = Program(scatter_gradients=True)
+
+
 @dataclass(frozen=True)
 class Framework:
     """What a framework's program does that a row does not say.
@@ -37,7 +41,7 @@ class Framework:
 
     fused_kernels: bool = False
     dropout: float = 0.0
-    program: Program = Program(scatter_gradients=True)
+    program: Program = _USUAL
     reduce: str | None = None  # dtype of the gradients' sums; None: the compute dtype
     master: bool = True  # a float32 copy of parameters of a narrow dtype
 
@@ -51,9 +55,9 @@ _MEGATRON = Framework(
 )
 FRAMEWORKS = (
     ("megatron", _MEGATRON),
-    # nanotron: gradients are summed in float32 (FP32GradientAccumulator) beside DDP's buckets; a stage takes blocks until
-    # the FLOPs pass its share (nanotron/models/base.py); gathered inputs are kept unless tp_recompute_allgather; norm and
-    # rotation are fused kernels of flash-attn.
+    # nanotron: gradients are summed in float32 (FP32GradientAccumulator) beside DDP's buckets; a stage takes blocks
+    # until the FLOPs pass its share (nanotron/models/base.py); gathered inputs are kept unless tp_recompute_allgather;
+    # norm and rotation are fused kernels of flash-attn.
     (
         "nanotron",
         Framework(

@@ -63,6 +63,7 @@ def _of_source(source: str, found: Sequence[Pair]) -> dict[str, str]:
         "mean regret": _percent(_mean(regret(g) for g in groups)),
         "efficiency error": _points(efficiency_error(timed)),
         "constant MFU |error|": _percent(constant_mfu(timed)),
+        "twice as slow or more": f"{sum(error < -0.5 for error in errors)} of {len(errors)}",
         "Calculon (printed)": CALCULON.get(source, "-"),
     }
     return figures | _memory(found)
@@ -108,13 +109,14 @@ def kendall(group: Sequence[Pair]) -> float | None:
 
 
 def _sign(a: float | None, b: float | None) -> int:
-    assert a is not None and b is not None, "only rows with both are compared"
+    assert a is not None, "only rows with a prediction are compared"
+    assert b is not None, "only measured rows are compared"
     return (a > b) - (a < b)
 
 
 def regret(group: Sequence[Pair]) -> float:
-    """How much slower the layout predicted to be fastest was than the one that was."""
-    chosen = min(group, key=lambda p: p.seconds or 0.0)
+    """How much slower the chosen layout was than the fastest: predicted to be fastest of those predicted to fit."""
+    chosen = min([p for p in group if p.fits] or group, key=lambda p: p.seconds or 0.0)
     best = min(p.measured.seconds or 0.0 for p in group)
     return (chosen.measured.seconds or 0.0) / best - 1
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final
 
-from shoal.hardware import Curve, Device
+from shoal.hardware import Curve, Device, intensity
 from shoal.planner.profile import Body, Cut, Kind, Operation, Phase
 
 ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
@@ -93,7 +93,7 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
     flops = 2.0 * m * n * k * batch
     if not device.multiprocessors:
         return flops / (device.flops[dtype] * curve.at(flops) * device.sustained)
-    # The curve's rise is the waste of small products, which is counted here by itself: its top is the rate of large ones.
+    # The curve's rise is the waste of small products, which is counted here by itself; its top is that of large ones.
     peak = device.flops[dtype] * max(share for _, share in curve.points) * device.sustained
     per_tile = peak / device.multiprocessors
     best = float("inf")
@@ -140,11 +140,8 @@ class Computer:
         num_bytes = (operation.read_bytes.at(samples) + operation.written_bytes.at(samples)) / divided
         compute = 0.0
         if operation.kind in (Kind.MATMUL, Kind.CONVOLUTION):
-            dtype = self.dtype(operation.dtype)
-            curves = device.convolution if operation.kind is Kind.CONVOLUTION else device.matmul
-            curve = curves.get(dtype) or device.matmul.get(dtype) or Curve()
             sizes = _sizes(operation, share)
-            compute = matmul_seconds(device, sizes, dtype, curve)
+            compute = self._product(operation, sizes)
             if operation.kind is Kind.MATMUL:
                 m, n, k, batch = sizes
                 num_bytes = (m * k + k * n + m * n) * batch * ITEMSIZE.get(operation.dtype, 4)
@@ -152,6 +149,16 @@ class Computer:
             compute = self._attention(operation, share, divided)
         memory = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
         return Cost(max(compute, memory) + operation.launches * device.launch_seconds, host)
+
+    def _product(self, operation: Operation, sizes: tuple[float, float, float, float]) -> float:
+        device, dtype = self.device, self.dtype(operation.dtype)
+        if operation.kind is Kind.CONVOLUTION and device.convolution:
+            phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
+            curve = device.convolution.get(f"{dtype}{phase}") or device.convolution.get(dtype)
+            if curve is not None:  # as measured: a library's convolutions depend on what they reuse
+                m, n, k, batch = sizes
+                return 2.0 * m * n * k * batch / (device.flops[dtype] * curve.at(intensity(m, n, k)))
+        return matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
 
     def _attention(self, operation: Operation, share: Share, divided: float) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
@@ -161,7 +168,8 @@ class Computer:
         # The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
         length = max(1.0, operation.n.at(share.local_samples))
         width = operation.k.at(share.local_samples) or 128.0
-        fraction *= length / (length + _ATTENTION_FILL) * min(1.0, float((width / 128.0) ** _NARROW_HEADS))
+        if device.multiprocessors:
+            fraction *= length / (length + _ATTENTION_FILL) * min(1.0, float((width / 128.0) ** _NARROW_HEADS))
         return operation.flops.at(share.local_samples) / divided / (device.flops[dtype] * fraction)
 
     def total(self, operations: Iterable[Operation], share: Share) -> Cost:
@@ -179,7 +187,7 @@ class Computer:
         return found
 
 
-# Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: the figures of
+# Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: from those of
 # Dao, arXiv 2307.08691 (causal, A100), and Shah et al., arXiv 2407.08608.
 _FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.5}
 # Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
