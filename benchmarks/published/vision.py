@@ -2,7 +2,8 @@
 
 ResNet: He et al., arXiv 1512.03385 (v1.5: the stride is in the 3x3 convolution). ResNeXt: Xie et al., 1611.05431.
 SE: Hu et al., 1709.01507. Inception v3: Szegedy et al., 1512.00567. AlexNet: Krizhevsky, 1404.5997. VGG: Simonyan and
-Zisserman, 1409.1556. SSD: Liu et al., 1512.02325. U-Net: Isensee et al., 1809.10486. EfficientNet: Tan and Le, 1905.11946.
+Zisserman, 1409.1556. SSD: Liu et al., 1512.02325. U-Net: Isensee et al., 1809.10486. EfficientNet: Tan and Le,
+1905.11946.
 """
 
 from __future__ import annotations
@@ -296,7 +297,7 @@ class EfficientNet(nn.Module):
 
 
 class SSD300(nn.Module):
-    """On ResNet-50 cut after its third stage, which does not stride, or ResNet-34 as in MLPerf: 8,732 boxes, 81 classes."""
+    """On ResNet-50 cut after its third stage, which does not stride: 8,732 boxes, 81 classes."""
 
     boxes = (4, 6, 6, 6, 4, 4)
 
