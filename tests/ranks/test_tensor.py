@@ -308,9 +308,9 @@ def test_the_comparison_sees_a_mask_of_its_own(tmp_path: Path) -> None:
     assert in_ranks(2, perturbed(perceptron, lambda m, d: None), tmp_path / "right") == [True, True]
 
 
-@pytest.mark.parametrize(("case", "wanted"), [(gpt, {"all_reduce": 6, "all_gather": 1}), (stubborn, None)])
+@pytest.mark.parametrize(("case", "wanted"), [(gpt, {"all_reduce": 8}), (stubborn, None)])
 def test_what_a_forward_sends(case: Case, wanted: dict[str, int] | None, tmp_path: Path) -> None:
-    """Two sums a block, one for each embedding, and the head's gather; in the backward one for the input of a pair."""
+    """Two sums a block, one for each embedding, two for the loss; in the backward one for the input of a pair."""
 
     def work(axis: TensorAxis) -> Any:
         model, loss, batch = case()
@@ -334,7 +334,101 @@ def test_what_a_forward_sends(case: Case, wanted: dict[str, int] | None, tmp_pat
         assert forward == wanted
         assert backward == {"all_reduce": 5}  # two a block, and the head's input
     else:
-        assert forward == {"all_reduce": 1, "all_gather": 3}
+        assert forward == {"all_reduce": 3, "all_gather": 2}
+
+
+def smoothed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """A mean with every option, times what it is a mean over; classes in dim 1 of three."""
+    logits, weights = model(batch[0]), torch.linspace(0.5, 2.0, 61, dtype=torch.float64).to(batch[0].device)
+    loss = F.cross_entropy(logits.transpose(1, 2), batch[1], weights, ignore_index=7, label_smoothing=0.1)
+    return loss * len(batch[0]), torch.tensor(len(batch[0]))
+
+
+def shifted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """As Hugging Face's examples do it, in float32 and on all positions but the last."""
+    logits = model(batch[0])[..., :-1, :].contiguous().float()
+    return shoal.cross_entropy(logits.view(-1, logits.size(-1)), batch[1][..., 1:].reshape(-1))
+
+
+def watched(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """A second term that needs all the logits."""
+    logits = model(batch[0]).flatten(0, 1)
+    total, weight = shoal.cross_entropy(logits, batch[1].flatten())
+    return total + 0.01 * logits.logsumexp(-1).square().sum(), weight
+
+
+def hidden(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Through a function of autograd that torch functions do not show."""
+    return shoal.cross_entropy(Unknown.apply(model(batch[0]).flatten(0, 1)), batch[1].flatten())
+
+
+def labelled(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """The loss that a model of Hugging Face computes by itself."""
+    found = model(input_ids=batch[0], labels=batch[0])
+    return found.loss * batch[0].numel(), torch.tensor(batch[0].numel())
+
+
+class Headed(nn.Module):
+    def __init__(self, vocabulary: int = 61) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, vocabulary)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.embed(ids)))
+        return out
+
+
+KEPT = "cut along its outputs, of which a cross entropy takes slices"
+LOSSES: dict[str, tuple[Any, str]] = {
+    "every option": (smoothed, KEPT),
+    "shifted": (shifted, KEPT),
+    "all logits": (watched, "cut along its outputs, gathered (logsumexp() takes all of them)"),
+    "hidden": (hidden, "cut along its outputs, gathered"),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_becomes_of_the_logits(name: str, world_size: int, tmp_path: Path) -> None:
+    loss, note = LOSSES[name]
+    tolerance = THROUGH_FLOAT32 if loss is shifted else EXACT
+    told = in_ranks(world_size, check(lambda: (Headed(), loss, tokens(61)), tolerance), tmp_path / "ranks")
+    assert told[0]["head"].startswith(note), told[0]
+    assert told[0]["embed"] == "cut along its rows"
+
+
+def test_logits_that_are_used_otherwise_than_they_were_are_gathered(tmp_path: Path) -> None:
+    """The first batch shows a cross entropy alone; what comes then is right all the same."""
+
+    def work(axis: TensorAxis) -> Any:
+        model = Headed().double()
+        whole, batch = copy.deepcopy(model), tokens(61)
+        division = divide_model(model, axis, language, lambda: batch)
+        for loss in (language, watched, hidden, lambda m, b: (m(b[0]).softmax(-1).amax(-1).sum(), 1)):
+            wanted_loss, wanted = trained(whole, loss, batch)
+            found_loss, own = trained(model, loss, batch)
+            assert abs(found_loss - wanted_loss) <= EXACT * abs(wanted_loss)
+            assert_close(assemble(own, division, division.partial), wanted, EXACT)
+            for tensor in (*model.parameters(), *whole.parameters()):
+                tensor.grad = None
+        with torch.no_grad():
+            assert torch.equal(model(batch[0]).argmax(-1), whole(batch[0]).argmax(-1))
+        return division.notes["head"]
+
+    assert in_ranks(2, work, tmp_path / "ranks") == [KEPT, KEPT]
+
+
+def test_a_loss_within_a_model_of_hugging_face(tmp_path: Path) -> None:
+    def case() -> tuple[nn.Module, Any, Any]:
+        model, _, batch = llama()
+        return model, labelled, batch
+
+    case()
+    told = in_ranks(3, check(case, THROUGH_FLOAT32), tmp_path / "ranks")
+    assert told[0]["lm_head"] == KEPT
 
 
 class Unknown(torch.autograd.Function):

@@ -33,10 +33,10 @@ class TensorAxis:
         """Itself: a copied layer talks to the same ranks."""
         return self
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """A new tensor: the sum over the axis. Collective: the axis, one all-reduce of its bytes."""
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """A new tensor: the sum over the axis, or what `op` says. Collective: the axis, one all-reduce of its bytes."""
         found = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(found, group=self.group)
+        dist.all_reduce(found, op, group=self.group)
         return found
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:

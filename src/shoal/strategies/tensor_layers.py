@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal.parts import Runs
 from shoal.strategies.tensor_collectives import TensorAxis, enter, gather, leave
+from shoal.strategies.tensor_logits import Head, divided
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
@@ -139,6 +140,21 @@ class Gathered:
         spatial = {nn.Conv1d: 1, nn.Conv2d: 2}
         trailing = next((n for base, n in spatial.items() if isinstance(module, base)), 0)
         return gather(own, self.axis, own.ndim - 1 - trailing, self.sizes)
+
+
+@dataclass
+class Kept(Gathered):
+    """As Gathered, where what takes the output needs no more than slices of it: a cross entropy."""
+
+    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+        """This rank's classes, as `Logits`. Collective: in the backward the axis, an all-reduce of the input's.
+
+        Without gradients, as in an evaluation, all of them: metrics look at them in any way.
+        """
+        if not torch.is_grad_enabled():
+            return super().__call__(module, input)
+        own = product(module, enter(input, self.axis), _weight(module), _bias(module))
+        return divided(own, own.ndim - 1, Head(self.axis, self.sizes))
 
 
 @dataclass

@@ -21,10 +21,12 @@ from shoal.errors import ShoalError, from_json
 from shoal.faults import as_shoal_error, to_json
 from shoal.parts import Part, Runs
 from shoal.strategies.tensor_collectives import TensorAxis
+from shoal.strategies.tensor_heads import Subject, sizes, with_kept
 from shoal.strategies.tensor_layers import (
     Column,
     Entry,
     Gathered,
+    Kept,
     Row,
     SlicedDropout,
     Vocabulary,
@@ -77,8 +79,13 @@ def divide_model(
     Raises: on every rank, PlanError where the loss cannot be followed or nothing can be cut.
     """
     given = values if values is not None else _own_values(model)
-    plan = _told(axis, lambda: decide(model, follow(model, loss, batch(), given, axis.degree), given, axis.degree))
-    return apply(model, plan, axis)
+
+    def make() -> TensorPlan:
+        subject = Subject(model, loss, batch(), given)
+        trace = follow(model, loss, subject.batch, given, axis.degree)
+        return with_kept(decide(model, trace, given, axis.degree), subject, trace, axis.degree)
+
+    return apply(model, _told(axis, make), axis)
 
 
 def _own_values(model: nn.Module) -> Values:
@@ -155,7 +162,8 @@ def _num_outputs(module: nn.Module) -> int:
 
 
 def _bounds(size: int, degree: int, place: int) -> tuple[int, int]:
-    return size * place // degree, size * (place + 1) // degree
+    before = sizes(size, degree)[: place + 1]
+    return sum(before[:-1]), sum(before)
 
 
 def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
@@ -163,8 +171,8 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
         _give_pair(model, pair, axis)
     for name in plan.gathered:
         module = model.get_submodule(name)
-        bounds = [_bounds(_num_outputs(module), axis.degree, place) for place in range(axis.degree)]
-        give_role(module, Gathered(axis, tuple(stop - start for start, stop in bounds)))
+        role = Kept if name in plan.kept else Gathered
+        give_role(module, role(axis, sizes(_num_outputs(module), axis.degree)))
     for name in plan.rows:
         module = model.get_submodule(name)
         size = _num_outputs(module)

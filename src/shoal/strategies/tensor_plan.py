@@ -24,11 +24,15 @@ _FEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """`gathered` modules are cut along their outputs and `rows` embeddings along the vocabulary; `notes` by module."""
+    """`gathered` modules are cut along their outputs and `rows` embeddings along the vocabulary; `notes` by module.
+
+    `kept` are those of `gathered` whose output is needed by a cross entropy alone, which takes slices.
+    """
 
     pairs: tuple[Pair, ...] = ()
     gathered: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -39,7 +43,8 @@ class TensorPlan:
     def from_json(cls, document: dict[str, Any]) -> TensorPlan:
         """From `to_json`."""
         pairs = tuple(_pair(_frozen(pair)) for pair in document["pairs"])
-        return cls(pairs, tuple(document["gathered"]), tuple(document["rows"]), document["notes"])
+        names = (tuple(document[key]) for key in ("gathered", "rows", "kept"))
+        return cls(pairs, *names, document["notes"])
 
 
 def _frozen(value: Any) -> Any:
@@ -116,7 +121,7 @@ def decide(model: nn.Module, trace: Trace, values: Values, degree: int) -> Tenso
     if not (pairs or rest):
         raise _nothing_to_cut(model, degree)
     order = [name for name, _ in model.named_modules() if name in notes]
-    return TensorPlan(tuple(pairs), gathered, rows, {name: notes[name] for name in order})
+    return TensorPlan(tuple(pairs), gathered, rows, notes={name: notes[name] for name in order})
 
 
 def _whole(model: nn.Module, trace: Trace, degree: int) -> dict[str, str]:

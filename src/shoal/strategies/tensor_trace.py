@@ -75,6 +75,7 @@ class Trace:
     dropouts: dict[str, list[Sources]] = field(default_factory=dict)
     foreign_uses: dict[int, str] = field(default_factory=dict)  # by id of a parameter: what used it past its module
     decided_by_values: str | None = None  # a module that looked at values: other batches may go another way
+    has_values: bool = False  # whether the run needed the model's values
     real: dict[int, Tensor] = field(default_factory=dict)  # by id of a tensor of the batch: its values
 
     def is_called(self, name: str) -> bool:
@@ -111,6 +112,7 @@ def observe(
     shown_model = twin(model, values)
     own = {id(a): b for a, b in zip(_tensors(shown_model), _tensors(model), strict=True)}
     tracer = _Tracer(shown_model, own)
+    tracer.trace.has_values = values is not None
     device = "meta" if values is None else "cpu"
     shown = tree_map(lambda leaf: tracer.of_batch(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
     try:
