@@ -6,6 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from shoal.plan.layout import Layout
 from shoal.plan.resolve import complete
 from shoal.randomness import GrainScope
 from shoal.strategies.tensor_collectives import TensorAxis
-from shoal.strategies.tensor_parallel import TensorParallel, divide_model
+from shoal.strategies.tensor_heads import Subject
+from shoal.strategies.tensor_parallel import TensorParallel, apply, divide_model, own_values, plan_model
+from shoal.strategies.tensor_sequence_plan import plan_sequence
 from shoal.verification.fork import forked, trace_forked
 from shoal.verification.judge import judge_traces
 
@@ -240,13 +243,27 @@ def in_ranks(world_size: int, work: Callable[[TensorAxis], Any], folder: Path) -
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def check(case: Case, tolerance: float) -> Callable[[TensorAxis], Any]:
+def by_positions(model: nn.Module, axis: TensorAxis, loss: Any, batch: Any) -> TensorParallel:
+    """Divides with `tensor.sequence`; the notes of the blocks under "sequence"."""
+    subject = Subject(model, loss, batch, own_values(model))
+    plan = plan_model(subject, axis)
+    sequences = plan_sequence(subject, plan, axis, torch.device("cpu"))
+    division = apply(model, plan, axis)
+    sequences.apply(model, axis)
+    together = tuple(dict.fromkeys((*division.partial, *sequences.partial)))
+    return replace(division, partial=together, notes={**division.notes, "sequence": "; ".join(sequences.notes)})
+
+
+def check(case: Case, tolerance: float, sequence: bool = False) -> Callable[[TensorAxis], Any]:
     def work(axis: TensorAxis) -> Any:
         model, loss, batch = case()
         model.double()
         whole = copy.deepcopy(model)
         names = [name for name, _ in model.named_parameters()]
-        division = divide_model(model, axis, loss, lambda: batch)
+        if sequence:
+            division = by_positions(model, axis, loss, batch)
+        else:
+            division = divide_model(model, axis, loss, lambda: batch)
         assert [name for name, _ in model.named_parameters()] == names == list(division.parts)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.01) for m in (whole, model)]
         for _ in range(2):
@@ -279,6 +296,80 @@ def test_the_training_of_one_process(name: str, world_size: int, tmp_path: Path)
     told = in_ranks(world_size, check(case, tolerance), tmp_path / "ranks")
     assert all(found == told[0] for found in told)
     assert sum(note == "cut along its inputs" for note in told[0].values()) == pairs[world_size], told[0]
+
+
+ALL = "2 blocks compute 1/{} of the positions between their pairs"
+# By case: what is said on 2 ranks. Sequences are of 9 tokens, or of 5 patches.
+BLOCKS: dict[str, tuple[Case, str]] = {
+    "gpt": (gpt, ALL),
+    "llama": (llama, ALL),
+    "bert": (bert, ALL),
+    "vit": (vit, ALL),
+    "gpt2 with dropout": (gpt2_with_dropout, ALL),
+    "perceptron": (perceptron, "no block computes parts of a sequence: the model repeats none that take [batch, po"),
+    "shared norm": (lambda: (Sharing(), squares, sequences()), "no block computes parts of a sequence: norm.weight is"),
+    "over time": (lambda: (Timely(), squares, sequences()), "whole sequences in 0, 1: what it returns is another"),
+    "in pieces": (lambda: (Pieces(), squares, sequences()), "whole sequences in 1: it has no pair of layers; 2 bl"),
+}
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, 5, 10).double(), torch.randn(ROWS, 5, 10).double()
+
+
+class Sharing(nn.Module):
+    """One norm for all blocks and the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(10)
+        self.blocks = nn.ModuleList(Perceptron() for _ in range(2))
+        for block in self.blocks:
+            block.norm = self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Centred(Perceptron):
+    """Subtracts the mean over time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Timely(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Centred(), Centred())
+
+
+class Narrow(Perceptron):
+    """Has no pair."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.gate(x).softmax(-1)[..., :10]) + self.down(self.up(x).softmax(-1))
+
+
+class Pieces(nn.Sequential):
+    """A block between two others that is whole."""
+
+    def __init__(self) -> None:
+        super().__init__(Perceptron(), Narrow(), Perceptron())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_training_of_one_process_by_positions(name: str, world_size: int, tmp_path: Path) -> None:
+    case, said = BLOCKS[name]
+    if case in (llama, bert, vit, gpt2_with_dropout):
+        pytest.importorskip("transformers", reason="transformers is not installed")
+        case()
+    tolerance = THROUGH_FLOAT32 if case in (llama, bert, vit, gpt2_with_dropout) else EXACT
+    told = in_ranks(world_size, check(case, tolerance, sequence=True), tmp_path / "ranks")
+    assert told[0]["sequence"].startswith(said.format(world_size)), told[0]["sequence"]
 
 
 def perturbed(case: Case, spoil: Callable[[nn.Module, TensorParallel], None]) -> Callable[[TensorAxis], Any]:
@@ -494,6 +585,30 @@ EXAMPLES: dict[str, Callable[[], shoal.Job]] = {
 
 def floats(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch[0].float(), batch[1]
+
+
+SEQUENCE: dict[str, dict[str, Any]] = {
+    "2": {"layout": {"tensor": 2}},
+    "3": {"layout": {"tensor": 3}},
+    "2, computed again": {"layout": {"tensor": 2}, "memory": {"recompute": "full"}},
+    "2 x shard 2, parameters": {"layout": {"tensor": 2, "shard": 2}},
+    "2, bf16": {"layout": {"tensor": 2}, "precision": {"compute": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCE)
+def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return GPT(layers=2, width=32, heads=4, block=16, dropout=0.2)
+
+    job = replace(
+        examples_job(model, partial(tokens, 256), language, 4),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )
+    plan = complete(shoal.Plan().with_sections(**SEQUENCE[name], tensor={"sequence": True}), job.grains, job.grain_size)
+    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
+    verdict = judge_traces(job, plan, tmp_path)
+    assert verdict.verified, verdict.render()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -99,10 +99,10 @@ class Entry:
 
     def __call__(self, value: Tensor) -> Tensor:
         """`value`, the same one for users that follow each other with the same tensor."""
-        if self.num_users == 1 or not (value.requires_grad and torch.is_grad_enabled()):
-            return enter(value, self.axis)
+        if self.num_users == 1 or not self.shares(value):
+            return self.into(value)
         if self._entered is None or self._seen() is not value or self._version != value._version:
-            self._seen, self._entered, self._uses = weakref.ref(value), enter(value, self.axis), 0
+            self._seen, self._entered, self._uses = weakref.ref(value), self.into(value), 0
             self._version = value._version
         found = self._entered
         assert found is not None
@@ -110,6 +110,14 @@ class Entry:
         if self._uses == self.num_users:  # the graph alone keeps it from here
             self._seen, self._entered = None, None
         return found
+
+    def shares(self, value: Tensor) -> bool:
+        """Whether it is worth while to remember what became of a value."""
+        return value.requires_grad and torch.is_grad_enabled()
+
+    def into(self, value: Tensor) -> Tensor:
+        """What the slices are computed of."""
+        return enter(value, self.axis)
 
     def __deepcopy__(self, memo: Any) -> Entry:
         """A new one, which remembers nothing."""
@@ -168,13 +176,17 @@ class Row:
         weight, bias = _weight(module), _bias(module)
         narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
-            found = leave(product(module, input, weight, None), self.axis)
+            found = self.sum(product(module, input, weight, None))
             return found if bias is None else found + bias.to(found.dtype)
         # Rounded once, after the sum, as in the whole: there products are computed in float32 anyway (see narrow.py).
         with torch.autocast("cpu", enabled=False):
             found = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
-            found = leave(found, self.axis)
+            found = self.sum(found)
             return (found if bias is None else found + bias.to(narrow).float()).to(narrow)
+
+    def sum(self, term: Tensor) -> Tensor:
+        """The sum of the ranks' terms."""
+        return leave(term, self.axis)
 
 
 @dataclass

@@ -74,21 +74,30 @@ def divide_model(
 ) -> TensorParallel:
     """Divides `model` in place; on the meta device too, where `values` gives initial values by name.
 
-    `batch()` is a small one for which `loss(model, batch)` is followed without computing anything, on the first place
-    of the axis. Collective: the axis, two broadcasts.
+    `batch()` is a small one for which `loss(model, batch)` is followed, see `plan_model`. Collective: the axis, two
+    broadcasts. Raises: as `plan_model`.
+    """
+    given = values if values is not None else own_values(model)
+    return apply(model, plan_model(Subject(model, loss, batch(), given), axis), axis)
+
+
+def plan_model(subject: Subject, axis: TensorAxis) -> TensorPlan:
+    """How a model is going to be divided: the loss is followed without computing anything, on the axis's first place.
+
+    Collective: the axis, two broadcasts.
     Raises: on every rank, PlanError where the loss cannot be followed or nothing can be cut.
     """
-    given = values if values is not None else _own_values(model)
 
     def make() -> TensorPlan:
-        subject = Subject(model, loss, batch(), given)
-        trace = follow(model, loss, subject.batch, given, axis.degree)
-        return with_kept(decide(model, trace, given, axis.degree), subject, trace, axis.degree)
+        trace = follow(subject.model, subject.loss, subject.batch, subject.values, axis.degree)
+        plan = decide(subject.model, trace, subject.values, axis.degree)
+        return with_kept(plan, subject, trace, axis.degree)
 
-    return apply(model, _told(axis, make), axis)
+    return _told(axis, make)
 
 
-def _own_values(model: nn.Module) -> Values:
+def own_values(model: nn.Module) -> Values:
+    """A model's own values by name."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return lambda name: held[name].detach()
 
