@@ -307,9 +307,9 @@ BLOCKS: dict[str, tuple[Case, str]] = {
     "vit": (vit, ALL),
     "gpt2 with dropout": (gpt2_with_dropout, ALL),
     "perceptron": (perceptron, "no block computes parts of a sequence: the model repeats none that take [batch, po"),
-    "shared norm": (lambda: (Sharing(), squares, sequences()), "no block computes parts of a sequence: norm.weight is"),
+    "shared norm": (lambda: (Sharing(), squares, sequences()), "no block computes parts of a sequence: norm.bias is"),
     "over time": (lambda: (Timely(), squares, sequences()), "whole sequences in 0, 1: what it returns is another"),
-    "in pieces": (lambda: (Pieces(), squares, sequences()), "whole sequences in 1: it has no pair of layers; 2 bl"),
+    "in pieces": (lambda: (Pieces(), squares, sequences()), ALL),
 }
 
 

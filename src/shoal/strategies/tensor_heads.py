@@ -158,8 +158,6 @@ def is_proven(entropy: Entropy, size: int, degree: int) -> bool:
     sums = torch.stack([row_sums(part, largest, rows, place) for part, place in pairs]).sum(0)
     found, logarithm = losses(sums, largest, rows, places[0])
     cut = torch.cat([gradient(part, logarithm, given, rows, place) for part, place in pairs], 1)
-    means = F.cross_entropy(
-        logits, targets, weights, ignore_index=entropy.ignored, label_smoothing=entropy.smoothing
-    )
+    means = F.cross_entropy(logits, targets, weights, ignore_index=entropy.ignored, label_smoothing=entropy.smoothing)
     mean = found.sum() / rows.row_weights(found.dtype).sum()
     return is_same(found, wanted.detach(), 0.0) and is_same(cut, whole, 0.0) and is_same(mean, means.detach(), 0.0)

@@ -6,8 +6,6 @@ cut, a cross entropy is computed of the slices, and everything else gets the who
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,13 +77,13 @@ class Logits(Tensor):
         """Without history; `divided` gives one with it."""
         shape = list(local.shape)
         shape[dim] = sum(head.sizes)
-        found: Logits = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        found: Logits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         found.local, found.dim_, found.head, found._data = local, dim, head, None
         return found
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Without gathering."""
         return f"Logits(shape={list(self.shape)}, local={list(self.local.shape)})"
 
@@ -106,7 +104,7 @@ class Logits(Tensor):
             return found
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Code that torch functions do not show gets the whole's values; gradients go through `_Show`."""
         return func(*_values(args), **_values(kwargs or {}))
 
@@ -200,33 +198,43 @@ def _dims(item: Any) -> int:
     return item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
-def _entropy(
-    func: Any,
-    input: Any,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
+_OPTIONS: dict[str, Any] = {
+    "input": None,
+    "target": None,
+    "weight": None,
+    "size_average": None,
+    "ignore_index": -100,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+
+
+def _entropy(func: Any, *args: Any, **kwargs: Any) -> Any:
     """F.cross_entropy of class indices; probabilities and what torch refuses are for the whole."""
-    known = isinstance(input, Logits) and input.dim_ == min(1, input.ndim - 1) and not isinstance(target, Logits)
-    indices = isinstance(target, Tensor) and target.dtype == torch.int64
-    if not (known and indices) or size_average is not None or reduce is not None:
+    given = {**_OPTIONS, **dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+    logits, target, weight = given["input"], given["target"], given["weight"]
+    if not isinstance(logits, Logits) or logits.dim_ != min(1, logits.ndim - 1) or not _is_usual(logits, given):
         return NotImplemented
-    shape = [size for d, size in enumerate(input.shape) if d != input.dim_]
-    fits = list(target.shape) == shape and reduction in ("none", "sum", "mean") and 0.0 <= label_smoothing <= 1.0
-    if not fits or (weight is not None and (weight.requires_grad or list(weight.shape) != [input.shape[input.dim_]])):
-        return NotImplemented
-    local = input.local.movedim(input.dim_, -1)
-    flat = local.reshape(math.prod(shape), local.shape[-1])
-    rows = Rows(target.reshape(-1), ignore_index, label_smoothing, weight)
-    found = input.head.lost(flat, rows, Entropy(ignore_index, reduction, label_smoothing, weight is not None))
-    narrow = input.dtype not in (torch.float32, torch.float64) and not torch.is_autocast_enabled(input.device.type)
-    found = found.to(input.dtype) if narrow else found
-    return found.view(target.shape) if reduction == "none" else found
+    local = logits.local.movedim(logits.dim_, -1)
+    rows = Rows(target.reshape(-1), given["ignore_index"], given["label_smoothing"], weight)
+    entropy = Entropy(rows.ignored, given["reduction"], rows.smoothing, weight is not None)
+    found = logits.head.lost(local.reshape(target.numel(), local.shape[-1]), rows, entropy)
+    narrow = logits.dtype not in (torch.float32, torch.float64) and not torch.is_autocast_enabled(logits.device.type)
+    found = found.to(logits.dtype) if narrow else found
+    return found.view(target.shape) if entropy.reduction == "none" else found
+
+
+def _is_usual(logits: Logits, given: dict[str, Any]) -> bool:
+    """Whether a cross entropy is one that slices can compute."""
+    target, weight = given["target"], given["weight"]
+    if not isinstance(target, Tensor) or isinstance(target, Logits) or target.dtype != torch.int64:
+        return False
+    rows = [size for d, size in enumerate(logits.shape) if d != logits.dim_]
+    weighs = weight is None or (not weight.requires_grad and list(weight.shape) == [logits.shape[logits.dim_]])
+    asked = given["reduction"] in ("none", "sum", "mean") and 0.0 <= given["label_smoothing"] <= 1.0
+    old = given["size_average"] is not None or given["reduce"] is not None
+    return list(target.shape) == rows and weighs and asked and not old
 
 
 def _methods(*names: str) -> list[Any]:
@@ -238,12 +246,12 @@ def _properties(*names: str) -> list[Any]:
     return [getattr(Tensor, name).__get__ for name in names]
 
 
-_SCALING = "mul div true_divide multiply divide tanh neg __mul__ __rmul__ __truediv__ __neg__"
 _RULES: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _entropy,
     Tensor.__getitem__: _picked,
-    **dict.fromkeys(_methods(*"float double half bfloat16 to type contiguous clone detach".split()), _each),
-    **dict.fromkeys(_methods(*_SCALING.split()), _each),
+    **dict.fromkeys(_methods("float", "double", "half", "bfloat16", "to", "type"), _each),
+    **dict.fromkeys(_methods("contiguous", "clone", "detach", "mul", "div", "true_divide", "tanh", "neg"), _each),
+    **dict.fromkeys(_methods("__mul__", "__rmul__", "__truediv__", "__neg__"), _each),
     **dict.fromkeys(_methods("view", "reshape", "flatten", "unflatten"), _regrouped),
     **dict.fromkeys(
         _methods("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "unsqueeze"), _moved
@@ -255,7 +263,8 @@ _FACTS = frozenset(
     [
         *_properties("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_cuda", "is_meta", "is_leaf"),
         *_properties("is_sparse", "grad_fn", "_version", "itemsize", "output_nr", "is_nested", "is_quantized"),
-        *_methods(*"size dim ndimension numel nelement __len__ is_floating_point is_complex get_device".split()),
+        *_methods("size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "is_complex"),
+        *_methods("get_device"),
         *_methods("element_size", "is_contiguous", "stride", "__hash__"),
     ]
 )

@@ -43,8 +43,8 @@ class TensorPlan:
     def from_json(cls, document: dict[str, Any]) -> TensorPlan:
         """From `to_json`."""
         pairs = tuple(_pair(_frozen(pair)) for pair in document["pairs"])
-        names = (tuple(document[key]) for key in ("gathered", "rows", "kept"))
-        return cls(pairs, *names, document["notes"])
+        gathered, rows, kept = (tuple(document[key]) for key in ("gathered", "rows", "kept"))
+        return cls(pairs, gathered, rows, kept, document["notes"])
 
 
 def _frozen(value: Any) -> Any:

@@ -126,12 +126,39 @@ class SequenceRow(Row):
         return self.stream.divide(term)
 
 
-def enter_by_positions(model: nn.Module, columns: tuple[str, ...], row: str, stream: Stream) -> None:
-    """Makes a divided pair take and give positions."""
-    entry = SequenceEntry(stream.axis, len(columns), stream=stream)
-    for name in columns:
-        model.get_submodule(name).tensor_role = Column(entry)  # type: ignore[assignment]
-    model.get_submodule(row).tensor_role = SequenceRow(stream.axis, stream)  # type: ignore[assignment]
+class _Inside(Entry):
+    """Where positions were gathered before the module that holds the columns."""
+
+    def into(self, value: Tensor) -> Tensor:
+        """The same."""
+        return value
+
+    def shares(self, value: Tensor) -> bool:
+        """There is nothing to remember."""
+        return False
+
+    def __deepcopy__(self, memo: Any) -> _Inside:
+        """Itself: it remembers nothing."""
+        return self
+
+
+@dataclass(frozen=True)
+class PairByPositions:
+    """A pair's modules by name; positions are gathered where they enter the columns, or the module `around` them."""
+
+    columns: tuple[str, ...]
+    row: str
+    around: str = ""
+
+    def give(self, model: nn.Module, stream: Stream) -> None:
+        """Makes the divided pair take and give positions."""
+        entry: Entry = SequenceEntry(stream.axis, len(self.columns), stream=stream)
+        if self.around:
+            entry = _Inside(stream.axis, len(self.columns))
+            surround(model.get_submodule(self.around), JoinRole(stream))
+        for name in self.columns:
+            model.get_submodule(name).tensor_role = Column(entry)  # type: ignore[assignment]
+        model.get_submodule(self.row).tensor_role = SequenceRow(stream.axis, stream)  # type: ignore[assignment]
 
 
 # ------------------------------------------------------------------------------------------------------------ blocks
@@ -187,6 +214,18 @@ class BlockRole:
 
 
 @dataclass
+class JoinRole:
+    """A module around the columns of a pair, which asks its input how many positions there are."""
+
+    stream: Stream
+
+    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Collective: the axis, an all-gather; in the backward a reduce-scatter."""
+        args, kwargs = _with_wholes(self.stream, self.stream.join, args, kwargs)
+        return forward(*args, **kwargs)
+
+
+@dataclass
 class WholeRole:
     """A module within a block that needs all positions: it computes them on each rank."""
 
@@ -195,22 +234,24 @@ class WholeRole:
     def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Collective: the axis, an all-gather in the forward and one in the backward."""
         stream = self.stream
-        wholes: dict[int, Tensor] = {}  # the same tensor may be query, key and value
-
-        def whole(tensor: Tensor) -> Tensor:
-            if not (stream.is_part(tensor) and tensor.is_floating_point() and tensor.ndim > 2):
-                return tensor
-            if id(tensor) not in wholes:
-                wholes[id(tensor)] = stream.whole(tensor)
-            return wholes[id(tensor)]
-
-        found = {path: whole(tensor) for path, tensor in tensors_in([args, kwargs])}
-        args, kwargs = with_tensors([args, kwargs], found)
+        args, kwargs = _with_wholes(stream, stream.whole, args, kwargs)
         result = forward(*args, **kwargs)
         assert stream.span is not None
         length = stream.span.length
         outputs = {p: t for p, t in tensors_in(result) if t.ndim > 2 and t.shape[SEQUENCE] == length}
         return with_tensors(result, {path: stream.part(tensor) for path, tensor in outputs.items()})
+
+
+def _with_wholes(stream: Stream, make: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> Any:
+    """Arguments with all positions in the place of parts."""
+    made: dict[int, Tensor] = {}  # the same tensor may be query, key and value
+    found: dict[Path, Tensor] = {}
+    for path, tensor in tensors_in([args, kwargs]):
+        if stream.is_part(tensor) and tensor.is_floating_point() and tensor.ndim > 2:
+            if id(tensor) not in made:
+                made[id(tensor)] = make(tensor)
+            found[path] = made[id(tensor)]
+    return with_tensors([args, kwargs], found)
 
 
 class _Masks(TorchFunctionMode):

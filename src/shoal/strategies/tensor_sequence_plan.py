@@ -23,7 +23,7 @@ from shoal.strategies.tensor_pairs import Candidate, Pair
 from shoal.strategies.tensor_parallel import apply
 from shoal.strategies.tensor_plan import TensorPlan
 from shoal.strategies.tensor_proof import is_same, materialised
-from shoal.strategies.tensor_sequence import SEQUENCE, BlockRole, Stream, WholeRole, enter_by_positions, surround
+from shoal.strategies.tensor_sequence import SEQUENCE, BlockRole, PairByPositions, Stream, WholeRole, surround
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SequenceBlock:
 
     hidden: Path
     result: Path
-    pairs: tuple[tuple[tuple[str, ...], str], ...]
+    pairs: tuple[PairByPositions, ...]
     wholes: tuple[str, ...]
     partial: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
@@ -44,8 +44,8 @@ class SequenceBlock:
 
     def give(self, block: nn.Module, name: str, stream: Stream) -> None:
         """Makes a block that is divided along its features already compute so."""
-        for columns, row in self.pairs:
-            enter_by_positions(block, columns, row, stream)
+        for pair in self.pairs:
+            pair.give(block, stream)
         for inner in self.wholes:
             surround(block.get_submodule(inner), WholeRole(stream))
         surround(block, BlockRole(name, self.hidden, self.result, self.opens, self.closes, stream))
@@ -131,9 +131,9 @@ def _elsewhere(model: nn.Module, blocks: Mapping[str, SequenceBlock], trace: Tra
     return found
 
 
-def _obstacle(block: BlockTrace, pairs: tuple[Any, ...]) -> str | None:
+def _obstacle(block: BlockTrace, own: TensorPlan) -> str | None:
     """Why a block is not even tried."""
-    if not pairs:
+    if not own.pairs:
         return "it has no pair of layers"
     if len(block.results) != 1:
         return f"it returns {len(block.results)} tensors"
@@ -157,16 +157,17 @@ class _Bench:
     def prove(self, name: str, block: BlockTrace) -> SequenceBlock | str:
         """The block, or why it computes whole sequences. Collective: the axis."""
         own = _within(self._plan, name)
-        pairs = tuple((p.candidate.columns, p.candidate.row) for p in own.pairs)
-        why = _obstacle(block, pairs)
+        why = _obstacle(block, own)
         if why is not None:
             return why
         module = self._subject.model.get_submodule(name)
         key = repr(module), tuple(block.operations), tuple(block.shapes.items()), str(own.to_json())
         if key not in self._known:
-            wholes = _regions(module, own)
-            found = SequenceBlock(block.hidden, block.results[0], pairs, wholes)
-            self._known[key] = self._tried(name, block, own, found)
+            for pairs in _ways(own):
+                found = SequenceBlock(block.hidden, block.results[0], pairs, _regions(module, own))
+                self._known[key] = self._tried(name, block, own, found)
+                if not isinstance(self._known[key], str):
+                    break
         return self._known[key]
 
     def _tried(self, name: str, block: BlockTrace, own: TensorPlan, found: SequenceBlock) -> SequenceBlock | str:
@@ -229,7 +230,7 @@ def _within(plan: TensorPlan, block: str) -> TensorPlan:
         chosen = found.candidate
         owner = chosen.owner.removeprefix(prefix) if chosen.owner != block else ""
         return Pair(
-            Candidate(inside(chosen.columns), *inside([chosen.row]), owner),
+            Candidate(inside(chosen.columns), chosen.row.removeprefix(prefix), owner),
             {name.removeprefix(prefix): runs for name, runs in found.runs.items()},
             {name.removeprefix(prefix): cut for name, cut in found.slices.items()},
             inside(found.partial),
@@ -238,6 +239,20 @@ def _within(plan: TensorPlan, block: str) -> TensorPlan:
 
     pairs = tuple(pair(p) for p in plan.pairs if f"{p.candidate.owner}.".startswith(prefix))
     return TensorPlan(pairs, inside(plan.gathered), inside(plan.rows))
+
+
+def _ways(own: TensorPlan) -> list[tuple[PairByPositions, ...]]:
+    """Gathering where columns begin; and before the modules around them, whose code may look at its input's shape."""
+    found = [p.candidate for p in own.pairs]
+    plain = tuple(PairByPositions(c.columns, c.row) for c in found)
+    around = tuple(PairByPositions(c.columns, c.row, _around(c.columns)) for c in found)
+    return [plain] if plain == around else [plain, around]
+
+
+def _around(columns: tuple[str, ...]) -> str:
+    """The smallest module that holds several columns."""
+    parents = {name.rpartition(".")[0] for name in columns}
+    return parents.pop() if len(columns) > 1 and len(parents) == 1 else ""
 
 
 def _regions(block: nn.Module, own: TensorPlan) -> tuple[str, ...]:
