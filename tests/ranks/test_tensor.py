@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from examples.models import GPT, LeNet, ResNet18
 from safetensors.torch import load_file
+from tests.conformance.cases import Stacked
 from tests.conformance.cases import language as language_job
 from tests.launching import JOBS, Run, run
 from torch import Tensor, nn
@@ -520,6 +521,26 @@ def test_a_loss_within_a_model_of_hugging_face(tmp_path: Path) -> None:
     case()
     told = in_ranks(3, check(case, THROUGH_FLOAT32), tmp_path / "ranks")
     assert told[0]["lm_head"] == KEPT
+
+
+@pytest.mark.parametrize("by", [False, True])
+def test_an_evaluation_of_torchs_own_encoder(by: bool, tmp_path: Path) -> None:
+    """In evaluation it has a kernel that takes the weights of its layers and does not call them."""
+
+    def work(axis: TensorAxis) -> Any:
+        model, batch = Stacked().double(), tokens(16)
+        whole = copy.deepcopy(model)
+        division = (
+            by_positions(model, axis, language, batch) if by else divide_model(model, axis, language, lambda: batch)
+        )
+        with torch.no_grad():
+            found, wanted = model.eval()(batch[0]), whole.eval()(batch[0])
+        assert float((found - wanted).abs().max()) < EXACT
+        return division.notes
+
+    notes = in_ranks(2, work, tmp_path / "ranks")[0]
+    assert notes["blocks.1.linear2"] == "cut along its inputs"
+    assert not by or notes["sequence"] == "4 blocks compute 1/2 of the positions between their pairs"
 
 
 class Unknown(torch.autograd.Function):

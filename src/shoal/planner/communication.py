@@ -359,6 +359,16 @@ def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> Volume
     return volumes
 
 
+def completed(partial: Sequence[Array]) -> Volumes:
+    """Gradients that are sums over the tensor axis, after the backward: a flag for each, then each, in float32."""
+    volumes = Volumes()
+    if partial:
+        volumes.add("tensor", "all_reduce", 4 * len(partial))
+    for array in partial:
+        volumes.add("tensor", "all_reduce", array.numel * max(array.itemsize, 4))
+    return volumes
+
+
 def sharded_loss(num_targets: int, microbatches: int, smoothed: bool = False, itemsize: int = 4) -> Volumes:
     """The cross entropy of logits that stay cut: the largest of each row, then its sums; nothing in the backward."""
     volumes = Volumes()

@@ -96,7 +96,8 @@ class _Axes:
         from shoal.strategies.tensor_collectives import TensorAxis
         from shoal.strategies.tensor_heads import Subject
         from shoal.strategies.tensor_parallel import apply, plan_model, wholes
-        from shoal.strategies.tensor_sequence_plan import plan_sequence
+        from shoal.strategies.tensor_sequence_plan import SequencePlan, plan_sequence
+        from shoal.strategies.tensor_traffic import TensorTraffic, num_rows
 
         axis, division = TensorAxis.of(self.mesh), self.division
         subject = Subject(self.model, self.made.loss, self._batch(), whole)
@@ -112,6 +113,8 @@ class _Axes:
             division.notes += [f"tensor: {line}" for line in sequences.notes]
             partial += sequences.partial
         division.add_partial(dict.fromkeys(partial), "tensor")
+        known = sequences or SequencePlan({}, ())
+        division.sends = TensorTraffic(plan, known, num_rows(subject.batch), axis.degree)
 
     def pipeline(self) -> Pipeline:
         """Stages. Collective: all ranks, new groups."""

@@ -48,14 +48,15 @@ def with_kept(plan: TensorPlan, subject: Subject, trace: Trace, degree: int) -> 
     heads = [name for name in plan.gathered if _is_lost(name, subject.model, trace)]
     if not heads:
         return plan
-    notes, kept = dict(plan.notes), []
+    notes, kept, taken = dict(plan.notes), [], list[tuple[int, bool]]()
     for name, uses in _uses(heads, subject, trace, degree).items():
         size = num_features(subject.model.get_submodule(name))[1]
         why = uses.obstacle or next((f"{e} differs" for e in set(uses.entropies) if not is_proven(e, size, degree)), "")
         if not why and uses.entropies:
             kept.append(name)
+            taken += [(targets, e.smoothing > 0) for targets, e in zip(uses.targets, uses.entropies, strict=True)]
         notes[name] = KEPT if name in kept else f"cut along its outputs, gathered ({why})" if why else notes[name]
-    return replace(plan, kept=tuple(kept), notes=notes)
+    return replace(plan, kept=tuple(kept), notes=notes, losses=tuple(taken))
 
 
 def _is_lost(name: str, model: nn.Module, trace: Trace) -> bool:
@@ -73,6 +74,7 @@ class _Uses:
     """What took the logits of one head."""
 
     entropies: list[Entropy] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)  # how many each of them has
     obstacle: str = ""  # the first function that asked for the whole
 
 
@@ -92,6 +94,7 @@ class _Noting(Head):
     def lost(self, local: Tensor, rows: Rows, entropy: Entropy) -> Tensor:
         """Of the slice alone."""
         self.uses.entropies.append(entropy)
+        self.uses.targets.append(len(local))
         found = local.sum(1) * 0.0
         return found if entropy.reduction == "none" else found.sum()
 

@@ -83,7 +83,7 @@ class Logits(Tensor):
         found.local, found.dim_, found.head, found._data = local, dim, head, None
         return found
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Without gathering."""
         return f"Logits(shape={list(self.shape)}, local={list(self.local.shape)})"
 

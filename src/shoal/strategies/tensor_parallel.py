@@ -24,6 +24,7 @@ from shoal.strategies.tensor_collectives import TensorAxis
 from shoal.strategies.tensor_heads import Subject, sizes, with_kept
 from shoal.strategies.tensor_layers import (
     Column,
+    Divided,
     Entry,
     Gathered,
     Kept,
@@ -186,6 +187,14 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
         module = model.get_submodule(name)
         size = _num_outputs(module)
         give_role(module, Vocabulary(axis, *_bounds(size, axis.degree, axis.place), size))
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Divided) for m in module.modules()):
+            # In evaluation it hands its layers' weights to one kernel, past their forwards, unless there are hooks.
+            module.register_forward_pre_hook(_leave_as_it_is)
+
+
+def _leave_as_it_is(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing."""
 
 
 def _give_pair(model: nn.Module, pair: Pair, axis: TensorAxis) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -163,8 +164,8 @@ class _Bench:
         module = self._subject.model.get_submodule(name)
         key = repr(module), tuple(block.operations), tuple(block.shapes.items()), str(own.to_json())
         if key not in self._known:
-            for pairs in _ways(own):
-                found = SequenceBlock(block.hidden, block.results[0], pairs, _regions(module, own))
+            for pairs, wholes in itertools.product(_ways(own), _regions(module, own)):
+                found = SequenceBlock(block.hidden, block.results[0], pairs, wholes)
                 self._known[key] = self._tried(name, block, own, found)
                 if not isinstance(self._known[key], str):
                     break
@@ -255,11 +256,22 @@ def _around(columns: tuple[str, ...]) -> str:
     return parents.pop() if len(columns) > 1 and len(parents) == 1 else ""
 
 
-def _regions(block: nn.Module, own: TensorPlan) -> tuple[str, ...]:
-    """The largest modules inside of a block that hold layers which are cut otherwise, and none of a pair."""
+def _regions(block: nn.Module, own: TensorPlan) -> list[tuple[str, ...]]:
+    """Modules inside that compute all positions: around layers that are cut and in no pair; and around whole ones."""
     paired = [name for p in own.pairs for name in (*p.candidate.columns, p.candidate.row)]
+    cut = [*own.gathered, *own.rows]
+    wide = [
+        name for name, m in block.named_modules() if any(p is not None and p.ndim > 1 for p in m._parameters.values())
+    ]
+    first = _tops(block, cut, paired)
+    second = _tops(block, [name for name in wide if name and name not in paired], paired)
+    return [first] if first == second else [first, second]
+
+
+def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, ...]:
+    """The largest modules that hold these, and none of a pair."""
     found: list[str] = []
-    for name in (*own.gathered, *own.rows):
+    for name in names:
         steps = name.split(".")
         tops = (".".join(steps[: n + 1]) for n in range(len(steps)))
         top = next(t for t in tops if not any(f"{p}.".startswith(f"{t}.") for p in paired))
