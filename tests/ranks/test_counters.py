@@ -159,6 +159,17 @@ def test_a_divided_model_sends_what_the_formulas_say(job: Any, sections: dict[st
         assert found["memory"] | {"activations": None} == wanted["memory"]
 
 
+def test_parts_of_sequences_keep_less(tmp_path: Path) -> None:
+    """Of each block: the residual sums that the norms take, and dropout's masks, twice each; of 8 positions 4."""
+    plain, parts = (
+        measured(gpt(), {"layout": {"tensor": 2}, "tensor": {"sequence": on}}, tmp_path / str(on))[0]["measured"]
+        for on in (False, True)
+    )
+    hidden = 16 * 8 * 24 * 4
+    saved = plain["memory"]["activations"] - parts["memory"]["activations"]
+    assert saved > 2 * (2 + 2) * hidden / 2 * 0.9
+
+
 def test_activations_grow_with_the_microbatch_and_not_with_their_number(tmp_path: Path) -> None:
     job = small(grains=8, global_batch=16)
     layout = {"layout": {"data": 2}}

@@ -642,6 +642,15 @@ def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> N
     assert verdict.verified, verdict.render()
 
 
+def test_a_pipeline_whose_last_stage_has_a_sharded_loss_is_verified(tmp_path: Path) -> None:
+    job = replace(EXAMPLES["gpt"](), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    sections = {"layout": {"tensor": 2, "pipeline": 2}, "batch": {"grains_per_microbatch": 1}}
+    plan = complete(shoal.Plan().with_sections(**sections), job.grains, job.grain_size)
+    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
+    verdict = judge_traces(job, plan, tmp_path)
+    assert verdict.verified, verdict.render()
+
+
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "2 x data 2": {"layout": {"tensor": 2, "data": 2}},
     "2 x shard 2": {"layout": {"tensor": 2, "shard": 2}, "shard": {"level": "optimizer"}},

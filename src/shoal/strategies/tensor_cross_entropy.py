@@ -63,7 +63,7 @@ class Rows:
         right = ~self.counts | ((self.targets >= 0) & (self.targets < size))
         if self.targets.device.type == "cuda":
             torch._assert_async(right.all())  # the device is not waited for
-        elif not self.targets.is_meta and not bool(right.all()):
+        elif type(self.targets) is Tensor and not self.targets.is_meta and not bool(right.all()):  # nor a fake one
             raise IndexError(f"Target {int(self.targets[~right][0])} is out of bounds.")
 
 
