@@ -53,6 +53,9 @@ STAGED = frozenset(
 
 # What a way of dividing a model has to do with: the rest of the cases are about data and sums.
 DIVIDED = frozenset({"tied embeddings", "batch normalisation", "accumulation of 3", "clipping that bites", "bf16"})
+# Models that repeat blocks over sequences.
+RECOMPUTED = "full recomputation of blocks with dropout"
+BLOCKS = frozenset({"blocks", "blocks in bf16", "blocks computed again", RECOMPUTED})
 UNEVEN = frozenset({"empty rank", "frozen, unused, conditional"})
 
 
@@ -69,6 +72,9 @@ STRATEGIES: dict[str, Use] = {
     "FullySharded": Use("FullySharded", "shard", usual=DIVIDED | UNEVEN),
     "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS, usual=frozenset({"tied embeddings"})),
     "tensor axis": Use("DataParallel", "tensor", usual=DIVIDED | {"dropout and ragged tokens"}),
+    "tensor axis, by positions": Use(
+        "DataParallel", "tensor", {"tensor": {"sequence": True}}, BLOCKS, usual=frozenset({RECOMPUTED})
+    ),
     **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
     "context axis": Use("DataParallel", "context", usual=frozenset({"blocks"})),
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.

@@ -119,6 +119,18 @@ CONFLICTS: tuple[Rule, ...] = (
         "layout.context = 1, or layout.pipeline = 1",
     ),
     Rule(
+        lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "pipeline"),
+        ("tensor.sequence", "layout.tensor", "layout.pipeline"),
+        "this version hands whole sequences from stage to stage",
+        "tensor.sequence = false, or layout.pipeline = 1",
+    ),
+    Rule(
+        lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "context"),
+        ("tensor.sequence", "layout.tensor", "layout.context"),
+        "both divide the positions of a sequence, and a rank would have a part of a part",
+        "tensor.sequence = false, or layout.context = 1",
+    ),
+    Rule(
         lambda plan: _wide(plan, "pipeline") and plan.execution.compile != "none",
         ("execution.compile", "layout.pipeline"),
         "a compiled block would take in what a stage receives and leaves out",
@@ -165,6 +177,7 @@ CONFLICTS: tuple[Rule, ...] = (
 # Each row is one warning, told where the settings are not what a plan says by default.
 WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.offload"), "layout.shard is 1"),
+    Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
     Idle(
         lambda plan: not _wide(plan, "pipeline"),
         ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"),

@@ -42,7 +42,7 @@ class ShardSection(_Section):
 
 
 class TensorSection(_Section):
-    """Whether what lies between the divided layers is divided too, along the sequence."""
+    """Whether the ranks of the tensor axis divide the positions of sequences between the pairs of layers."""
 
     sequence: bool = False
 

@@ -11,6 +11,7 @@ from shoal.planner.communication import (
     Gradients,
     Sharding,
     Volumes,
+    completed,
     data_parallel,
     exact_data_parallel,
     fully_sharded,
@@ -39,7 +40,8 @@ class Described:
 
     `sharding` is given where fully_shard cuts the model. `frozen` are parameters that are not trained; `held[r]` the
     grains of rank r, on which exact mode's traffic depends; `activations` the bytes that autograd keeps at its peak,
-    where they are known.
+    where they are known. `within`: what forwards and backwards send where a tensor axis divides the model, and
+    `partial` the parameters whose gradients are summed over it afterwards.
     """
 
     gradients: Gradients
@@ -49,6 +51,8 @@ class Described:
     held: Sequence[Sequence[int]] = ((0,),)
     activations: int | None = None
     sharding: Sharding | None = None
+    within: Volumes | None = None
+    partial: tuple[Array, ...] = ()
 
 
 def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
@@ -62,6 +66,8 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
         reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
         reduced = data_parallel(gradients, layout)
+    if described.within is not None:
+        return reduced.plus(described.within, completed(described.partial), norm())
     return reduced.plus(sharded_optimizer(gradients, layout))
 
 
@@ -98,5 +104,10 @@ def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
 
 
 def _is_known(plan: Plan, described: Described) -> bool:
-    divided = plan.layout.shard > 1 and plan.shard.level != "optimizer"
+    layout = plan.layout
+    if layout.tensor > 1:
+        wide = plan.precision.parameters == plan.precision.compute == "float32"
+        alone = layout.shard == layout.pipeline == layout.context == 1 and plan.memory.recompute == "none"
+        return wide and alone and described.within is not None
+    divided = layout.shard > 1 and plan.shard.level != "optimizer"
     return plan.degrees.shares_grains == 1 and not plan.shard.offload and divided == (described.sharding is not None)

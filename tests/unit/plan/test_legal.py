@@ -250,6 +250,16 @@ EXCLUDED += [
         "layout.context = 1, or layout.pipeline = 1",
     ),
     (
+        of(layout={"pipeline": 2, "tensor": 2}, tensor={"sequence": True}, batch={"grains_per_microbatch": 1}),
+        "tensor.sequence = true, layout.tensor = 2, layout.pipeline = 2",
+        "tensor.sequence = false, or layout.pipeline = 1",
+    ),
+    (
+        of(layout={"tensor": 2, "context": 2}, tensor={"sequence": True}),
+        "tensor.sequence = true, layout.tensor = 2, layout.context = 2",
+        "tensor.sequence = false, or layout.context = 1",
+    ),
+    (
         of(layout={"pipeline": 2}, batch={"grains_per_microbatch": 1}, execution={"compile": "default"}),
         'execution.compile = "default", layout.pipeline = 2',
         'execution.compile = "none", or layout.pipeline = 1',
@@ -311,6 +321,7 @@ def test_each_row_is_tried() -> None:
     [
         (of(shard={"level": "gradients"}), 'shard.level = "gradients": no effect, since layout.shard is 1'),
         (of(layout={"data": 2}, shard={"offload": True}), "shard.offload = true: no effect"),
+        (of(tensor={"sequence": True}), "tensor.sequence = true: no effect, since layout.tensor is 1"),
         (of(pipeline={"schedule": "gpipe"}), 'pipeline.schedule = "gpipe": no effect, since layout.pipeline is 1'),
         (
             of(pipeline={"stages_per_rank": 2, "split": ["a"]}),
