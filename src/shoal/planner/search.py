@@ -1,0 +1,214 @@
+"""Search: the plans of a space in the order of an aim, best first, and exactly so.
+
+A best-first branch and bound: what waits is a place, a family, a plan or a predicted plan, each with a lower bound of
+its key, and the least is taken on. A predicted plan that is taken is the next best: nothing that waits can be better.
+So a plan is predicted only where no bound excludes it, and the expensive ones (long pipelines) last.
+Source: Hart, Nilsson and Raphael, A formal basis for the heuristic determination of minimum cost paths (1968).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+
+from shoal.plan.plan import Plan
+from shoal.planner.aims import Aim, Key, Limit
+from shoal.planner.space import Cut, Place, Space, Way, simplicity
+from shoal.planner.step_time import Prediction
+
+_ANY = Limit()
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What plans cost. The bounds are of `predict`, and cheap.
+
+    `least_seconds` of a family's first plan, whose replicas are fewer or the same, bounds the family; so does
+    `least_bytes` of its most divided plan. `floor`: (samples a replica, ranks that share them) -> seconds that no plan
+    goes below. `memory_bytes`: of a device.
+    """
+
+    predict: Callable[[Plan], Prediction]
+    least_seconds: Callable[[Plan], float]
+    least_bytes: Callable[[Plan], float]
+    memory_bytes: float
+    floor: Callable[[float, int], float] = lambda samples, ranks: 0.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what is predicted of it."""
+
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def devices(self) -> int:
+        """Processes in all."""
+        return self.plan.degrees.world_size
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.step_seconds
+
+
+@dataclass
+class Seen:
+    """What a search learned of the places that it did not choose.
+
+    `bounds`: the least seconds that a place's plans take; `predicted`: its best plan so far; `missing_bytes`: the least
+    that one of its plans lacks, where some do not fit; `refused`: why its plans are illegal, where some are.
+    """
+
+    bounds: dict[Place, float] = field(default_factory=dict)
+    predicted: dict[Place, Candidate] = field(default_factory=dict)
+    missing_bytes: dict[Place, float] = field(default_factory=dict)
+    refused: dict[Place, str] = field(default_factory=dict)
+    num_predicted: int = 0
+    num_bounded: int = 0
+
+    def lacks(self, place: Place, missing: float) -> None:
+        """Notes a plan that does not fit."""
+        self.missing_bytes[place] = min(missing, self.missing_bytes.get(place, missing))
+
+
+# What waits in the queue, by how far it has been looked into.
+_Families = tuple[Place, int]
+_Waiting = Place | _Families | tuple[Place, Plan] | Candidate
+
+
+class Search:
+    """The candidates of one space; several orders share what was computed."""
+
+    def __init__(self, space: Space, costs: Costs, grain_size: int) -> None:
+        self.space, self.costs, self._grain_size = space, costs, grain_size
+        self._families: dict[tuple[int, Cut], list[tuple[float, Way]]] = {}
+        self._predicted: dict[tuple[object, ...], Prediction] = {}
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """All of them."""
+        return tuple(place for cut in self.space.cuts for place in self.space.places(cut))
+
+    @cached_property
+    def by_devices(self) -> dict[int, list[Place]]:
+        """The places on each number of devices."""
+        found: dict[int, list[Place]] = {}
+        for place in self.places:
+            found.setdefault(place.devices, []).append(place)
+        return found
+
+    def in_order(
+        self, aim: Aim, limit: Limit = _ANY, devices: int | None = None, seen: Seen | None = None
+    ) -> Iterator[Candidate]:
+        """The candidates that fit and are within the limit, by the aim's key; equal keys by simplicity."""
+        places = self.places if devices is None else tuple(self.by_devices.get(devices, ()))
+        return _Order(self, aim, limit, seen if seen is not None else Seen()).run(places)
+
+    # ------------------------------------------------------------------------------------------------- bounds
+
+    def floor(self, place: Place) -> float:
+        """Seconds that no plan of a place goes below, from its degrees alone."""
+        return self.costs.floor(self.space.share(place) * self._grain_size, place.cut.ranks)
+
+    def families(self, place: Place) -> list[tuple[float, Way]]:
+        """The ways of a place's ranks to compute their share, by their least seconds.
+
+        They are the same for every number of replicas that leaves a rank as many grains; the fewest stand for all.
+        """
+        share = self.space.share(place)
+        key = (share, place.cut)
+        if key not in self._families:
+            fewest = Place(-(-self.space.facts.num_grains // share), place.cut)
+            ways = list(self.space.ways(share))
+            self._families[key] = sorted(
+                ((self.costs.least_seconds(self.space.plan(fewest, way, sequence=True)), way) for way in ways),
+                key=lambda family: family[0],
+            )
+        return self._families[key]
+
+    def least_bytes(self, place: Place, way: Way) -> float:
+        """Bytes that no plan of a family goes below."""
+        return self.costs.least_bytes(self.space.plan(place, way, shard=place.replicas, sequence=True))
+
+    def predict(self, plan: Plan) -> Prediction:
+        """The prediction of a plan, computed once."""
+        key = simplicity(plan) + tuple(plan.layout.__dict__.values())
+        if key not in self._predicted:
+            self._predicted[key] = self.costs.predict(plan)
+        return self._predicted[key]
+
+
+class _Order:
+    """One pass in the order of one aim."""
+
+    def __init__(self, search: Search, aim: Aim, limit: Limit, seen: Seen) -> None:
+        self._search, self._aim, self._limit, self._seen = search, aim, limit, seen
+        self._queue: list[tuple[Key, tuple[int, ...], int, _Waiting]] = []
+        self._numbers = count()
+
+    def run(self, places: tuple[Place, ...]) -> Iterator[Candidate]:
+        for place in places:
+            self._wait(place, self._search.floor(place), place)
+        while self._queue:
+            waiting = heapq.heappop(self._queue)[-1]
+            if isinstance(waiting, Candidate):
+                yield waiting
+            elif isinstance(waiting, Place):
+                self._next_family(waiting, 0)
+            elif isinstance(waiting[1], int):
+                self._family(waiting[0], waiting[1])
+            else:
+                self._plan(waiting[0], waiting[1])
+
+    def _wait(self, place: Place, seconds: float, waiting: _Waiting) -> None:
+        if not self._limit.allows(place.devices, seconds):
+            return
+        key = self._aim.key(place.devices, seconds)
+        # Equal keys: what is predicted comes out last, so that all equal ones are known, the simplest first.
+        rank = simplicity(waiting.plan) if isinstance(waiting, Candidate) else ()
+        heapq.heappush(self._queue, (key, rank, next(self._numbers), waiting))
+
+    def _next_family(self, place: Place, number: int) -> None:
+        families = self._search.families(place)
+        if number == 0:
+            self._seen.bounds[place] = max(families[0][0], self._search.floor(place))
+        if number < len(families):
+            self._wait(place, max(families[number][0], self._search.floor(place)), (place, number))
+
+    def _family(self, place: Place, number: int) -> None:
+        self._next_family(place, number + 1)
+        search, seen = self._search, self._seen
+        seconds, way = search.families(place)[number]
+        missing = search.least_bytes(place, way) - search.costs.memory_bytes
+        if missing > 0:
+            seen.lacks(place, missing)
+            return
+        for plan in search.space.plans(place, way):
+            seen.num_bounded += 1
+            missing = search.costs.least_bytes(plan) - search.costs.memory_bytes
+            if missing > 0:
+                seen.lacks(place, missing)
+                continue
+            self._wait(place, max(seconds, search.costs.least_seconds(plan)), (place, plan))
+
+    def _plan(self, place: Place, plan: Plan) -> None:
+        seen = self._seen
+        refusal = self._search.space.refusal(plan)
+        if refusal is not None:
+            seen.refused[place] = refusal
+            return
+        prediction = self._search.predict(plan)
+        seen.num_predicted += 1
+        if not prediction.fits:
+            seen.lacks(place, prediction.missing_bytes)
+            return
+        candidate = Candidate(plan, prediction)
+        best = seen.predicted.get(place)
+        if best is None or candidate.seconds < best.seconds:
+            seen.predicted[place] = candidate
+        self._wait(place, candidate.seconds, candidate)
