@@ -16,8 +16,8 @@ from itertools import count
 
 from shoal.plan.plan import Plan
 from shoal.planner.aims import Aim, Key, Limit
-from shoal.planner.space import Cut, Place, Space, Way, simplicity
-from shoal.planner.step_time import Prediction
+from shoal.planner.space import LEVELS, Cut, Place, Space, Way, simplicity
+from shoal.planner.workload import Prediction
 
 _ANY = Limit()
 
@@ -26,9 +26,9 @@ _ANY = Limit()
 class Costs:
     """What plans cost. The bounds are of `predict`, and cheap.
 
-    `least_seconds` of a family's first plan, whose replicas are fewer or the same, bounds the family; so does
-    `least_bytes` of its most divided plan. `floor`: (samples a replica, ranks that share them) -> seconds that no plan
-    goes below. `memory_bytes`: of a device.
+    `least_seconds` is the same for all plans of a family, and for all numbers of replicas that leave a rank as many
+    grains. `floor`: (samples a replica, ranks that share them) -> seconds that no plan goes below. `memory_bytes`: of a
+    device.
     """
 
     predict: Callable[[Plan], Prediction]
@@ -124,16 +124,18 @@ class Search:
         key = (share, place.cut)
         if key not in self._families:
             fewest = Place(-(-self.space.facts.num_grains // share), place.cut)
-            ways = list(self.space.ways(share))
+            ways = self.space.ways(share, place.cut)
             self._families[key] = sorted(
-                ((self.costs.least_seconds(self.space.plan(fewest, way, sequence=True)), way) for way in ways),
+                ((self.costs.least_seconds(self.space.plan(fewest, way)), way) for way in ways),
                 key=lambda family: family[0],
             )
         return self._families[key]
 
     def least_bytes(self, place: Place, way: Way) -> float:
         """Bytes that no plan of a family goes below."""
-        return self.costs.least_bytes(self.space.plan(place, way, shard=place.replicas, sequence=True))
+        levels = self.space.levels(place.cut) if place.replicas > 1 else LEVELS[-1:]
+        plans = (self.space.plan(place, way, place.replicas, level) for level in levels)
+        return min((self.costs.least_bytes(plan) for plan in plans), default=0.0)
 
     def predict(self, plan: Plan) -> Prediction:
         """The prediction of a plan, computed once."""
@@ -194,7 +196,7 @@ class _Order:
             if missing > 0:
                 seen.lacks(place, missing)
                 continue
-            self._wait(place, max(seconds, search.costs.least_seconds(plan)), (place, plan))
+            self._wait(place, max(seconds, search.floor(place)), (place, plan))
 
     def _plan(self, place: Place, plan: Plan) -> None:
         seen = self._seen

@@ -1,11 +1,11 @@
 """Space: every plan that a search may choose from, as a tree of ever smaller families, and why others are illegal.
 
-place: degrees, with data x shard as one. Family: a place with a microbatch and what is recomputed. Then the plans.
+place: degrees, with data x shard as one. Family: a place and a way, of which only the split of data and shard is open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -13,14 +13,12 @@ from typing import Any, Literal, NamedTuple
 from shoal.hardware import Cluster
 from shoal.plan.conflicts import excluded
 from shoal.plan.legal import ModelFacts, conflicts, fits
-from shoal.plan.plan import BatchSection, LayoutSection, MemorySection, PipelineSection, Plan, ShardSection
+from shoal.plan.plan import BatchSection, LayoutSection, MemorySection, PipelineSection, Plan, ShardSection, TensorSection
 
 Recompute = Literal["none", "selective", "full"]
 Level = Literal["optimizer", "gradients", "parameters"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 LEVELS: tuple[Level, ...] = ("optimizer", "gradients", "parameters")
-# The plan's section about tensor parallelism, where this version has one.
-_HAS_SEQUENCE = "tensor" in Plan.model_fields
 
 
 class Cut(NamedTuple):
@@ -54,10 +52,16 @@ class Place(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a rank computes its grains: how many at a time, and what it computes again in the backward."""
+    """How a rank computes its grains: how many at a time, what it computes again in the backward, and in which order.
+
+    `sequence`: whether a tensor axis divides what lies between the divided layers too.
+    """
 
     grains: int
-    recompute: Recompute
+    recompute: Recompute = "none"
+    sequence: bool = False
+    schedule: str = "1f1b"
+    stages: int = 1
 
 
 class Illegal(NamedTuple):
@@ -140,8 +144,7 @@ class Space:
 
     def _conflict(self, cut: Cut) -> str | None:
         """Why no plan of these degrees is legal, where none is."""
-        plan = self.plan(Place(1, cut), Way(1, "none"))
-        return self.refusal(replace_schedule(plan, "gpipe", 1) if cut.pipeline > 1 else plan)
+        return self.refusal(self.plan(Place(1, cut), Way(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")))
 
     def refusal(self, plan: Plan) -> str | None:
         """Why a plan is illegal; None where it is not."""
@@ -186,18 +189,32 @@ class Space:
         """Grains of the rank that has most."""
         return -(-self.facts.num_grains // place.replicas)
 
-    def ways(self, share: int) -> Iterator[Way]:
-        """How a rank may compute its share of the grains."""
+    def ways(self, share: int, cut: Cut) -> Iterator[Way]:
+        """How the ranks of a cut may compute a share of the grains."""
         limit = 1 if self.base.execution.exact else self.max_grains or share
         sizes = [size for size in microbatch_sizes(share) if size <= limit] or [min(limit, share)]
         for recompute in RECOMPUTE:
             if recompute == "selective" and self.base.execution.compile != "none":
                 continue
-            for size in sizes:
-                yield Way(size, recompute)
+            for sequence in (False, True) if cut.tensor > 1 else (False,):
+                for size in sizes:
+                    for schedule, stages in self._schedules(cut.pipeline, -(-share // size)):
+                        yield Way(size, recompute, sequence, schedule, stages)
 
-    def plan(self, place: Place, way: Way, shard: int = 1, level: Level = "parameters", sequence: bool = False) -> Plan:
-        """The plan with these degrees, `shard` of the replicas along the shard axis, and the first schedule.
+    def _schedules(self, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
+        """Schedules and stages a rank that are defined for so many microbatches; the stages divide a rank's layers."""
+        if pipeline == 1:
+            yield "1f1b", 1
+            return
+        several = [s for s in divisors((self.facts.num_blocks or pipeline) // pipeline) if s > 1]
+        choices = [("1f1b", 1), ("zero_bubble", 1), ("gpipe", 1)]
+        choices += [(schedule, stages) for schedule in ("interleaved_1f1b", "gpipe") for stages in several]
+        for schedule, stages in choices:
+            if fits(schedule, pipeline, num_microbatches):
+                yield schedule, stages
+
+    def plan(self, place: Place, way: Way, shard: int = 1, level: Level = "parameters") -> Plan:
+        """The plan with these degrees, and `shard` of the replicas along the shard axis.
 
         Built from sections that are known to be right, without pydantic's checks: a search makes many.
         """
@@ -206,58 +223,32 @@ class Space:
         values["batch"] = _batch(way.grains)
         values["memory"] = _memory(way.recompute)
         values["shard"] = _shard(level if shard > 1 else "parameters")
-        values["pipeline"] = _pipeline("1f1b", 1)
-        if _HAS_SEQUENCE:
-            values["tensor"] = self.base.tensor.model_copy(  # type: ignore[attr-defined]
-                update={"sequence": sequence and place.cut.tensor > 1}
-            )
+        values["pipeline"] = _pipeline(way.schedule, way.stages)
+        values["tensor"] = _tensor(way.sequence)
         return Plan.model_construct(**values)
 
     def plans(self, place: Place, way: Way) -> Iterator[Plan]:
-        """All plans of a family, simpler ones first; a few that the model's structure forbids may be among them."""
-        sequences = (False, True) if _HAS_SEQUENCE and place.cut.tensor > 1 else (False,)
+        """All plans of a family, those that divide least first."""
+        grains = self.facts.num_grains // place.replicas
+        if place.cut.pipeline > 1 and not fits(way.schedule, place.cut.pipeline, -(-grains // way.grains)):
+            return  # ranks of the smaller share have too few microbatches
         for shard in divisors(place.replicas):
-            for level in self._levels(place.cut) if shard > 1 else LEVELS[-1:]:
-                for sequence in sequences:
-                    plan = self.plan(place, way, shard, level, sequence)
-                    for schedule, stages in self._schedules(place, way):
-                        yield replace_schedule(plan, schedule, stages)
+            for level in self.levels(place.cut) if shard > 1 else LEVELS[-1:]:
+                yield self.plan(place, way, shard, level)
 
-    def _levels(self, cut: Cut) -> tuple[Level, ...]:
+    def levels(self, cut: Cut) -> tuple[Level, ...]:
         """What a shard axis may divide beside these degrees."""
         if cut not in self._known_levels:
-            plans = {level: self.plan(Place(2, cut), Way(1, "none"), 2, level) for level in LEVELS}
-            if cut.pipeline > 1:
-                plans = {level: replace_schedule(plan, "gpipe", 1) for level, plan in plans.items()}
-            alone = self.facts if self.facts.num_grains > 1 else replace(self.facts, num_grains=2)
-            probe = replace(self, facts=alone)
-            self._known_levels[cut] = tuple(level for level, plan in plans.items() if not probe.refusal(plan))
+            probe = replace(self, facts=replace(self.facts, num_grains=2))
+            way = Way(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
+            self._known_levels[cut] = tuple(
+                level for level in LEVELS if not probe.refusal(self.plan(Place(2, cut), way, 2, level))
+            )
         return self._known_levels[cut]
 
     @cached_property
     def _known_levels(self) -> dict[Cut, tuple[Level, ...]]:
         return {}
-
-    def _schedules(self, place: Place, way: Way) -> Iterator[tuple[str, int]]:
-        """Schedules, and stages a rank, that are defined for the microbatches of a family's ranks."""
-        pipeline, grains = place.cut.pipeline, self.facts.num_grains
-        if pipeline == 1:
-            yield "1f1b", 1
-            return
-        shares = {grains // place.replicas, -(-grains // place.replicas)} - {0}
-        microbatches = [-(-share // way.grains) for share in shares]
-        several = [s for s in divisors((self.facts.num_blocks or pipeline) // pipeline) if s > 1]
-        choices = [("1f1b", 1), ("zero_bubble", 1), ("gpipe", 1)]
-        choices += [(schedule, stages) for schedule in ("interleaved_1f1b", "gpipe") for stages in several]
-        for schedule, stages in choices:
-            if all(fits(schedule, pipeline, count) for count in microbatches):
-                yield schedule, stages
-
-
-def replace_schedule(plan: Plan, schedule: str, stages: int) -> Plan:
-    """The plan under another schedule, unchecked."""
-    section = _pipeline(schedule, stages)
-    return plan if plan.pipeline is section else plan.model_copy(update={"pipeline": section})
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
@@ -270,16 +261,11 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
         plan.pipeline.stages_per_rank,
         schedules.index(plan.pipeline.schedule),
         RECOMPUTE.index(plan.memory.recompute),
-        int(_HAS_SEQUENCE and plan.tensor.sequence),  # type: ignore[attr-defined]
+        int(plan.tensor.sequence),
         plan.layout.shard if plan.layout.shard > 1 else 0,
         LEVELS.index(plan.shard.level) if plan.layout.shard > 1 else 0,
         -plan.batch.grains_per_microbatch,
     )
-
-
-def layouts(plans: Iterable[Plan]) -> list[str]:
-    """What tells plans of one search apart, in words."""
-    return [described(plan) for plan in plans]
 
 
 def described(plan: Plan) -> str:
@@ -290,7 +276,7 @@ def described(plan: Plan) -> str:
     if plan.layout.pipeline > 1:
         stages = f" x {plan.pipeline.stages_per_rank}" if plan.pipeline.stages_per_rank > 1 else ""
         words.append(plan.pipeline.schedule + stages)
-    if _HAS_SEQUENCE and plan.tensor.sequence and plan.layout.tensor > 1:  # type: ignore[attr-defined]
+    if plan.tensor.sequence and plan.layout.tensor > 1:
         words.append("sequence")
     if plan.memory.recompute != "none":
         words.append(f"recompute {plan.memory.recompute}")
@@ -315,6 +301,11 @@ def _memory(recompute: Recompute) -> MemorySection:
 @lru_cache(maxsize=8)
 def _shard(level: Level) -> ShardSection:
     return ShardSection.model_construct(level=level, offload=False)
+
+
+@lru_cache(maxsize=2)
+def _tensor(sequence: bool) -> TensorSection:
+    return TensorSection(sequence=sequence)
 
 
 @lru_cache(maxsize=256)
