@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
+from typing import NamedTuple
 
 from shoal.plan.plan import Plan
 from shoal.planner.aims import Aim, Key, Limit
-from shoal.planner.space import LEVELS, Cut, Place, Space, Way, simplicity
+from shoal.planner.space import LEVELS, Cut, Place, Recompute, Space, Way, simplicity
 from shoal.planner.workload import Prediction
 
 _ANY = Limit()
@@ -27,8 +28,9 @@ class Costs:
     """What plans cost. The bounds are of `predict`, and cheap.
 
     `least_seconds` is the same for all plans of a family, and for all numbers of replicas that leave a rank as many
-    grains. `floor`: (samples a replica, ranks that share them) -> seconds that no plan goes below. `memory_bytes`: of a
-    device.
+    grains. Of both bounds, p stages on one rank have at most p times what the busiest of them has. `least_bytes` grows
+    with the microbatch and shrinks with the shard axis. `floor`: (samples a replica, ranks that share them) -> seconds
+    that no plan goes below. `memory_bytes`: of a device.
     """
 
     predict: Callable[[Plan], Prediction]
@@ -76,9 +78,17 @@ class Seen:
         self.missing_bytes[place] = min(missing, self.missing_bytes.get(place, missing))
 
 
-# What waits in the queue, by how far it has been looked into.
-_Families = tuple[Place, int]
-_Waiting = Place | _Families | tuple[Place, Plan] | Candidate
+class Group(NamedTuple):
+    """Ways that differ only in the order of their microbatches."""
+
+    grains: int
+    recompute: Recompute
+    sequence: bool
+
+
+# What waits in the queue, by how far it has been looked into: a place; a place and the number of its next group; a
+# place and a way; a place and a plan; and a plan that was predicted.
+_Waiting = Place | tuple[Place, int | Way | Plan] | Candidate
 
 
 class Search:
@@ -86,7 +96,9 @@ class Search:
 
     def __init__(self, space: Space, costs: Costs, grain_size: int) -> None:
         self.space, self.costs, self._grain_size = space, costs, grain_size
-        self._families: dict[tuple[int, Cut], list[tuple[float, Way]]] = {}
+        self._groups: dict[tuple[int, Cut], list[tuple[float, Group]]] = {}
+        self._whole: dict[tuple[int, Cut, Group], tuple[float, float]] = {}
+        self._least: dict[tuple[int, Cut, Way], float] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
 
     @cached_property
@@ -115,21 +127,48 @@ class Search:
         """Seconds that no plan of a place goes below, from its degrees alone."""
         return self.costs.floor(self.space.share(place) * self._grain_size, place.cut.ranks)
 
-    def families(self, place: Place) -> list[tuple[float, Way]]:
-        """The ways of a place's ranks to compute their share, by their least seconds.
+    def groups(self, place: Place) -> list[tuple[float, Group]]:
+        """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
 
-        They are the same for every number of replicas that leaves a rank as many grains; the fewest stand for all.
+        The same for every number of replicas that leaves a rank as many grains.
         """
         share = self.space.share(place)
         key = (share, place.cut)
-        if key not in self._families:
-            fewest = Place(-(-self.space.facts.num_grains // share), place.cut)
-            ways = self.space.ways(share, place.cut)
-            self._families[key] = sorted(
-                ((self.costs.least_seconds(self.space.plan(fewest, way)), way) for way in ways),
-                key=lambda family: family[0],
-            )
-        return self._families[key]
+        if key not in self._groups:
+            found: list[tuple[float, Group]] = []
+            for recompute in self.space.recomputes:
+                for sequence in (False, True) if place.cut.tensor > 1 else (False,):
+                    found += self._fitting(share, place.cut, recompute, sequence)
+            self._groups[key] = sorted(found, key=lambda group: group[0])
+        return self._groups[key]
+
+    def _fitting(
+        self, share: int, cut: Cut, recompute: Recompute, sequence: bool
+    ) -> Iterator[tuple[float, Group]]:
+        """Groups of ever larger microbatches, with their bounds, until one cannot fit any more."""
+        for grains in reversed(self.space.sizes(share)):
+            group = Group(grains, recompute, sequence)
+            seconds, num_bytes = self.whole(share, cut, group)
+            if num_bytes / cut.pipeline > self.costs.memory_bytes and grains > 1:
+                return  # a microbatch of one grain is kept, so that what it lacks is told
+            yield seconds / cut.pipeline, group
+
+    def whole(self, share: int, cut: Cut, group: Group) -> tuple[float, float]:
+        """Seconds and bytes of all stages on one rank: the busiest of p stages has a p-th of them at least."""
+        alone = cut._replace(pipeline=1)
+        key = (share, alone, group)
+        if key not in self._whole:
+            place = Place(self.space.most_replicas(share), alone)
+            way = Way(*group)
+            self._whole[key] = self.costs.least_seconds(self.space.plan(place, way)), self.least_bytes(place, way)
+        return self._whole[key]
+
+    def least_seconds(self, place: Place, way: Way) -> float:
+        """Seconds that no plan of a family goes below."""
+        key = (self.space.share(place), place.cut, way)
+        if key not in self._least:
+            self._least[key] = self.costs.least_seconds(self.space.plan(place, way))
+        return self._least[key]
 
     def least_bytes(self, place: Place, way: Way) -> float:
         """Bytes that no plan of a family goes below."""
@@ -161,11 +200,15 @@ class _Order:
             if isinstance(waiting, Candidate):
                 yield waiting
             elif isinstance(waiting, Place):
-                self._next_family(waiting, 0)
-            elif isinstance(waiting[1], int):
-                self._family(waiting[0], waiting[1])
+                self._place(waiting)
             else:
-                self._plan(waiting[0], waiting[1])
+                place, what = waiting
+                if isinstance(what, int):
+                    self._group(place, what)
+                elif isinstance(what, Way):
+                    self._way(place, what)
+                else:
+                    self._plan(place, what)
 
     def _wait(self, place: Place, seconds: float, waiting: _Waiting) -> None:
         if not self._limit.allows(place.devices, seconds):
@@ -175,28 +218,36 @@ class _Order:
         rank = simplicity(waiting.plan) if isinstance(waiting, Candidate) else ()
         heapq.heappush(self._queue, (key, rank, next(self._numbers), waiting))
 
-    def _next_family(self, place: Place, number: int) -> None:
-        families = self._search.families(place)
-        if number == 0:
-            self._seen.bounds[place] = max(families[0][0], self._search.floor(place))
-        if number < len(families):
-            self._wait(place, max(families[number][0], self._search.floor(place)), (place, number))
+    def _place(self, place: Place) -> None:
+        self._seen.bounds[place] = self._search.groups(place)[0][0]
+        self._next_group(place, 0)
 
-    def _family(self, place: Place, number: int) -> None:
-        self._next_family(place, number + 1)
+    def _next_group(self, place: Place, number: int) -> None:
+        groups = self._search.groups(place)
+        if number < len(groups):
+            self._wait(place, groups[number][0], (place, number))
+
+    def _group(self, place: Place, number: int) -> None:
+        self._next_group(place, number + 1)
         search, seen = self._search, self._seen
-        seconds, way = search.families(place)[number]
-        missing = search.least_bytes(place, way) - search.costs.memory_bytes
-        if missing > 0:
-            seen.lacks(place, missing)
-            return
+        _, group = search.groups(place)[number]
+        for way in search.space.ways(place, group):
+            missing = search.least_bytes(place, way) - search.costs.memory_bytes
+            if missing > 0:
+                seen.lacks(place, missing)
+                continue
+            self._wait(place, search.least_seconds(place, way), (place, way))
+
+    def _way(self, place: Place, way: Way) -> None:
+        search, seen = self._search, self._seen
+        seconds = search.least_seconds(place, way)
         for plan in search.space.plans(place, way):
             seen.num_bounded += 1
             missing = search.costs.least_bytes(plan) - search.costs.memory_bytes
             if missing > 0:
                 seen.lacks(place, missing)
                 continue
-            self._wait(place, max(seconds, search.floor(place)), (place, plan))
+            self._wait(place, seconds, (place, plan))
 
     def _plan(self, place: Place, plan: Plan) -> None:
         seen = self._seen

@@ -189,17 +189,24 @@ class Space:
         """Grains of the rank that has most."""
         return -(-self.facts.num_grains // place.replicas)
 
-    def ways(self, share: int, cut: Cut) -> Iterator[Way]:
-        """How the ranks of a cut may compute a share of the grains."""
+    def most_replicas(self, share: int) -> int:
+        """The most replicas that leave a rank a share of so many grains."""
+        return self.facts.num_grains if share == 1 else (self.facts.num_grains - 1) // (share - 1)
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """What may be computed again: a compiled block decides by itself what it keeps."""
+        return RECOMPUTE if self.base.execution.compile == "none" else ("none", "full")
+
+    def sizes(self, share: int) -> list[int]:
+        """Grains of a microbatch, of a share of so many; largest first."""
         limit = 1 if self.base.execution.exact else self.max_grains or share
-        sizes = [size for size in microbatch_sizes(share) if size <= limit] or [min(limit, share)]
-        for recompute in RECOMPUTE:
-            if recompute == "selective" and self.base.execution.compile != "none":
-                continue
-            for sequence in (False, True) if cut.tensor > 1 else (False,):
-                for size in sizes:
-                    for schedule, stages in self._schedules(cut.pipeline, -(-share // size)):
-                        yield Way(size, recompute, sequence, schedule, stages)
+        return [size for size in microbatch_sizes(share) if size <= limit] or [min(limit, share)]
+
+    def ways(self, place: Place, group: tuple[int, Recompute, bool]) -> Iterator[Way]:
+        """The orders in which a place's ranks may compute microbatches of a group."""
+        for schedule, stages in self._schedules(place.cut.pipeline, -(-self.share(place) // group[0])):
+            yield Way(*group, schedule, stages)
 
     def _schedules(self, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
         """Schedules and stages a rank that are defined for so many microbatches; the stages divide a rank's layers."""
@@ -228,7 +235,7 @@ class Space:
         return Plan.model_construct(**values)
 
     def plans(self, place: Place, way: Way) -> Iterator[Plan]:
-        """All plans of a family, those that divide least first."""
+        """All plans of a family, those that divide least first; a few that the model forbids may be among them."""
         grains = self.facts.num_grains // place.replicas
         if place.cut.pipeline > 1 and not fits(way.schedule, place.cut.pipeline, -(-grains // way.grains)):
             return  # ranks of the smaller share have too few microbatches

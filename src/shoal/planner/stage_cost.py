@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from shoal.plan.plan import Plan
 from shoal.planner.compute import NO_COST, Computer, Cost, Share
@@ -22,7 +23,9 @@ class Pass:
     context: float = 0.0
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Pass(
+            self.work + other.work, self.again + other.again, self.tensor + other.tensor, self.context + other.context
+        )
 
     @property
     def seconds(self) -> float:
@@ -70,17 +73,18 @@ class StageCosts:
     def __init__(self, computer: Computer, network: Network, program: Program) -> None:
         self._computer, self._network, self._program = computer, network, program
         self._known: dict[tuple[int, Share, str], Passes] = {}
+        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str], Passes] = {}
 
     def stage(self, units: Sequence[Unit], share: Share, plan: Plan) -> Passes:
         """The passes of the units of a stage together."""
-        counts: dict[int, tuple[Body, int]] = {}
-        for unit in units:
-            body, count = counts.get(id(unit.body), (unit.body, 0))
-            counts[id(unit.body)] = body, count + 1
-        total = Passes()
-        for body, count in counts.values():
-            total += _times(self.body(body, share, plan), count)
-        return total
+        counts = tuple(Counter(unit.body for unit in units).items())
+        key = counts, share, plan.memory.recompute
+        if key not in self._stages:
+            total = Passes()
+            for body, count in counts:
+                total += _times(self.body(body, share, plan), count)
+            self._stages[key] = total
+        return self._stages[key]
 
     def body(self, body: Body, share: Share, plan: Plan) -> Passes:
         """The passes of one unit."""
