@@ -76,7 +76,8 @@ class Network:
         if kind in ("send", "recv"):
             return self.call(group) + self.latency(group) + num_bytes / self._point_to_point(group)
         moved = num_bytes / self.rate(group, num_bytes) * (n - 1) / n
-        hops = (n - group.hosts) * self._hop_within(group) + (group.hosts - 1) * self.latency(group)
+        # Each step of a ring is as slow as its slowest hop, which has a message to send in every one of them.
+        hops = (n - 1) * self.latency(group)
         if kind == "all_reduce":
             ring = 2 * (moved + hops)
             tree = 2 * (moved * n / (n - 1) + ceil(log2(group.hosts or 1)) * self.latency(group))
