@@ -25,17 +25,19 @@ _ANY = Limit()
 
 @dataclass(frozen=True)
 class Costs:
-    """What plans cost. The bounds are of `predict`, and cheap.
+    """What plans cost on some numbers of devices. The bounds are of `predict`, and cheap.
 
     `least_seconds` is the same for all plans of a family, and for all numbers of replicas that leave a rank as many
     grains. Of both bounds, p stages on one rank have at most p times what the busiest of them has. `least_bytes` grows
-    with the microbatch and shrinks with the shard axis. `floor`: (samples a replica, ranks that share them) -> seconds
-    that no plan goes below. `memory_bytes`: of a device.
+    with the microbatch and shrinks with the shard axis. `nearly`: a better bound of one plan's seconds, less cheap.
+    `floor`: (samples a replica, ranks that share them) -> seconds that no plan goes below. `memory_bytes`: of a device.
+    Equal numbers of devices have one and the same Costs, and others may have too.
     """
 
     predict: Callable[[Plan], Prediction]
     least_seconds: Callable[[Plan], float]
     least_bytes: Callable[[Plan], float]
+    nearly: Callable[[Plan], float]
     memory_bytes: float
     floor: Callable[[float, int], float] = lambda samples, ranks: 0.0
 
@@ -94,11 +96,12 @@ _Waiting = Place | tuple[Place, int | Way | Plan] | Candidate
 class Search:
     """The candidates of one space; several orders share what was computed."""
 
-    def __init__(self, space: Space, costs: Costs, grain_size: int) -> None:
+    def __init__(self, space: Space, costs: Callable[[int], Costs], grain_size: int) -> None:
+        """`costs`: of a number of devices."""
         self.space, self.costs, self._grain_size = space, costs, grain_size
-        self._groups: dict[tuple[int, Cut], list[tuple[float, Group]]] = {}
-        self._whole: dict[tuple[int, Cut, Group], tuple[float, float]] = {}
-        self._least: dict[tuple[int, Cut, Way], float] = {}
+        self._groups: dict[tuple[int, int, Cut], list[tuple[float, Group]]] = {}
+        self._whole: dict[tuple[int, int, Cut, Group], tuple[float, float]] = {}
+        self._least: dict[tuple[int, int, Cut, Way], float] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
 
     @cached_property
@@ -125,62 +128,68 @@ class Search:
 
     def floor(self, place: Place) -> float:
         """Seconds that no plan of a place goes below, from its degrees alone."""
-        return self.costs.floor(self.space.share(place) * self._grain_size, place.cut.ranks)
+        return self.costs(place.devices).floor(self.space.share(place) * self._grain_size, place.cut.ranks)
 
     def groups(self, place: Place) -> list[tuple[float, Group]]:
         """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
 
-        The same for every number of replicas that leaves a rank as many grains.
+        The same for every number of replicas that leaves a rank as many grains, on devices that cost the same.
         """
-        share = self.space.share(place)
-        key = (share, place.cut)
+        costs, share = self.costs(place.devices), self.space.share(place)
+        key = (id(costs), share, place.cut)
         if key not in self._groups:
             found: list[tuple[float, Group]] = []
             for recompute in self.space.recomputes:
                 for sequence in (False, True) if place.cut.tensor > 1 else (False,):
-                    found += self._fitting(share, place.cut, recompute, sequence)
+                    found += self._fitting(costs, share, place.cut, recompute, sequence)
             self._groups[key] = sorted(found, key=lambda group: group[0])
         return self._groups[key]
 
     def _fitting(
-        self, share: int, cut: Cut, recompute: Recompute, sequence: bool
+        self, costs: Costs, share: int, cut: Cut, recompute: Recompute, sequence: bool
     ) -> Iterator[tuple[float, Group]]:
         """Groups of ever larger microbatches, with their bounds, until one cannot fit any more."""
         for grains in reversed(self.space.sizes(share)):
             group = Group(grains, recompute, sequence)
-            seconds, num_bytes = self.whole(share, cut, group)
-            if num_bytes / cut.pipeline > self.costs.memory_bytes and grains > 1:
+            seconds, num_bytes = self._of_all_stages(costs, share, cut, group)
+            if num_bytes / cut.pipeline > costs.memory_bytes and grains > 1:
                 return  # a microbatch of one grain is kept, so that what it lacks is told
             yield seconds / cut.pipeline, group
 
-    def whole(self, share: int, cut: Cut, group: Group) -> tuple[float, float]:
+    def _of_all_stages(self, costs: Costs, share: int, cut: Cut, group: Group) -> tuple[float, float]:
         """Seconds and bytes of all stages on one rank: the busiest of p stages has a p-th of them at least."""
         alone = cut._replace(pipeline=1)
-        key = (share, alone, group)
+        key = (id(costs), share, alone, group)
         if key not in self._whole:
-            place = Place(self.space.most_replicas(share), alone)
-            way = Way(*group)
-            self._whole[key] = self.costs.least_seconds(self.space.plan(place, way)), self.least_bytes(place, way)
+            place, way = Place(self.space.most_replicas(share), alone), Way(*group)
+            plans = self._most_divided(place, way)
+            num_bytes = min((costs.least_bytes(plan) for plan in plans), default=0.0)
+            self._whole[key] = costs.least_seconds(self.space.plan(place, way)), num_bytes
         return self._whole[key]
+
+    def _most_divided(self, place: Place, way: Way) -> list[Plan]:
+        """The plans of a family of which one needs the fewest bytes."""
+        levels = self.space.levels(place.cut) if place.replicas > 1 else LEVELS[-1:]
+        return [self.space.plan(place, way, place.replicas, level) for level in levels]
 
     def least_seconds(self, place: Place, way: Way) -> float:
         """Seconds that no plan of a family goes below."""
-        key = (self.space.share(place), place.cut, way)
+        costs = self.costs(place.devices)
+        key = (id(costs), self.space.share(place), place.cut, way)
         if key not in self._least:
-            self._least[key] = self.costs.least_seconds(self.space.plan(place, way))
+            self._least[key] = costs.least_seconds(self.space.plan(place, way))
         return self._least[key]
 
-    def least_bytes(self, place: Place, way: Way) -> float:
-        """Bytes that no plan of a family goes below."""
-        levels = self.space.levels(place.cut) if place.replicas > 1 else LEVELS[-1:]
-        plans = (self.space.plan(place, way, place.replicas, level) for level in levels)
-        return min((self.costs.least_bytes(plan) for plan in plans), default=0.0)
+    def missing_bytes(self, place: Place, way: Way) -> float:
+        """What even the most divided plan of a family lacks; not positive where one may fit."""
+        costs = self.costs(place.devices)
+        return min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0) - costs.memory_bytes
 
     def predict(self, plan: Plan) -> Prediction:
         """The prediction of a plan, computed once."""
         key = simplicity(plan) + tuple(plan.layout.__dict__.values())
         if key not in self._predicted:
-            self._predicted[key] = self.costs.predict(plan)
+            self._predicted[key] = self.costs(plan.degrees.world_size).predict(plan)
         return self._predicted[key]
 
 
@@ -229,25 +238,25 @@ class _Order:
 
     def _group(self, place: Place, number: int) -> None:
         self._next_group(place, number + 1)
-        search, seen = self._search, self._seen
+        search = self._search
         _, group = search.groups(place)[number]
         for way in search.space.ways(place, group):
-            missing = search.least_bytes(place, way) - search.costs.memory_bytes
-            if missing > 0:
-                seen.lacks(place, missing)
-                continue
             self._wait(place, search.least_seconds(place, way), (place, way))
 
     def _way(self, place: Place, way: Way) -> None:
         search, seen = self._search, self._seen
-        seconds = search.least_seconds(place, way)
+        missing = search.missing_bytes(place, way)
+        if missing > 0:
+            seen.lacks(place, missing)
+            return
+        costs = search.costs(place.devices)
         for plan in search.space.plans(place, way):
             seen.num_bounded += 1
-            missing = search.costs.least_bytes(plan) - search.costs.memory_bytes
+            missing = costs.least_bytes(plan) - costs.memory_bytes
             if missing > 0:
                 seen.lacks(place, missing)
                 continue
-            self._wait(place, seconds, (place, plan))
+            self._wait(place, costs.nearly(plan), (place, plan))
 
     def _plan(self, place: Place, plan: Plan) -> None:
         seen = self._seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from shoal.hardware import Cluster
@@ -32,6 +33,17 @@ class _Rank:
     in_flight: float  # microbatches whose activations are held, of all of its stages together
 
 
+@dataclass(frozen=True)
+class _Ranks:
+    """All ranks of the pipeline; `fullest` has of each size the one that holds most microbatches."""
+
+    share: Share
+    microbatches: int
+    every: tuple[_Rank, ...]
+    busiest: _Rank
+    fullest: tuple[_Rank, ...]
+
+
 class Predictor:
     """Predicts plans of one workload on one cluster; what bodies cost is computed once for all of them."""
 
@@ -43,35 +55,72 @@ class Predictor:
         self._sizes = Sizes(self.program)
         self._stages: dict[tuple[object, ...], stage_units.Stages] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
+        self._least: dict[tuple[object, ...], float] = {}
+        self._known_ranks: dict[tuple[object, ...], _Ranks] = {}
 
-    # --------------------------------------------------------------------------------------------------- the two bounds
+    # ------------------------------------------------------------------------------------------------------- the bounds
+
+    def ideal_seconds(self) -> float:
+        """Seconds of a sample that no plan goes below on one device: every operation as fast as the best of its kind.
+
+        What does not grow with the samples is left out; t ranks take a t-th at least.
+        """
+        device, total = self.cluster.device, 0.0
+        bandwidth = device.memory_bytes_per_second * _best(device.memory)
+        for unit in self.work.profile.units:
+            if unit.body not in self._ideal:
+                self._ideal[unit.body] = sum(self._costs.ideal(o, bandwidth) for o in unit.body.operations)
+            total += self._ideal[unit.body]
+        return total
 
     def least_seconds(self, plan: Plan) -> float:
-        """A lower bound of the step: the busiest rank's own work, without bubble or sums of gradients."""
+        """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
+
+        The last rank waits for the first microbatch to come down all stages before its first, and the step ends when
+        its last gradient has gone up them again.
+        """
         share, microbatches = self._share(plan)
-        return microbatches * max(
-            sum(self._costs.stage(stage, share, plan).seconds for stage in self._of_rank(plan, rank))
-            for rank in range(plan.layout.pipeline)
-        )
+        key = (share, microbatches, plan.layout.pipeline, plan.pipeline, plan.memory.recompute)
+        if key not in self._least:
+            stages = [self._of_rank(plan, rank) for rank in range(plan.layout.pipeline)]
+            busy = [sum(self._costs.stage(stage, share, plan).seconds for stage in own) for own in stages]
+            least = microbatches * max(busy)
+            if plan.layout.pipeline > 1:
+                least = max(least, self._filled(plan, share, microbatches, busy[-1]))
+            self._least[key] = least
+        return self._least[key]
+
+    def _filled(self, plan: Plan, share: Share, microbatches: int, busy: float) -> float:
+        """The last rank's microbatches, of `busy` seconds each, and its waits before and after."""
+        before = [self._costs.stage(stage, share, plan) for stage in self._cut(plan)[: plan.layout.pipeline - 1]]
+        message = self._message(plan, share)
+        down = sum(passes.forward.seconds + message for passes in before)
+        up = sum(passes.backward.seconds + message for passes in before)
+        own = microbatches * (busy + 2 * message * plan.pipeline.stages_per_rank)
+        if plan.pipeline.schedule != "zero_bubble":
+            return down + own + up
+        # The gradients of weights may be put off, here and above: then nothing waits for them.
+        weights = [passes.backward_weight.seconds for passes in before]
+        last = self._costs.stage(self._cut(plan)[-1], share, plan).backward_weight.seconds
+        return down + own + max(0.0, up - sum(weights) - min(microbatches, plan.layout.pipeline - 1) * last)
 
     def least_bytes(self, plan: Plan) -> float:
-        """A lower bound of the peak: the state of the rank that has most of it, and one microbatch's activations."""
-        share, _ = self._share(plan)
-        least = 0.0
-        for rank in range(plan.layout.pipeline):
-            size = self._size(plan, self._of_rank(plan, rank), share)
-            state = state_bytes(plan, self.work.profile, size, self.program)
-            least = max(least, sum(state.values()) + size.saved)
-        return least + self.cluster.device.reserved_bytes
+        """The peak, of the rank that needs most: exact, since it is cheap."""
+        return max(sum(self._bytes(plan, rank).values()) for rank in self._ranks(plan).fullest)
+
+    def without_waits(self, plan: Plan) -> float:
+        """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
+        if plan.layout.pipeline == 1:
+            return self.predict(plan).step_seconds
+        return sum(self._seconds(plan, self._ranks(plan), self.least_seconds(plan)).values())
 
     # -------------------------------------------------------------------------------------------------------- the whole
 
     def predict(self, plan: Plan) -> Prediction:
         """What a step of the plan takes."""
-        share, microbatches = self._share(plan)
-        ranks = [self._rank(plan, rank, share, microbatches) for rank in range(plan.layout.pipeline)]
-        terms = self._seconds(plan, ranks, share, microbatches)
-        memory = max((self._bytes(plan, rank) for rank in ranks), key=lambda found: sum(found.values()))
+        ranks = self._ranks(plan)
+        terms = self._seconds(plan, ranks)
+        memory = max((self._bytes(plan, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))
         seconds, peak = sum(terms.values()), sum(memory.values())
         missing = max(0.0, peak - self.cluster.device.memory_bytes)
         samples = self.work.global_batch
@@ -123,20 +172,37 @@ class Predictor:
     def _size(self, plan: Plan, stages: Sequence[Sequence[Unit]], share: Share) -> StageSize:
         return self._sizes.stage([unit for stage in stages for unit in stage], share, plan)
 
+    def _ranks(self, plan: Plan) -> _Ranks:
+        """The ranks of the pipeline; the same whatever data and shard divide."""
+        share, microbatches = self._share(plan)
+        pipeline = plan.pipeline
+        shape = plan.layout.pipeline, pipeline.stages_per_rank, pipeline.schedule, pipeline.split
+        key = share, microbatches, shape, plan.memory.recompute
+        if key not in self._known_ranks:
+            every = tuple(self._rank(plan, rank, share, microbatches) for rank in range(plan.layout.pipeline))
+            largest: dict[StageSize, _Rank] = {}
+            for rank in every:
+                other = largest.setdefault(rank.size, rank)
+                if rank.in_flight > other.in_flight:
+                    largest[rank.size] = rank
+            busiest = max(every, key=lambda rank: sum(p.seconds for p in rank.passes))
+            self._known_ranks[key] = _Ranks(share, microbatches, every, busiest, tuple(largest.values()))
+        return self._known_ranks[key]
+
     def _rank(self, plan: Plan, rank: int, share: Share, microbatches: int) -> _Rank:
         stages = self._of_rank(plan, rank)
         in_flight = 1.0
         if plan.layout.pipeline > 1:
             per = plan.pipeline.stages_per_rank
-            own = actions(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank]
-            in_flight = most_in_flight(own) / per
+            in_flight = _in_flight(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank] / per
         passes = tuple(self._costs.stage(stage, share, plan) for stage in stages)
         return _Rank(stages, passes, self._size(plan, stages, share), in_flight)
 
     # ------------------------------------------------------------------------------------------------------ its seconds
 
-    def _seconds(self, plan: Plan, ranks: Sequence[_Rank], share: Share, microbatches: int) -> dict[str, float]:
-        busiest = max(ranks, key=lambda rank: sum(p.seconds for p in rank.passes))
+    def _seconds(self, plan: Plan, ranks: _Ranks, makespan: float | None = None) -> dict[str, float]:
+        """The terms; the pipeline is simulated where its makespan is not given."""
+        share, microbatches, busiest = ranks.share, ranks.microbatches, ranks.busiest
         terms = dict.fromkeys(TERMS, 0.0)
         forward, backward = _sum(busiest.passes)
         for one in (forward, backward):
@@ -150,12 +216,13 @@ class Predictor:
         terms["parameters"] = self._parameters(plan, busiest, share, microbatches)
         if plan.layout.pipeline > 1:
             message = self._message(plan, share)
-            makespan = self._makespan(plan, ranks, microbatches, message)
+            if makespan is None:
+                makespan = self._makespan(plan, ranks.every, microbatches, message)
             terms["pipeline"] = 2 * message * microbatches * plan.pipeline.stages_per_rank
             terms["bubble"] = max(0.0, makespan - busy - terms["pipeline"])
         last = sum(p.backward.seconds for p in busiest.passes)
-        terms["gradients"] = max(self._gradients(plan, rank, last) for rank in ranks)
-        terms["optimizer"] = max(self._optimizer(plan, rank) for rank in ranks)
+        terms["gradients"] = max(self._gradients(plan, rank, last) for rank in ranks.fullest)
+        terms["optimizer"] = max(self._optimizer(plan, rank) for rank in ranks.fullest)
         terms["data"] = max(0.0, self.work.sample_seconds * share.samples * microbatches - busy)
         terms["host"] = self.program.step_seconds + microbatches * self.program.microbatch_seconds
         return terms
@@ -266,6 +333,12 @@ class Predictor:
         memory["allocator"] = self.program.fragmentation * memory["activations"]
         memory["reserved"] = float(self.cluster.device.reserved_bytes)
         return memory
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: str, num_ranks: int, per: int, microbatches: int) -> tuple[int, ...]:
+    """The most microbatches that each rank holds, over all of its stages."""
+    return tuple(most_in_flight(own) for own in actions(schedule, num_ranks, per, microbatches))
 
 
 def _sum(passes: Sequence[Passes]) -> tuple[Pass, Pass]:
