@@ -96,22 +96,20 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
         return flops / peak
     per_tile = peak / device.multiprocessors
     best = float("inf")
+    most, groups = int(k // (4 * _K_FILL)), max(1.0, batch)
     for rows, columns, share in (*_TILES, *_SMALL_TILES):
-        tiles = ceil(m / rows) * ceil(n / columns) * max(1.0, batch)
+        tiles = ceil(m / rows) * ceil(n / columns) * groups
         tile = 2.0 * rows * columns / (per_tile * share)
         for split in _SPLITS:
-            if split > 1 and k / split < 4 * _K_FILL:
+            if split > 1 and split > most:
                 break
-            waves = _waves(tiles * split, device.multiprocessors)
+            waves = ceil(tiles * split / device.multiprocessors)
             # Each part of a split sum is written and read once more in float32.
             extra = 8.0 * m * n * batch * split / device.memory_bytes_per_second if split > 1 else 0.0
-            best = min(best, waves * tile * (k / split + _K_FILL) + extra)
+            seconds = waves * tile * (k / split + _K_FILL) + extra
+            if seconds < best:
+                best = seconds
     return best
-
-
-def _waves(tiles: float, multiprocessors: int) -> float:
-    """Waves of tiles: whole ones. A persistent kernel evens out most of the last one when there are many."""
-    return float(ceil(tiles / multiprocessors))
 
 
 @dataclass(frozen=True)
@@ -152,17 +150,25 @@ class Computer:
         memory = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
         return Cost(max(compute, memory) + operation.launches * device.launch_seconds, host)
 
+    def ideal(self, operation: Operation) -> float:
+        """Seconds of a sample's part of an operation at the best that the device does: a lower bound on one rank."""
+        device = self.device
+        if not operation.launches:
+            return 0.0
+        if operation.kind is Kind.MEMORY:
+            num_bytes = operation.read_bytes.per_sample + operation.written_bytes.per_sample
+            return num_bytes / (device.memory_bytes_per_second * _best(device.memory))
+        dtype = self.dtype(operation.dtype)
+        if operation.kind is Kind.ATTENTION:
+            return operation.flops.per_sample / (device.flops[dtype] * max(device.attention.values(), default=0.5))
+        curves = device.convolution if operation.kind is Kind.CONVOLUTION else device.matmul
+        curve = curves.get(dtype) or device.matmul.get(dtype) or Curve()
+        return operation.flops.per_sample / (device.flops[dtype] * _best(curve))
+
     def _attention(self, operation: Operation, share: Share, divided: float) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
-        phase = "forward" if operation.phase is Phase.FORWARD else "backward"
-        fraction = next(
-            (
-                device.attention[key]
-                for key in (f"{self.attention}_{phase}", f"flash2_{phase}")
-                if key in device.attention
-            ),
-            0.5,
-        )
+        fraction = device.attention.get(dtype, 0.5) * _FUSED[self.attention]
+        fraction *= _FORWARD if operation.phase is Phase.FORWARD else _BACKWARD
         # The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
         length = max(1.0, operation.n.at(share.local_samples))
         width = operation.k.at(share.local_samples) or 128.0
@@ -182,6 +188,15 @@ class Computer:
         for operation in body.operations:
             found[operation.phase] += self.operation(operation, share)
         return found
+
+
+# Rates of fused attention relative to FlashAttention-2's over a whole step, and of its forward and backward: the same
+# paper's figures (causal, A100), and Shah et al., FlashAttention-3, arXiv 2407.08608 (H100).
+_FUSED: Final = {"flash1": 0.6, "flash2": 1.0, "flash3": 1.5}
+_FORWARD: Final = 1.15
+_BACKWARD: Final = 0.95
+def _best(curve: Curve) -> float:
+    return max(share for _, share in curve.points)
 
 
 # Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:

@@ -43,17 +43,16 @@ class Network:
         assert self.cluster.within is not None, "a host of several devices has a link"
         return self.cluster.within
 
-    def rate(self, group: Group, num_bytes: float) -> float:
-        """Bytes a second that each rank of a group sends while it receives as many."""
+    def rate(self, kind: str, group: Group, num_bytes: float) -> float:
+        """Bytes a second of bus bandwidth that a collective of a group reaches, its latency aside."""
         rates = []
         if group.per_host > 1:
             link = self._within()
-            rate = link.bytes_per_second * link.bandwidth.at(num_bytes)
+            rate = link.reached(kind, num_bytes, group.per_host)
             rates.append(rate / (group.per_host * group.neighbours) if link.shared else rate)
         if group.hosts > 1:
-            link = self._between()
             # All of a host's rings leave it at once, each through one of its ranks; a ring uses every NIC of its own.
-            rates.append(link.bytes_per_second * link.bandwidth.at(num_bytes) / group.neighbours)
+            rates.append(self._between().reached(kind, num_bytes, group.hosts) / group.neighbours)
         return min(rates, default=float("inf"))
 
     def _between(self) -> Link:
@@ -75,7 +74,7 @@ class Network:
             return 0.0
         if kind in ("send", "recv"):
             return self.call(group) + self.latency(group) + num_bytes / self._point_to_point(group)
-        moved = num_bytes / self.rate(group, num_bytes) * (n - 1) / n
+        moved = num_bytes / self.rate(kind, group, num_bytes) * (n - 1) / n
         # Each step of a ring is as slow as its slowest hop, which has a message to send in every one of them.
         hops = (n - 1) * self.latency(group)
         if kind == "all_reduce":
@@ -86,7 +85,7 @@ class Network:
         if kind == "all_to_all":
             return self.call(group) + self._to_all(num_bytes, group)
         if kind == "broadcast":
-            return self.call(group) + num_bytes / self.rate(group, num_bytes) + hops
+            return self.call(group) + num_bytes / self.rate(kind, group, num_bytes) + hops
         return self.call(group) + moved + hops  # all_gather, reduce_scatter
 
     def _hop_within(self, group: Group) -> float:

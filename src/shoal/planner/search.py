@@ -52,7 +52,7 @@ class Candidate:
     @property
     def devices(self) -> int:
         """Processes in all."""
-        return self.plan.degrees.world_size
+        return self.plan.layout.world_size
 
     @property
     def seconds(self) -> float:
@@ -100,7 +100,7 @@ class Search:
         """`costs`: of a number of devices."""
         self.space, self.costs, self._grain_size = space, costs, grain_size
         self._groups: dict[tuple[int, int, Cut], list[tuple[float, Group]]] = {}
-        self._whole: dict[tuple[int, int, Cut, Group], tuple[float, float]] = {}
+        self._whole: dict[tuple[int, Cut, Group], tuple[float, float]] = {}
         self._least: dict[tuple[int, int, Cut, Way], float] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
 
@@ -151,20 +151,21 @@ class Search:
         """Groups of ever larger microbatches, with their bounds, until one cannot fit any more."""
         for grains in reversed(self.space.sizes(share)):
             group = Group(grains, recompute, sequence)
-            seconds, num_bytes = self._of_all_stages(costs, share, cut, group)
+            seconds, num_bytes = self._of_all_stages(costs, cut, group)
             if num_bytes / cut.pipeline > costs.memory_bytes and grains > 1:
                 return  # a microbatch of one grain is kept, so that what it lacks is told
-            yield seconds / cut.pipeline, group
+            yield seconds * -(-share // grains) / cut.pipeline, group
 
-    def _of_all_stages(self, costs: Costs, share: int, cut: Cut, group: Group) -> tuple[float, float]:
-        """Seconds and bytes of all stages on one rank: the busiest of p stages has a p-th of them at least."""
+    def _of_all_stages(self, costs: Costs, cut: Cut, group: Group) -> tuple[float, float]:
+        """Seconds of a microbatch, and least bytes, of all stages on one rank: the busiest of p has a p-th at least."""
         alone = cut._replace(pipeline=1)
-        key = (id(costs), share, alone, group)
+        key = (id(costs), alone, group)
         if key not in self._whole:
-            place, way = Place(self.space.most_replicas(share), alone), Way(*group)
-            plans = self._most_divided(place, way)
-            num_bytes = min((costs.least_bytes(plan) for plan in plans), default=0.0)
-            self._whole[key] = costs.least_seconds(self.space.plan(place, way)), num_bytes
+            # The most replicas whose share is not less: no other plan of these microbatches is divided further.
+            place, way = Place(self.space.most_replicas(group.grains), alone), Way(*group)
+            num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
+            microbatches = -(-self.space.share(place) // group.grains)
+            self._whole[key] = costs.least_seconds(self.space.plan(place, way)) / microbatches, num_bytes
         return self._whole[key]
 
     def _most_divided(self, place: Place, way: Way) -> list[Plan]:
@@ -189,7 +190,7 @@ class Search:
         """The prediction of a plan, computed once."""
         key = simplicity(plan) + tuple(plan.layout.__dict__.values())
         if key not in self._predicted:
-            self._predicted[key] = self.costs(plan.degrees.world_size).predict(plan)
+            self._predicted[key] = self.costs(plan.layout.world_size).predict(plan)
         return self._predicted[key]
 
 

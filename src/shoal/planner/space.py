@@ -263,7 +263,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     degrees = list(plan.layout.__dict__.values())
     schedules = ("1f1b", "zero_bubble", "gpipe", "interleaved_1f1b")
     return (
-        plan.degrees.world_size,
+        plan.layout.world_size,
         sum(degree > 1 for degree in degrees),
         plan.pipeline.stages_per_rank,
         schedules.index(plan.pipeline.schedule),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shoal.plan.plan import Plan
 from shoal.planner.compute import NO_COST, Computer, Cost, Share
@@ -27,7 +28,7 @@ class Pass:
             self.work + other.work, self.again + other.again, self.tensor + other.tensor, self.context + other.context
         )
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """What passes: exchanges wait for the device's work and that for them; the host runs beside all of it."""
         return max(self.work.device + self.again.device + self.tensor + self.context, self.host)
@@ -56,12 +57,12 @@ class Passes:
             self.backward_weight + other.backward_weight,
         )
 
-    @property
+    @cached_property
     def backward(self) -> Pass:
         """Both parts of the backward as one."""
         return self.backward_input + self.backward_weight
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Forward and backward."""
         return self.forward.seconds + self.backward.seconds
@@ -74,9 +75,15 @@ class StageCosts:
         self._computer, self._network, self._program = computer, network, program
         self._known: dict[tuple[int, Share, str], Passes] = {}
         self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str], Passes] = {}
+        self._phases: dict[tuple[int, Share], dict[Phase, Cost]] = {}
+        # By the identity of the units, which are kept with their passes so that it stays theirs.
+        self._of_units: dict[tuple[int, Share, str], tuple[Sequence[Unit], Passes]] = {}
 
     def stage(self, units: Sequence[Unit], share: Share, plan: Plan) -> Passes:
         """The passes of the units of a stage together."""
+        same = id(units), share, plan.memory.recompute
+        if same in self._of_units:
+            return self._of_units[same][1]
         counts = tuple(Counter(unit.body for unit in units).items())
         key = counts, share, plan.memory.recompute
         if key not in self._stages:
@@ -84,6 +91,7 @@ class StageCosts:
             for body, count in counts:
                 total += _times(self.body(body, share, plan), count)
             self._stages[key] = total
+        self._of_units[same] = units, self._stages[key]
         return self._stages[key]
 
     def body(self, body: Body, share: Share, plan: Plan) -> Passes:
@@ -94,10 +102,14 @@ class StageCosts:
         return self._known[key]
 
     def _passes(self, body: Body, share: Share, plan: Plan) -> Passes:
-        phases = self._computer.phases(body, share)
+        phases = self._phases.get((id(body), share))
+        if phases is None:
+            phases = self._phases[id(body), share] = self._computer.phases(body, share)
         again, regions = Cost(), 0.0
         if body.repeated and plan.memory.recompute != "none":
-            again, regions = self._again(body, share, plan.memory.recompute), self._program.region_seconds
+            full = plan.memory.recompute == "full"
+            again = phases[Phase.FORWARD] if full else self._again(body, share)
+            regions = self._program.region_seconds
         tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
         if again.device and plan.memory.recompute == "full":
             tensor[Phase.BACKWARD_INPUT] += tensor[Phase.FORWARD]
@@ -113,15 +125,15 @@ class StageCosts:
             Pass(phases[Phase.BACKWARD_WEIGHT], Cost(), tensor[Phase.BACKWARD_WEIGHT], 0.0),
         )
 
-    def _again(self, body: Body, share: Share, recompute: str) -> Cost:
+    def _again(self, body: Body, share: Share) -> Cost:
+        """What selective recomputation computes again."""
         forward = [o for o in body.operations if o.phase is Phase.FORWARD]
-        if recompute == "selective":
-            if self._program.selective == "products":  # the others are cheap, and computed again
-                forward = [o for o in forward if o.kind is Kind.MEMORY]
-            else:  # between the scores and their product with the values
-                places = [i for i, o in enumerate(forward) if o.kind is Kind.MATMUL and o.batch.per_sample]
-                fused = [o for o in forward if o.kind is Kind.ATTENTION]
-                forward = forward[places[0] : places[-1] + 1] if places else fused
+        if self._program.selective == "products":  # the others are cheap, and computed again
+            forward = [o for o in forward if o.kind is Kind.MEMORY]
+        else:  # between the scores and their product with the values
+            places = [i for i, o in enumerate(forward) if o.kind is Kind.MATMUL and o.batch.per_sample]
+            fused = [o for o in forward if o.kind is Kind.ATTENTION]
+            forward = forward[places[0] : places[-1] + 1] if places else fused
         return self._computer.total(forward, share)
 
     def _tensor(self, body: Body, share: Share, phase: Phase) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from shoal.hardware import Cluster
+from shoal.hardware import Cluster, Device
 from shoal.plan.plan import Plan
 from shoal.plan.schedule import Action, Kind, actions, most_in_flight, simulate
 from shoal.planner import stage_units
@@ -50,28 +51,39 @@ class Predictor:
     def __init__(self, work: Workload, cluster: Cluster, program: Program | None = None) -> None:
         self.work, self.cluster, self.program = work, cluster, program or Program()
         self._network = Network(cluster)
-        computer = Computer(cluster.device, self.program.fast_float32, self.program.attention)
-        self._costs = StageCosts(computer, self._network, self.program)
+        self._costs_on: dict[int, StageCosts] = {}
         self._sizes = Sizes(self.program)
         self._stages: dict[tuple[object, ...], stage_units.Stages] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
+        self._whole: stage_units.Stages = (work.profile.units,)
+        self._shares: dict[tuple[int, int, bool, int], Share] = {}
+        self._passes: dict[tuple[object, ...], tuple[stage_units.Stages, tuple[Passes, ...]]] = {}
         self._least: dict[tuple[object, ...], float] = {}
         self._known_ranks: dict[tuple[object, ...], _Ranks] = {}
 
+    def _device(self, plan: Plan) -> Device:
+        if not self.cluster.alternatives:
+            return self.cluster.device
+        return self.cluster.device_for(min(self.cluster.devices_per_host, plan.layout.world_size))
+
+    def _costs(self, plan: Plan) -> StageCosts:
+        device = self._device(plan)
+        if id(device) not in self._costs_on:
+            computer = Computer(device, self.program.fast_float32, self.program.attention)
+            self._costs_on[id(device)] = StageCosts(computer, self._network, self.program)
+        return self._costs_on[id(device)]
+
     # ------------------------------------------------------------------------------------------------------- the bounds
 
-    def ideal_seconds(self) -> float:
-        """Seconds of a sample that no plan goes below on one device: every operation as fast as the best of its kind.
+    def ideal_seconds(self, num_devices: int) -> float:
+        """Seconds of a sample that no plan on so many devices goes below if one rank computes all of it.
 
-        What does not grow with the samples is left out; t ranks take a t-th at least.
+        Every operation as fast as the best of its kind; what does not grow with the samples is left out.
         """
-        device, total = self.cluster.device, 0.0
-        bandwidth = device.memory_bytes_per_second * _best(device.memory)
-        for unit in self.work.profile.units:
-            if unit.body not in self._ideal:
-                self._ideal[unit.body] = sum(self._costs.ideal(o, bandwidth) for o in unit.body.operations)
-            total += self._ideal[unit.body]
-        return total
+        device = self.cluster.device_for(min(self.cluster.devices_per_host, num_devices))
+        computer = Computer(device, self.program.fast_float32, self.program.attention)
+        bodies = Counter(unit.body for unit in self.work.profile.units)
+        return sum(computer.ideal(o) * count for body, count in bodies.items() for o in body.operations)
 
     def least_seconds(self, plan: Plan) -> float:
         """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
@@ -79,30 +91,37 @@ class Predictor:
         The last rank waits for the first microbatch to come down all stages before its first, and the step ends when
         its last gradient has gone up them again.
         """
-        share, microbatches = self._share(plan)
-        key = (share, microbatches, plan.layout.pipeline, plan.pipeline, plan.memory.recompute)
+        key = *self._key(plan), plan.pipeline.schedule == "zero_bubble"
         if key not in self._least:
-            stages = [self._of_rank(plan, rank) for rank in range(plan.layout.pipeline)]
-            busy = [sum(self._costs.stage(stage, share, plan).seconds for stage in own) for own in stages]
-            least = microbatches * max(busy)
-            if plan.layout.pipeline > 1:
-                least = max(least, self._filled(plan, share, microbatches, busy[-1]))
-            self._least[key] = least
+            _, microbatches = self._share(plan)
+            whole = [passes.seconds for passes in self._of_stages(plan)]
+            busy = [sum(whole[rank :: plan.layout.pipeline]) for rank in range(plan.layout.pipeline)]
+            self._least[key] = max(microbatches * max(busy), self._filled(plan))
         return self._least[key]
 
-    def _filled(self, plan: Plan, share: Share, microbatches: int, busy: float) -> float:
-        """The last rank's microbatches, of `busy` seconds each, and its waits before and after."""
-        before = [self._costs.stage(stage, share, plan) for stage in self._cut(plan)[: plan.layout.pipeline - 1]]
-        message = self._message(plan, share)
-        down = sum(passes.forward.seconds + message for passes in before)
-        up = sum(passes.backward.seconds + message for passes in before)
-        own = microbatches * (busy + 2 * message * plan.pipeline.stages_per_rank)
+    def _of_stages(self, plan: Plan) -> tuple[Passes, ...]:
+        stages = self._cut(plan)
+        share, _ = self._share(plan)
+        key = id(stages), id(self._device(plan)), share, plan.memory.recompute
+        if key not in self._passes:
+            costs = self._costs(plan)
+            self._passes[key] = stages, tuple(costs.stage(stage, share, plan) for stage in stages)
+        return self._passes[key][1]
+
+    def _filled(self, plan: Plan, message: float = 0.0) -> float:
+        """The last rank's microbatches and its waits before and after."""
+        _, microbatches = self._share(plan)
+        passes, ranks, per = self._of_stages(plan), plan.layout.pipeline, plan.pipeline.stages_per_rank
+        before = passes[: ranks - 1]
+        down = sum(one.forward.seconds for one in before) + message * len(before)
+        up = sum(one.backward.seconds for one in before) + message * len(before)
+        own = microbatches * (sum(one.seconds for one in passes[ranks - 1 :: ranks]) + 2 * message * per)
         if plan.pipeline.schedule != "zero_bubble":
             return down + own + up
         # The gradients of weights may be put off, here and above: then nothing waits for them.
-        weights = [passes.backward_weight.seconds for passes in before]
-        last = self._costs.stage(self._cut(plan)[-1], share, plan).backward_weight.seconds
-        return down + own + max(0.0, up - sum(weights) - min(microbatches, plan.layout.pipeline - 1) * last)
+        up -= sum(one.backward_weight.seconds for one in before)
+        late = min(microbatches, ranks - 1) * passes[-1].backward_weight.seconds
+        return down + own + max(0.0, up - late)
 
     def least_bytes(self, plan: Plan) -> float:
         """The peak, of the rank that needs most: exact, since it is cheap."""
@@ -112,7 +131,9 @@ class Predictor:
         """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
         if plan.layout.pipeline == 1:
             return self.predict(plan).step_seconds
-        return sum(self._seconds(plan, self._ranks(plan), self.least_seconds(plan)).values())
+        ranks = self._ranks(plan)
+        makespan = self._filled(plan, self._message(plan, ranks.share))
+        return sum(self._seconds(plan, ranks, makespan).values())
 
     # -------------------------------------------------------------------------------------------------------- the whole
 
@@ -122,10 +143,10 @@ class Predictor:
         terms = self._seconds(plan, ranks)
         memory = max((self._bytes(plan, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))
         seconds, peak = sum(terms.values()), sum(memory.values())
-        missing = max(0.0, peak - self.cluster.device.memory_bytes)
+        missing = max(0.0, peak - self._device(plan).memory_bytes)
         samples = self.work.global_batch
-        flops = self.work.profile.flops(samples) / plan.degrees.world_size
-        device = self.cluster.device
+        flops = self.work.profile.flops(samples) / plan.layout.world_size
+        device = self._device(plan)
         peak_flops = device.flops.get(plan.precision.compute) or device.flops["float32"]
         return Prediction(
             step_seconds=seconds,
@@ -142,10 +163,12 @@ class Predictor:
     def _share(self, plan: Plan) -> tuple[Share, int]:
         """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""
         layout = plan.layout
-        grains = ceil(self.work.num_grains / (layout.data * layout.shard))
+        grains = -(-self.work.num_grains // (layout.data * layout.shard))
         per = min(plan.batch.grains_per_microbatch or grains, grains)
-        sequence = plan.tensor.sequence and layout.tensor > 1
-        return Share(per * self.work.grain_size, layout.tensor, sequence, layout.context), ceil(grains / per)
+        key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context
+        if key not in self._shares:
+            self._shares[key] = Share(per * self.work.grain_size, *key[1:])
+        return self._shares[key], -(-grains // per)
 
     # ------------------------------------------------------------------------------------------------------- the stages
 
@@ -156,29 +179,33 @@ class Predictor:
     def _cut(self, plan: Plan) -> stage_units.Stages:
         units, num_stages = self.work.profile.units, plan.layout.pipeline * plan.pipeline.stages_per_rank
         if num_stages == 1:
-            return (units,)
-        if plan.pipeline.split:
-            return stage_units.by_names(units, plan.pipeline.split)
+            return self._whole
         share, _ = self._share(plan)
-        key = (num_stages, share, plan.memory.recompute)
+        key = (id(self._device(plan)), num_stages, share, plan.memory.recompute, plan.pipeline.split)
         if key not in self._stages:
-            if self.program.equal_blocks:
+            if plan.pipeline.split:
+                self._stages[key] = stage_units.by_names(units, plan.pipeline.split)
+            elif self.program.equal_blocks:
                 self._stages[key] = stage_units.equal(units, num_stages)
             else:
-                seconds = [self._costs.body(unit.body, share, plan).seconds for unit in units]
+                seconds = [self._costs(plan).body(unit.body, share, plan).seconds for unit in units]
                 self._stages[key] = stage_units.balanced(units, seconds, num_stages)
         return self._stages[key]
 
     def _size(self, plan: Plan, stages: Sequence[Sequence[Unit]], share: Share) -> StageSize:
         return self._sizes.stage([unit for stage in stages for unit in stage], share, plan)
 
+    def _key(self, plan: Plan) -> tuple[object, ...]:
+        """What tells plans apart whose data and shard axes are not looked at."""
+        pipeline, device = plan.pipeline, id(self._device(plan))
+        shape = plan.layout.pipeline, pipeline.stages_per_rank, pipeline.split, plan.memory.recompute
+        return device, *self._share(plan), *shape
+
     def _ranks(self, plan: Plan) -> _Ranks:
         """The ranks of the pipeline; the same whatever data and shard divide."""
-        share, microbatches = self._share(plan)
-        pipeline = plan.pipeline
-        shape = plan.layout.pipeline, pipeline.stages_per_rank, pipeline.schedule, pipeline.split
-        key = share, microbatches, shape, plan.memory.recompute
+        key = *self._key(plan), plan.pipeline.schedule
         if key not in self._known_ranks:
+            share, microbatches = self._share(plan)
             every = tuple(self._rank(plan, rank, share, microbatches) for rank in range(plan.layout.pipeline))
             largest: dict[StageSize, _Rank] = {}
             for rank in every:
@@ -191,11 +218,11 @@ class Predictor:
 
     def _rank(self, plan: Plan, rank: int, share: Share, microbatches: int) -> _Rank:
         stages = self._of_rank(plan, rank)
+        passes = self._of_stages(plan)[rank :: plan.layout.pipeline]
         in_flight = 1.0
         if plan.layout.pipeline > 1:
             per = plan.pipeline.stages_per_rank
             in_flight = _in_flight(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank] / per
-        passes = tuple(self._costs.stage(stage, share, plan) for stage in stages)
         return _Rank(stages, passes, self._size(plan, stages, share), in_flight)
 
     # ------------------------------------------------------------------------------------------------------ its seconds
@@ -231,7 +258,7 @@ class Predictor:
         """Seconds of handing one microbatch's activation to the next stage."""
         cut = self._cut(plan)
         num_bytes = max((stage[-1].body.output_bytes.at(share.local_samples) for stage in cut[:-1]), default=0.0)
-        stride = plan.degrees.world_size // plan.layout.pipeline
+        stride = plan.layout.world_size // plan.layout.pipeline
         parts = share.tensor if share.sequence else 1
         return self._network.seconds("send", num_bytes / parts, self._network.group(2, stride))
 
@@ -275,7 +302,7 @@ class Predictor:
             + self._network.seconds("all_reduce", n * reduce / layout.shard, replicas)
             for n in numel
         ]
-        passes = [self._costs.body(unit.body, share, plan) for unit in units]
+        passes = [self._costs(plan).body(unit.body, share, plan) for unit in units]
         forwards = [p.forward.seconds for p in passes]
         backwards = [p.backward.seconds for p in passes]
         nothing = [0.0] * len(units)
@@ -309,20 +336,20 @@ class Predictor:
 
     def _optimizer(self, plan: Plan, rank: _Rank) -> float:
         """The update's reads and writes, and under ZeRO-1 the updated parameters handed out."""
-        profile, layout, device = self.work.profile, plan.layout, self.cluster.device
+        profile, layout, device = self.work.profile, plan.layout, self._device(plan)
         elements = rank.size.trainable / layout.shard
         width = rank.size.parameter_bytes / rank.size.numel if rank.size.numel else 4.0
         state = profile.state_bytes_per_element + self.program.master_bytes
         num_bytes = elements * max(4 * profile.optimizer_passes, 2 * (width + state) + 4)
         seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
-        seconds = max(seconds + profile.optimizer_launches * device.launch_seconds, self._optimizer_host())
+        seconds = max(seconds + profile.optimizer_launches * device.launch_seconds, self._optimizer_host(device))
         if layout.shard > 1 and plan.shard.level == "optimizer":
             group = self._network.group(layout.shard, layout.context * layout.tensor)
             seconds += self._network.seconds("all_gather", rank.size.parameter_bytes, group)
         return seconds
 
-    def _optimizer_host(self) -> float:
-        return self.work.profile.optimizer_launches * self.cluster.device.dispatch_seconds
+    def _optimizer_host(self, device: Device) -> float:
+        return self.work.profile.optimizer_launches * device.dispatch_seconds
 
     # -------------------------------------------------------------------------------------------------------- its bytes
 
@@ -331,7 +358,7 @@ class Predictor:
         memory.update(state_bytes(plan, self.work.profile, rank.size, self.program))
         memory["activations"] = rank.in_flight * rank.size.saved + rank.size.transient
         memory["allocator"] = self.program.fragmentation * memory["activations"]
-        memory["reserved"] = float(self.cluster.device.reserved_bytes)
+        memory["reserved"] = float(self._device(plan).reserved_bytes)
         return memory
 
 
