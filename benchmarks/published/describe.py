@@ -10,7 +10,6 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from benchmarks.published.modules import Dimensions, transformer
 from benchmarks.published.rows import Row, integer, number
@@ -110,7 +109,7 @@ def _dimensions(row: Row) -> Dimensions:
 @cache
 def _profile(dimensions: Dimensions, kinds: PrecisionSection) -> Profile:
     made = transformer(dimensions)
-    return profile(made.model, made.loss, made.batch, precision=kinds, cuts=made.cuts)
+    return profile(made.model, made.loss, made.batch, precision=kinds, tensor=made.cuts)
 
 
 def plan(row: Row) -> Plan:
@@ -127,7 +126,9 @@ def plan(row: Row) -> Plan:
     blocks = integer(row, "n_layers")
     if layout["pipeline"] * virtual > blocks + 2:
         raise UnknownError(f"{layout['pipeline'] * virtual} stages of {blocks} blocks")
-    micro = integer(row, "micro_batch", 0) or max(1, integer(row, "global_batch") // (data * integer(row, "grad_accum")))
+    micro = integer(row, "micro_batch", 0) or max(
+        1, integer(row, "global_batch") // (data * integer(row, "grad_accum"))
+    )
     facts = framework(row)
     return Plan().with_sections(
         layout=layout,
@@ -190,7 +191,9 @@ def _at_rate(link: Link, gbps: float, row: Row) -> Link:
     return dataclasses.replace(link, name=f"{gbps:g} Gbit/s a host", bytes_per_second=gbps * 1e9 / 8 * _ACHIEVED)
 
 
-def describe(row: Row) -> tuple[Workload, Plan, Cluster, Program]:
+Described = tuple[Workload, Plan, Cluster, Program]
+
+
+def describe(row: Row) -> Described:
     """All four. Raises: UnknownError."""
-    found: Any = workload(row), plan(row), cluster(row), program(row)
-    return found  # type: ignore[no-any-return]
+    return workload(row), plan(row), cluster(row), program(row)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from shoal.errors import PlanError
 from shoal.planner.aims import Aim, Key, Limit, tied
@@ -13,6 +13,8 @@ from shoal.planner.space import Cut, Illegal, Place, simplicity
 
 GIB = 1 << 30
 NUM_ALTERNATIVES = 5
+# The next best are searched for as exactly as the best this far; beyond, they are the best of those that were met.
+NEAR, MAX_NEAR = 0.05, 200
 _MUCH_BUBBLE = 0.1
 
 
@@ -76,7 +78,9 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
         raise _nothing(search, aim, seen, limit)
     close, following = _split(order, aim, best)
     chosen = min((best, *close), key=lambda candidate: simplicity(candidate.plan))
-    alternatives = _distinct(chosen, [best, *close], following)
+    near = takewhile(lambda candidate: _key(aim, candidate)[-1] <= _key(aim, best)[-1] * (1 + NEAR), following)
+    farther = sorted(seen.predicted.values(), key=lambda candidate: _key(aim, candidate))
+    alternatives = _distinct(chosen, [best, *close, *islice(near, MAX_NEAR)], farther)
     return Choice(
         aim=aim,
         chosen=chosen,
@@ -118,15 +122,11 @@ def place_of(candidate: Candidate) -> Place:
     return Place(layout.data * layout.shard, Cut(layout.tensor, layout.pipeline, layout.context))
 
 
-def _distinct(chosen: Candidate, close: list[Candidate], following: Iterator[Candidate]) -> tuple[Candidate, ...]:
-    """The best plan of each of the next places: the tied ones first, then what follows until there are enough."""
+def _distinct(chosen: Candidate, close: list[Candidate], following: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """The best plan of each of the next places: the tied ones first, then what follows."""
     found: dict[Place, Candidate] = {place_of(chosen): chosen}
-    for candidate in close:
+    for candidate in (*close, *following):
         found.setdefault(place_of(candidate), candidate)
-    for candidate in takewhile(lambda _: len(found) <= NUM_ALTERNATIVES, following):
-        found.setdefault(place_of(candidate), candidate)
-        if len(found) > NUM_ALTERNATIVES:
-            break
     return tuple(found.values())[1 : NUM_ALTERNATIVES + 1]
 
 

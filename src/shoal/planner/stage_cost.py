@@ -73,35 +73,35 @@ class StageCosts:
 
     def __init__(self, computer: Computer, network: Network, program: Program) -> None:
         self._computer, self._network, self._program = computer, network, program
-        self._known: dict[tuple[int, Share, str], Passes] = {}
-        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str], Passes] = {}
+        self._known: dict[tuple[int, Share, str, bool], Passes] = {}
+        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str, bool], Passes] = {}
         self._phases: dict[tuple[int, Share], dict[Phase, Cost]] = {}
         # By the identity of the units, which are kept with their passes so that it stays theirs.
-        self._of_units: dict[tuple[int, Share, str], tuple[Sequence[Unit], Passes]] = {}
+        self._of_units: dict[tuple[int, Share, str, bool], tuple[Sequence[Unit], Passes]] = {}
 
-    def stage(self, units: Sequence[Unit], share: Share, plan: Plan) -> Passes:
-        """The passes of the units of a stage together."""
-        same = id(units), share, plan.memory.recompute
+    def stage(self, units: Sequence[Unit], share: Share, plan: Plan, adds: bool) -> Passes:
+        """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
+        same = id(units), share, plan.memory.recompute, adds
         if same in self._of_units:
             return self._of_units[same][1]
         counts = tuple(Counter(unit.body for unit in units).items())
-        key = counts, share, plan.memory.recompute
+        key = counts, share, plan.memory.recompute, adds
         if key not in self._stages:
             total = Passes()
             for body, count in counts:
-                total += _times(self.body(body, share, plan), count)
+                total += _times(self.body(body, share, plan, adds), count)
             self._stages[key] = total
         self._of_units[same] = units, self._stages[key]
         return self._stages[key]
 
-    def body(self, body: Body, share: Share, plan: Plan) -> Passes:
+    def body(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
         """The passes of one unit."""
-        key = id(body), share, plan.memory.recompute
+        key = id(body), share, plan.memory.recompute, adds
         if key not in self._known:
-            self._known[key] = self._passes(body, share, plan)
+            self._known[key] = self._passes(body, share, plan, adds)
         return self._known[key]
 
-    def _passes(self, body: Body, share: Share, plan: Plan) -> Passes:
+    def _passes(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
         phases = self._phases.get((id(body), share))
         if phases is None:
             phases = self._phases[id(body), share] = self._computer.phases(body, share)
@@ -122,8 +122,21 @@ class StageCosts:
                 tensor[Phase.BACKWARD_INPUT],
                 context * (2 if again.device and plan.memory.recompute == "full" else 1),
             ),
-            Pass(phases[Phase.BACKWARD_WEIGHT], Cost(), tensor[Phase.BACKWARD_WEIGHT], 0.0),
+            Pass(
+                phases[Phase.BACKWARD_WEIGHT] + (self._added(body, share) if adds else NO_COST),
+                NO_COST,
+                tensor[Phase.BACKWARD_WEIGHT],
+            ),
         )
+
+    def _added(self, body: Body, share: Share) -> Cost:
+        """Adding the gradients to those of the microbatches before: one read of each, one write."""
+        held = self._program.gradient_bytes
+        weights = [w for w in body.weights if w.trainable]
+        num_bytes = sum(w.numel_of(share.tensor) * (w.itemsize + 2 * (held or w.itemsize)) for w in weights)
+        device = self._computer.device
+        seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
+        return Cost(seconds + len(weights) * device.launch_seconds, len(weights) * device.dispatch_seconds)
 
     def _again(self, body: Body, share: Share) -> Cost:
         """What selective recomputation computes again."""

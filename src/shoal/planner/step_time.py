@@ -101,11 +101,11 @@ class Predictor:
 
     def _of_stages(self, plan: Plan) -> tuple[Passes, ...]:
         stages = self._cut(plan)
-        share, _ = self._share(plan)
-        key = id(stages), id(self._device(plan)), share, plan.memory.recompute
+        share, microbatches = self._share(plan)
+        key = id(stages), id(self._device(plan)), share, microbatches > 1, plan.memory.recompute
         if key not in self._passes:
             costs = self._costs(plan)
-            self._passes[key] = stages, tuple(costs.stage(stage, share, plan) for stage in stages)
+            self._passes[key] = stages, tuple(costs.stage(stage, share, plan, microbatches > 1) for stage in stages)
         return self._passes[key][1]
 
     def _filled(self, plan: Plan, message: float = 0.0) -> float:
@@ -188,7 +188,7 @@ class Predictor:
             elif self.program.equal_blocks:
                 self._stages[key] = stage_units.equal(units, num_stages)
             else:
-                seconds = [self._costs(plan).body(unit.body, share, plan).seconds for unit in units]
+                seconds = [self._costs(plan).body(unit.body, share, plan, True).seconds for unit in units]
                 self._stages[key] = stage_units.balanced(units, seconds, num_stages)
         return self._stages[key]
 
@@ -302,7 +302,7 @@ class Predictor:
             + self._network.seconds("all_reduce", n * reduce / layout.shard, replicas)
             for n in numel
         ]
-        passes = [self._costs(plan).body(unit.body, share, plan) for unit in units]
+        passes = [self._costs(plan).body(unit.body, share, plan, microbatches > 1) for unit in units]
         forwards = [p.forward.seconds for p in passes]
         backwards = [p.backward.seconds for p in passes]
         nothing = [0.0] * len(units)
