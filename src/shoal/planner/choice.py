@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from shoal.errors import PlanError
 from shoal.planner.aims import Aim, Key, Limit, tied
@@ -13,8 +13,7 @@ from shoal.planner.space import Cut, Illegal, Place, simplicity
 
 GIB = 1 << 30
 NUM_ALTERNATIVES = 5
-# The next best are searched for as exactly as the best this far; beyond, they are the best of those that were met.
-NEAR, MAX_NEAR = 0.05, 200
+NUM_PROMISING = 16
 _MUCH_BUBBLE = 0.1
 
 
@@ -76,11 +75,9 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
     best = next(order, None)
     if best is None:
         raise _nothing(search, aim, seen, limit)
-    close, following = _split(order, aim, best)
+    close = list(takewhile(lambda candidate: tied(_key(aim, candidate), _key(aim, best)), order))
     chosen = min((best, *close), key=lambda candidate: simplicity(candidate.plan))
-    near = takewhile(lambda candidate: _key(aim, candidate)[-1] <= _key(aim, best)[-1] * (1 + NEAR), following)
-    farther = sorted(seen.predicted.values(), key=lambda candidate: _key(aim, candidate))
-    alternatives = _distinct(chosen, [best, *close, *islice(near, MAX_NEAR)], farther)
+    alternatives = _next_best(search, aim, chosen, seen)
     return Choice(
         aim=aim,
         chosen=chosen,
@@ -94,24 +91,6 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
     )
 
 
-def _split(
-    order: Iterator[Candidate], aim: Aim, best: Candidate
-) -> tuple[list[Candidate], Iterator[Candidate]]:
-    """Those that are tied with the best, and an iterator over what follows them."""
-    best_key = _key(aim, best)
-    close: list[Candidate] = []
-    for candidate in order:
-        if not tied(_key(aim, candidate), best_key):
-            return close, _chain(candidate, order)
-        close.append(candidate)
-    return close, iter(())
-
-
-def _chain(first: Candidate, rest: Iterator[Candidate]) -> Iterator[Candidate]:
-    yield first
-    yield from rest
-
-
 def _key(aim: Aim, candidate: Candidate) -> Key:
     return aim.key(candidate.devices, candidate.seconds)
 
@@ -122,12 +101,14 @@ def place_of(candidate: Candidate) -> Place:
     return Place(layout.data * layout.shard, Cut(layout.tensor, layout.pipeline, layout.context))
 
 
-def _distinct(chosen: Candidate, close: list[Candidate], following: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """The best plan of each of the next places: the tied ones first, then what follows."""
-    found: dict[Place, Candidate] = {place_of(chosen): chosen}
-    for candidate in (*close, *following):
-        found.setdefault(place_of(candidate), candidate)
-    return tuple(found.values())[1 : NUM_ALTERNATIVES + 1]
+def _next_best(search: Search, aim: Aim, chosen: Candidate, seen: Seen) -> tuple[Candidate, ...]:
+    """The best plans of other degrees on as many devices: of those places whose bounds promise most."""
+    own = place_of(chosen)
+    others = [place for place in search.by_devices[chosen.devices] if place != own]
+    promising = sorted(others, key=lambda place: max(seen.bounds.get(place, 0.0), search.floor(place)))
+    best = (next(search.in_order(aim, places=[place], seen=seen), None) for place in promising[:NUM_PROMISING])
+    found = [candidate for candidate in best if candidate is not None]
+    return tuple(sorted(found, key=lambda candidate: _key(aim, candidate))[:NUM_ALTERNATIVES])
 
 
 # ------------------------------------------------------------------------------------------------------ reasons

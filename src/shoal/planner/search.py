@@ -9,7 +9,7 @@ Source: Hart, Nilsson and Raphael, A formal basis for the heuristic determinatio
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -118,10 +118,10 @@ class Search:
         return found
 
     def in_order(
-        self, aim: Aim, limit: Limit = _ANY, devices: int | None = None, seen: Seen | None = None
+        self, aim: Aim, limit: Limit = _ANY, places: Sequence[Place] | None = None, seen: Seen | None = None
     ) -> Iterator[Candidate]:
         """The candidates that fit and are within the limit, by the aim's key; equal keys by simplicity."""
-        places = self.places if devices is None else tuple(self.by_devices.get(devices, ()))
+        places = self.places if places is None else places
         return _Order(self, aim, limit, seen if seen is not None else Seen()).run(places)
 
     # ------------------------------------------------------------------------------------------------- bounds
@@ -202,7 +202,7 @@ class _Order:
         self._queue: list[tuple[Key, tuple[int, ...], int, _Waiting]] = []
         self._numbers = count()
 
-    def run(self, places: tuple[Place, ...]) -> Iterator[Candidate]:
+    def run(self, places: Sequence[Place]) -> Iterator[Candidate]:
         for place in places:
             self._wait(place, self._search.floor(place), place)
         while self._queue:
