@@ -10,8 +10,11 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from benchmarks.published.modules import Dimensions, transformer
+import torch
+
+from benchmarks.published.modules import transformer
 from benchmarks.published.rows import Row, integer, number
 from shoal.catalogue import cluster as named_cluster
 from shoal.hardware import Cluster, Link
@@ -78,38 +81,44 @@ def precision(row: Row, facts: Framework) -> PrecisionSection:
 def workload(row: Row) -> Workload:
     """The row's model on its global batch; a grain is a sample."""
     batch = integer(row, "global_batch")
-    return Workload(_profile(_dimensions(row), precision(row, framework(row))), batch, batch)
+    family, dimensions = _dimensions(row)
+    made = _profile(family, tuple(dimensions.items()), precision(row, framework(row)))
+    return Workload(made, batch, batch)
 
 
-def _dimensions(row: Row) -> Dimensions:
-    facts = framework(row)
-    hidden, family = integer(row, "hidden"), row.get("arch_family", "").lower()
+def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
+    facts, told = framework(row), row.get("arch_family", "").lower()
+    hidden, name = integer(row, "hidden"), row.get("model", "").lower()
     heads = integer(row, "n_heads", max(1, hidden // 128))
-    is_llama = any(word in family or word in row.get("model", "").lower() for word in ("llama", "mistral", "swiglu"))
-    unfused = row.get("attention_kind") == "unfused"
-    if not row.get("attention_kind") and "megatron" in row.get("framework", "").lower():
-        unfused = True  # Megatron-LM had no fused attention before 2023
-    return Dimensions(
-        layers=integer(row, "n_layers"),
-        hidden=hidden,
-        ffn=integer(row, "ffn_hidden", 4 * hidden),
-        heads=heads,
-        kv_heads=integer(row, "n_kv_heads", heads),
-        vocab=integer(row, "vocab", 51200),
-        length=integer(row, "seq_len"),
-        tied=row.get("tied_embeddings") != "0",
-        family="llama" if is_llama else "bert" if "bert" in family else "gpt",
-        fused_attention=not unfused,
-        fused_kernels=facts.fused_kernels,
-        dropout=facts.dropout,
-        bias=not is_llama and "no bias" not in family,
-    )
+    is_megatron = "megatron" in row.get("framework", "").lower()
+    family = next((f for f in ("mpt", "llama", "bert", "gpt") if f in told or f in name), "gpt")
+    if any(word in told or word in name for word in ("swiglu", "mistral", "qwen", "rmsnorm")):
+        family = "llama"
+    # Megatron-LM had no fused attention before 2023, and where a row does not say, it is of before.
+    unfused = row.get("attention_kind") == "unfused" or (not row.get("attention_kind") and is_megatron)
+    dimensions: dict[str, Any] = {
+        "layers": integer(row, "n_layers"),
+        "hidden": hidden,
+        "ffn": integer(row, "ffn_hidden", 4 * hidden),
+        "heads": heads,
+        "kv_heads": integer(row, "n_kv_heads", heads),
+        "vocab": integer(row, "vocab", 51200),
+        "seq_len": integer(row, "seq_len"),
+        "tied": row.get("tied_embeddings") != "0",
+        "fused_attention": not unfused,
+        "fused_kernels": facts.fused_kernels,
+        "time_first": is_megatron,
+        "dropout": facts.dropout,
+    }
+    if family == "bert":
+        dimensions |= {"head": "masked"}
+    return family, dimensions
 
 
 @cache
-def _profile(dimensions: Dimensions, kinds: PrecisionSection) -> Profile:
-    made = transformer(dimensions)
-    return profile(made.model, made.loss, made.batch, precision=kinds, tensor=made.cuts)
+def _profile(family: str, dimensions: tuple[tuple[str, Any], ...], kinds: PrecisionSection) -> Profile:
+    made = transformer(family, **dict(dimensions))
+    return profile(made.model, made.loss, made.batch, precision=kinds, optimizer=torch.optim.AdamW)
 
 
 def plan(row: Row) -> Plan:
@@ -142,11 +151,16 @@ def plan(row: Row) -> Plan:
     )
 
 
+# Adam of a narrow dtype is traced with two moments of that dtype, 4 bytes; these programs keep both, and a copy of the
+# parameters, in float32: 12.
+_MASTER_BYTES = 8.0
+
+
 def program(row: Row) -> Program:
     """How the row's framework executes its plan."""
     facts = framework(row)
     narrow = precision(row, facts).parameters != "float32"
-    found = dataclasses.replace(facts.program, master_bytes=4.0 if narrow else 0.0)
+    found = dataclasses.replace(facts.program, master_bytes=_MASTER_BYTES if narrow else 0.0, fused_optimizer=True)
     if row.get("gradient_overlap") == "0":
         found = dataclasses.replace(found, overlap=False)
     return found
@@ -176,7 +190,7 @@ def device_name(gpu: str, gib: str) -> str:
     if family == "A100":
         return f"A100-{'40' if gib == '40' else '80'}-{form}"
     if family == "V100":
-        return f"V100-{'16' if gib == '16' else '32'}-SXM2"
+        return f"V100-SXM2-{'16' if gib == '16' else '32'}"
     if family == "H100":
         return f"H100-{form}"
     return family

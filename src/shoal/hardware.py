@@ -44,8 +44,10 @@ class Device:
     flops: Mapping[str, float]  # "float32", "bfloat16", "float16", "float8", "float4"; "tf32" where matmuls may use it
     matmul: Mapping[str, Curve] = field(default_factory=dict)
     convolution: Mapping[str, Curve] = field(default_factory=dict)  # where measured apart; else as a matmul
-    attention: Mapping[str, float] = field(default_factory=dict)  # fraction of the peak that fused attention reaches
+    # Fraction of the peak that fused attention reaches, by kernel and phase: "flash2_forward", "flash2_backward".
+    attention: Mapping[str, float] = field(default_factory=dict)
     memory: Curve = Curve()
+    sustained: float = 1.0  # of that: what the products of a whole step reach, whatever their shapes, as clocks fall
     multiprocessors: int = 0  # 0: no waves of tiles (a CPU)
     tile: tuple[int, int] = (128, 256)
     launch_seconds: float = 0.0  # the least time of a kernel on the device

@@ -73,11 +73,10 @@ def detected() -> Cluster:
 
 
 def kind_of(model: str) -> str | None:
-    """The catalogue's name of a GPU that the driver calls `model`: the longest match."""
-    matches = [
-        (len(text), name) for name, entry in devices().items() for text in entry.get("match", ()) if text in model
-    ]
-    return max(matches)[1] if matches else None
+    """The catalogue's name of a GPU that the driver calls `model`: the longest of those that occur as words in it."""
+    known = [(text, name) for name, entry in devices().items() for text in entry.get("match", ())]
+    found = [(len(text), name) for text, name in known if re.search(rf"\b{re.escape(text)}\b", model)]
+    return max(found)[1] if found else None
 
 
 def _cpu_info(key: str) -> str:

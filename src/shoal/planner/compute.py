@@ -91,9 +91,10 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
     """Seconds of `batch` matmuls of m x k by k x n, without their memory traffic."""
     m, n, k, batch = sizes
     flops = 2.0 * m * n * k * batch
-    peak = device.flops[dtype] * curve.at(flops)
     if not device.multiprocessors:
-        return flops / peak
+        return flops / (device.flops[dtype] * curve.at(flops) * device.sustained)
+    # The curve's rise is the waste of small products, which is counted here by itself: its top is the rate of large ones.
+    peak = device.flops[dtype] * max(share for _, share in curve.points) * device.sustained
     per_tile = peak / device.multiprocessors
     best = float("inf")
     most, groups = int(k // (4 * _K_FILL)), max(1.0, batch)
@@ -167,8 +168,9 @@ class Computer:
 
     def _attention(self, operation: Operation, share: Share, divided: float) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
-        fraction = device.attention.get(dtype, 0.5) * _FUSED[self.attention]
-        fraction *= _FORWARD if operation.phase is Phase.FORWARD else _BACKWARD
+        phase = "forward" if operation.phase is Phase.FORWARD else "backward"
+        known = device.attention.get(f"{self.attention}_{phase}")
+        fraction = known or device.attention.get(f"flash2_{phase}", 0.5) * _FUSED[self.attention]
         # The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
         length = max(1.0, operation.n.at(share.local_samples))
         width = operation.k.at(share.local_samples) or 128.0
@@ -190,6 +192,7 @@ class Computer:
         return found
 
 
+<<<<<<< HEAD
 # Rates of fused attention relative to FlashAttention-2's over a whole step, and of its forward and backward: the same
 # paper's figures (causal, A100), and Shah et al., FlashAttention-3, arXiv 2407.08608 (H100).
 _FUSED: Final = {"flash1": 0.6, "flash2": 1.0, "flash3": 1.5}
@@ -199,6 +202,11 @@ def _best(curve: Curve) -> float:
     return max(share for _, share in curve.points)
 
 
+=======
+# Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: the figures of
+# Dao, arXiv 2307.08691 (causal, A100), and Shah et al., arXiv 2407.08608.
+_FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.5}
+>>>>>>> main
 # Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
 # from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
 _ATTENTION_FILL: Final = 512.0

@@ -110,14 +110,18 @@ class StageCosts:
             full = plan.memory.recompute == "full"
             again = phases[Phase.FORWARD] if full else self._again(body, share)
             regions = self._program.region_seconds
+            again += self._calls(body, share, Phase.FORWARD) if full else NO_COST
         tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
+        calls = {phase: self._calls(body, share, phase) for phase in Phase}
         if again.device and plan.memory.recompute == "full":
             tensor[Phase.BACKWARD_INPUT] += tensor[Phase.FORWARD]
         context = self._context(body, share)
         return Passes(
-            Pass(phases[Phase.FORWARD] + Cost(0, regions), Cost(), tensor[Phase.FORWARD], context),
             Pass(
-                phases[Phase.BACKWARD_INPUT],
+                phases[Phase.FORWARD] + Cost(0, regions) + calls[Phase.FORWARD], NO_COST, tensor[Phase.FORWARD], context
+            ),
+            Pass(
+                phases[Phase.BACKWARD_INPUT] + calls[Phase.BACKWARD_INPUT],
                 again + Cost(0, regions),
                 tensor[Phase.BACKWARD_INPUT],
                 context * (2 if again.device and plan.memory.recompute == "full" else 1),
@@ -163,6 +167,13 @@ class StageCosts:
             else:
                 total += self._network.seconds(exchange.kind, num_bytes, group)
         return total
+
+    def _calls(self, body: Body, share: Share, phase: Phase) -> Cost:
+        """The host's time for starting a unit's exchanges."""
+        if share.tensor == 1:
+            return NO_COST
+        count = sum(exchange.phase is phase for exchange in body.exchanges) * (2 if share.sequence else 1)
+        return Cost(0.0, count * self._program.call_seconds)
 
     def tensor_group(self, share: Share) -> Group:
         """Neighbouring ranks: the tensor axis is the innermost."""

@@ -340,7 +340,10 @@ class Predictor:
         elements = rank.size.trainable / layout.shard
         width = rank.size.parameter_bytes / rank.size.numel if rank.size.numel else 4.0
         state = profile.state_bytes_per_element + self.program.master_bytes
-        num_bytes = elements * max(4 * profile.optimizer_passes, 2 * (width + state) + 4)
+        per_element = width * profile.optimizer_passes
+        if self.program.fused_optimizer:
+            per_element = 2 * (width + state) + (self.program.gradient_bytes or width)
+        num_bytes = elements * per_element
         seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
         seconds = max(seconds + profile.optimizer_launches * device.launch_seconds, self._optimizer_host(device))
         if layout.shard > 1 and plan.shard.level == "optimizer":

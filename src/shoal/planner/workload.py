@@ -69,8 +69,10 @@ class Program:
     selective: str = "products"  # what selective recomputation keeps: products | all_but_attention
     equal_blocks: bool = False
     gradient_bytes: float | None = None
-    master_bytes: float = 0.0  # of a copy of the parameters in float32 that the optimizer keeps
+    master_bytes: float = 0.0  # an element that the optimizer keeps beside the profile's state: a float32 copy
+    fused_optimizer: bool = False  # one kernel reads and writes everything once; else as the profile says
     contention: float = 0.1
+    call_seconds: float = 55e-6  # of the host, to start one collective: vtrain-single, tensor 2 against 1
     region_seconds: float = 0.0
     step_seconds: float = 0.0  # of the host, each step, beside the operators
     microbatch_seconds: float = 0.0  # likewise each microbatch
