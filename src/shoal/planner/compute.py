@@ -161,7 +161,8 @@ class Computer:
             return num_bytes / (device.memory_bytes_per_second * _best(device.memory))
         dtype = self.dtype(operation.dtype)
         if operation.kind is Kind.ATTENTION:
-            return operation.flops.per_sample / (device.flops[dtype] * max(device.attention.values(), default=0.5))
+            best = max(device.attention.values(), default=0.5) * max(1.0, _FUSED[self.attention])
+            return operation.flops.per_sample / (device.flops[dtype] * best)
         curves = device.convolution if operation.kind is Kind.CONVOLUTION else device.matmul
         curve = curves.get(dtype) or device.matmul.get(dtype) or Curve()
         return operation.flops.per_sample / (device.flops[dtype] * _best(curve))
@@ -192,21 +193,13 @@ class Computer:
         return found
 
 
-<<<<<<< HEAD
-# Rates of fused attention relative to FlashAttention-2's over a whole step, and of its forward and backward: the same
-# paper's figures (causal, A100), and Shah et al., FlashAttention-3, arXiv 2407.08608 (H100).
-_FUSED: Final = {"flash1": 0.6, "flash2": 1.0, "flash3": 1.5}
-_FORWARD: Final = 1.15
-_BACKWARD: Final = 0.95
 def _best(curve: Curve) -> float:
     return max(share for _, share in curve.points)
 
 
-=======
 # Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: the figures of
 # Dao, arXiv 2307.08691 (causal, A100), and Shah et al., arXiv 2407.08608.
 _FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.5}
->>>>>>> main
 # Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
 # from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
 _ATTENTION_FILL: Final = 512.0
