@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from shoal.errors import PlanError
 from shoal.planner.aims import Aim, Key, Limit, tied
@@ -67,16 +67,23 @@ def limit_of(search: Search, aim: Aim, num_steps: int | None) -> Limit:
     return Limit()
 
 
+def simplest(order: Iterator[Candidate], aim: Aim, most: int | None = None) -> tuple[Candidate, list[Candidate]] | None:
+    """The simplest of those that are as good as the first of an order (of `most` at most), and all of these."""
+    best = next(order, None)
+    if best is None:
+        return None
+    close = [best, *takewhile(lambda candidate: tied(_key(aim, candidate), _key(aim, best)), islice(order, most))]
+    return min(close, key=lambda candidate: simplicity(candidate.plan)), close
+
+
 def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
     """The simplest of the plans that are as good as the best. Raises: NothingFitsError."""
     seen = Seen()
     limit = limit_of(search, aim, num_steps)
-    order = search.in_order(aim, limit, seen=seen)
-    best = next(order, None)
-    if best is None:
+    found = simplest(search.in_order(aim, limit, seen=seen), aim)
+    if found is None:
         raise _nothing(search, aim, seen, limit)
-    close = list(takewhile(lambda candidate: tied(_key(aim, candidate), _key(aim, best)), order))
-    chosen = min((best, *close), key=lambda candidate: simplicity(candidate.plan))
+    chosen, close = found
     alternatives = _next_best(search, aim, chosen, seen)
     return Choice(
         aim=aim,
@@ -84,7 +91,7 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
         alternatives=alternatives,
         rejected=tuple(_rejected(search, seen, chosen)),
         illegal=tuple(search.space.illegal()),
-        num_tied=len(close),
+        num_tied=len(close) - 1,
         num_places=len(search.places),
         num_predicted=seen.num_predicted,
         num_bounded=seen.num_bounded - seen.num_predicted,

@@ -52,9 +52,10 @@ class MeasuredStep:
     spans: Mapping[str, float]
 
 
-def beside(predicted: Mapping[str, Any], steps: Sequence[MeasuredStep], peak_bytes: int | None) -> dict[str, Any]:
+def beside(predicted: Mapping[str, Any], steps: Iterable[MeasuredStep], peak_bytes: int | None) -> dict[str, Any]:
     """What a plan predicted beside what the steps of a run took, as JSON; medians without the first steps."""
-    counted = list(steps[_WARM_UP:] if len(steps) > 2 * _WARM_UP else steps)
+    counted = list(steps)
+    counted = counted[_WARM_UP:] if len(counted) > 2 * _WARM_UP else counted
     terms = predicted.get("terms", {})
     parts = {
         part: {
@@ -74,6 +75,19 @@ def beside(predicted: Mapping[str, Any], steps: Sequence[MeasuredStep], peak_byt
         "parts": parts,
         "peak_bytes": {"predicted": predicted.get("peak_bytes"), "measured": peak_bytes},
     }
+
+
+def told(compared: Mapping[str, Any]) -> str:
+    """A comparison in a line."""
+    step = compared["step_seconds"]
+    parts = ", ".join(
+        f"{part} {values['measured'] * 1e3:.1f} ({values['predicted'] * 1e3:.1f})"
+        for part, values in compared["parts"].items()
+        if values["measured"] is not None
+    )
+    off = step["predicted"] / step["measured"] - 1.0
+    whole = f"a step took {step['measured'] * 1e3:.1f} ms, predicted {step['predicted'] * 1e3:.1f} ({off:+.0%})"
+    return f"{whole}: {parts}" if parts else whole
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shoal.hardware import Cluster, Device, Link
 from shoal.planner.aims import TIE, Aim, Limit
-from shoal.planner.choice import Candidate, gib
+from shoal.planner.choice import Candidate, gib, simplest
 from shoal.planner.costs import costs_of
 from shoal.planner.goodput import Failures, Goodput, goodput
 from shoal.planner.search import Search, Seen
@@ -16,6 +16,7 @@ from shoal.planner.workload import Program, Workload
 
 # Devices that are added stop paying where each brings less than half of the throughput that a device brings at best.
 PAYS = 0.5
+_MOST_TIED = 20  # candidates of a point of the curve among which the simplest is taken
 # Where a cluster does not say how fast it writes checkpoints: bytes a second of a host, and seconds of a restart.
 STORAGE_BYTES_PER_SECOND, RESTART_SECONDS = 1e9, 120.0
 
@@ -77,8 +78,8 @@ def curve(search: Search, chosen: int) -> Curve:
     for devices in curve_counts(search.space.counts, chosen):
         seen = Seen()
         places = search.by_devices.get(devices, [])
-        best = next(search.in_order(Aim(), places=places, seen=seen), None)
-        points.append(Point(devices, best, min(seen.missing_bytes.values(), default=None)))
+        found = simplest(search.in_order(Aim(), places=places, seen=seen), Aim(), _MOST_TIED)
+        points.append(Point(devices, found[0] if found else None, min(seen.missing_bytes.values(), default=None)))
     rates = [1.0 / (p.devices * p.best.seconds) for p in points if p.best is not None]
     if not rates:
         return Curve(tuple(points), None, "nothing fits")
@@ -190,5 +191,3 @@ def failures(case: Case, devices: int, device_hours: float) -> Failures:
 def expected_goodput(case: Case, devices: int, device_hours: float) -> Goodput:
     """The best interval between checkpoints, and the share of time that is left for training."""
     return goodput(failures(case, devices, device_hours))
-
-

@@ -13,7 +13,15 @@ from typing import Any, Literal, NamedTuple
 from shoal.hardware import Cluster
 from shoal.plan.conflicts import excluded
 from shoal.plan.legal import ModelFacts, conflicts, fits
-from shoal.plan.plan import BatchSection, LayoutSection, MemorySection, PipelineSection, Plan, ShardSection, TensorSection
+from shoal.plan.plan import (
+    BatchSection,
+    LayoutSection,
+    MemorySection,
+    PipelineSection,
+    Plan,
+    ShardSection,
+    TensorSection,
+)
 
 Recompute = Literal["none", "selective", "full"]
 Level = Literal["optimizer", "gradients", "parameters"]

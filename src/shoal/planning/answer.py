@@ -93,8 +93,12 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
             larger = replace(case, cluster=replace(cluster, num_hosts=hosts), space=case.space.at(number))
             found = next(larger.search().in_order(Aim()), None)
             if found is not None:
-                words = f"on {number} devices it fits ({described(found.plan)}, {gib(found.prediction.peak_bytes)} each)"
-                return NothingFitsError(given=error.given, conflict=error.conflict, remedy=f"{words}; or {error.remedy}")
+                words = (
+                    f"on {number} devices it fits ({described(found.plan)}, {gib(found.prediction.peak_bytes)} each)"
+                )
+                return NothingFitsError(
+                    given=error.given, conflict=error.conflict, remedy=f"{words}; or {error.remedy}"
+                )
         hosts *= 2
     return error
 

@@ -57,7 +57,9 @@ def _terms(answer: Answer) -> str:
 def _memory(answer: Answer) -> str:
     prediction = answer.chosen.prediction
     bars = [
-        Bar(name, value / prediction.peak_bytes, words.gib(value)) for name, value in prediction.memory.items() if value > 0
+        Bar(name, value / prediction.peak_bytes, words.gib(value))
+        for name, value in prediction.memory.items()
+        if value > 0
     ]
     return waterfall("Bytes of the fullest device by category", bars)
 

@@ -32,7 +32,17 @@ def batch(candidate: Candidate, answer: Answer) -> str:
     return f"{per * work.grain_size} x {-(-grains // per)}"
 
 
-BEST_HEAD = ["devices", "layout", "samples x microbatches", "step", "samples/s", "of peak", "memory", "whole job", "cost"]
+BEST_HEAD = [
+    "devices",
+    "layout",
+    "samples x microbatches",
+    "step",
+    "samples/s",
+    "of peak",
+    "memory",
+    "whole job",
+    "cost",
+]
 
 
 def best_rows(answer: Answer) -> Rows:
@@ -69,7 +79,9 @@ def memory_rows(answer: Answer) -> Rows:
     """The bytes of the fullest rank, without the categories that it has nothing of."""
     prediction = answer.chosen.prediction
     return [
-        [name, gib(value), f"{value / prediction.peak_bytes:.1%}"] for name, value in prediction.memory.items() if value > 0
+        [name, gib(value), f"{value / prediction.peak_bytes:.1%}"]
+        for name, value in prediction.memory.items()
+        if value > 0
     ]
 
 
@@ -137,7 +149,9 @@ def goodput_lines(answer: Answer) -> list[str]:
 def summary(answer: Answer) -> str:
     """What was looked at."""
     choice = answer.choice
-    tied = f"; {choice.num_tied} more were as fast within 1 %, of which the simplest was taken" if choice.num_tied else ""
+    tied = (
+        f"; {choice.num_tied} more were as fast within 1 %, of which the simplest was taken" if choice.num_tied else ""
+    )
     return (
         f"aim {choice.aim}: {choice.num_places} layouts, {choice.num_predicted} plans predicted, all others excluded "
         f"by bounds, in {seconds(answer.search_seconds)}{tied}"

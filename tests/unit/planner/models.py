@@ -11,7 +11,11 @@ def _linear(name: str, positions: int, sizes: tuple[int, int], cut: Cut) -> list
     """A linear layer over `positions` of each sample, forward and backward: in x out."""
     k, n = sizes
     flops, saved = Amount(per_sample=2.0 * positions * k * n), Amount(per_sample=2.0 * positions * k)
-    m, read, written = Amount(per_sample=positions), Amount(2.0 * k * n, 2.0 * positions * k), Amount(0, 2.0 * positions * n)
+    m, read, written = (
+        Amount(per_sample=positions),
+        Amount(2.0 * k * n, 2.0 * positions * k),
+        Amount(0, 2.0 * positions * n),
+    )
     back = {Cut.N: Cut.K, Cut.K: Cut.N}.get(cut, cut)
     shared = {"name": "aten.mm", "module": name, "kind": Kind.MATMUL, "flops": flops, "dtype": "bfloat16"}
     moved = {"read_bytes": read, "written_bytes": written}
