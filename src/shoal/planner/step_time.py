@@ -120,7 +120,7 @@ class Predictor:
             return down + own + up
         # The gradients of weights may be put off, here and above: then nothing waits for them.
         up -= sum(one.backward_weight.seconds for one in before)
-        late = min(microbatches, ranks - 1) * passes[-1].backward_weight.seconds
+        late = min(microbatches, ranks) * passes[-1].backward_weight.seconds
         return down + own + max(0.0, up - late)
 
     def least_bytes(self, plan: Plan) -> float:
