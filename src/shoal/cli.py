@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started_at = time.time()
     try:
         options = _parse(given)
-        command = {"run": _run, "verify": _verify, "bench": _bench}[options.command]
+        command = {"run": _run, "verify": _verify, "plan": _plan, "bench": _bench}[options.command]
         return int(command(options, given, started_at))
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
@@ -54,7 +54,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
         prog, message = refusal.args
         words = [word.split("=")[0] for word in given if word.startswith("--")]
-        hints = {nearest(word, _RUN_OPTIONS) for word in words if word not in _RUN_OPTIONS}
+        known = [*_RUN_OPTIONS, *_PLAN_OPTIONS]
+        hints = {nearest(word, known) for word in words if word not in known}
         raise CommandError(
             given=f"shoal {' '.join(given)}", conflict=message, remedy=f"see {prog} --help{''.join(sorted(hints))}"
         ) from None
@@ -65,6 +66,7 @@ _RUN_OPTIONS = [
     *("--checkpoint-every", "--max-microbatch", "--workers", "--no-telemetry", "--help", "--version"),
     "--require-certificate",
 ]
+_PLAN_OPTIONS = ["--cluster", "--aim", "--max-devices", "--output", "--html", "--mtbf", "--learn"]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,8 +105,35 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_training_options(verify)
     verify.add_argument("--steps", metavar="K", default="3", help="steps to compare (default: 3)")
+    _add_plan(commands)
     _add_bench(commands)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        allow_abbrev=False,
+        help="how many devices, which layout, how long, how much memory, and why",
+        description="Search all layouts of a job on a cluster, without running anything on it, and say why the best is.",
+    )
+    plan.add_argument(
+        "job", metavar="JOBFILE[:FUNCTION]", nargs="?", help="a Python file and its job function (default: job)"
+    )
+    plan.add_argument("--cluster", metavar="C", default="here", help="8xH100, 4x8xA100, FILE.toml or here (default)")
+    plan.add_argument(
+        "--aim",
+        metavar="A",
+        default="fastest",
+        help="fastest (default), cheapest, deadline=2h (of the whole job), efficiency=0.8 (fewest devices), widest=0.8",
+    )
+    plan.add_argument("--max-devices", metavar="N", help="use at most N devices")
+    plan.add_argument("--precision", metavar="P", help="fp32, bf16, bf16-pure or fp16")
+    plan.add_argument("--set", metavar="K=V", action="append", default=[], help="set a parameter of the job function")
+    plan.add_argument("--mtbf", metavar="HOURS", help="hours between failures of one device, on average")
+    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan, for shoal run --plan")
+    plan.add_argument("--html", metavar="FILE", help="write a page with the curve, the waterfalls and every reason")
+    plan.add_argument("--learn", metavar="RUNDIR", nargs="+", help="correct the predictions by what these runs took")
 
 
 def _add_bench(commands: Any) -> None:
@@ -161,6 +190,12 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
         from shoal.run import run
 
         return run(request, environment, signals)
+
+
+def _plan(options: argparse.Namespace, given: list[str], started_at: float) -> int:
+    from shoal.planning.command import plan
+
+    return plan(options)
 
 
 def _verify(options: argparse.Namespace, given: list[str], started_at: float) -> int:

@@ -27,6 +27,11 @@ class LayoutSection(_Section):
     pipeline: Degree = 1
     context: Degree = 1
 
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.data * self.shard * self.tensor * self.pipeline * self.context
+
 
 class BatchSection(_Section):
     """How many grains one forward computes; 0 stands for all of a rank's, until the plan is resolved for a job."""
@@ -109,7 +114,8 @@ class Plan(_Section):
     @property
     def degrees(self) -> Layout:
         """The mesh degrees as a Layout."""
-        return Layout(**self.layout.model_dump())
+        at = self.layout
+        return Layout(at.data, at.shard, at.tensor, at.pipeline, at.context)
 
     @property
     def shards_model(self) -> bool:

@@ -97,22 +97,20 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
     peak = device.flops[dtype] * max(share for _, share in curve.points) * device.sustained
     per_tile = peak / device.multiprocessors
     best = float("inf")
+    most, groups = int(k // (4 * _K_FILL)), max(1.0, batch)
     for rows, columns, share in (*_TILES, *_SMALL_TILES):
-        tiles = ceil(m / rows) * ceil(n / columns) * max(1.0, batch)
+        tiles = ceil(m / rows) * ceil(n / columns) * groups
         tile = 2.0 * rows * columns / (per_tile * share)
         for split in _SPLITS:
-            if split > 1 and k / split < 4 * _K_FILL:
+            if split > 1 and split > most:
                 break
-            waves = _waves(tiles * split, device.multiprocessors)
+            waves = ceil(tiles * split / device.multiprocessors)
             # Each part of a split sum is written and read once more in float32.
             extra = 8.0 * m * n * batch * split / device.memory_bytes_per_second if split > 1 else 0.0
-            best = min(best, waves * tile * (k / split + _K_FILL) + extra)
+            seconds = waves * tile * (k / split + _K_FILL) + extra
+            if seconds < best:
+                best = seconds
     return best
-
-
-def _waves(tiles: float, multiprocessors: int) -> float:
-    """Waves of tiles: whole ones. A persistent kernel evens out most of the last one when there are many."""
-    return float(ceil(tiles / multiprocessors))
 
 
 @dataclass(frozen=True)
@@ -160,6 +158,23 @@ class Computer:
                 return 2.0 * m * n * k * batch / (device.flops[dtype] * curve.at(intensity(m, n, k)))
         return matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
 
+    def ideal(self, operation: Operation) -> float:
+        """Seconds of a sample's part of an operation at the best that the device does: a lower bound on one rank."""
+        device = self.device
+        if not operation.launches:
+            return 0.0
+        if operation.kind is Kind.MEMORY:
+            num_bytes = operation.read_bytes.per_sample + operation.written_bytes.per_sample
+            return num_bytes / (device.memory_bytes_per_second * _best(device.memory))
+        dtype = self.dtype(operation.dtype)
+        if operation.kind is Kind.ATTENTION:
+            best = max(device.attention.values(), default=0.5) * max(1.0, _FUSED[self.attention])
+            return operation.flops.per_sample / (device.flops[dtype] * best)
+        curves = [device.matmul.get(dtype) or Curve()]
+        if operation.kind is Kind.CONVOLUTION:
+            curves += [curve for name, curve in device.convolution.items() if name.startswith(dtype)]
+        return operation.flops.per_sample / (device.flops[dtype] * max(map(_best, curves)))
+
     def _attention(self, operation: Operation, share: Share, divided: float) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
         phase = "forward" if operation.phase is Phase.FORWARD else "backward"
@@ -185,6 +200,10 @@ class Computer:
         for operation in body.operations:
             found[operation.phase] += self.operation(operation, share)
         return found
+
+
+def _best(curve: Curve) -> float:
+    return max(share for _, share in curve.points)
 
 
 # Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: from those of

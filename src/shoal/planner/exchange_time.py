@@ -7,7 +7,7 @@ are those of nccl-tests: see planner/communication.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, log2
 
 from shoal.hardware import Cluster, Link
@@ -32,6 +32,7 @@ class Network:
     """The links of a cluster, and where ranks sit on it: rank r on host r // devices_per_host."""
 
     cluster: Cluster
+    _known: dict[tuple[str, float, Group], float] = field(default_factory=dict, compare=False, repr=False)
 
     def group(self, size: int, stride: int) -> Group:
         """The ranks r, r + stride, ... of an axis of `size`, whose neighbours on the axis are `stride` ranks apart."""
@@ -69,6 +70,12 @@ class Network:
 
     def seconds(self, kind: str, num_bytes: float, group: Group) -> float:
         """Seconds of one collective of `num_bytes` by itself. 0 for a lone rank."""
+        key = kind, num_bytes, group
+        if key not in self._known:
+            self._known[key] = self._seconds(kind, num_bytes, group)
+        return self._known[key]
+
+    def _seconds(self, kind: str, num_bytes: float, group: Group) -> float:
         n = group.size
         if n == 1 or num_bytes <= 0:
             return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,18 +30,26 @@ class Sizes:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._known: dict[tuple[int, Share, str], tuple[float, float]] = {}
+        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str], StageSize] = {}
 
     def stage(self, units: Sequence[Unit], share: Share, plan: Plan) -> StageSize:
         """The sizes of a stage."""
+        counts = tuple(Counter(unit.body for unit in units).items())
+        key = counts, share, plan.memory.recompute
+        if key not in self._stages:
+            self._stages[key] = self._stage(counts, share, plan.memory.recompute)
+        return self._stages[key]
+
+    def _stage(self, counts: Sequence[tuple[Body, int]], share: Share, recompute: str) -> StageSize:
         numel = trainable = num_bytes = largest = saved = transient = 0.0
-        for unit in units:
-            own = sum(w.numel_of(share.tensor) for w in unit.body.weights)
-            numel += own
-            trainable += sum(w.numel_of(share.tensor) for w in unit.body.weights if w.trainable)
-            num_bytes += sum(w.numel_of(share.tensor) * w.itemsize for w in unit.body.weights)
+        for body, count in counts:
+            own = sum(w.numel_of(share.tensor) for w in body.weights)
+            numel += count * own
+            trainable += count * sum(w.numel_of(share.tensor) for w in body.weights if w.trainable)
+            num_bytes += count * sum(w.numel_of(share.tensor) * w.itemsize for w in body.weights)
             largest = max(largest, own)
-            kept, beside = self.body(unit.body, share, plan.memory.recompute)
-            saved += kept
+            kept, beside = self.body(body, share, recompute)
+            saved += count * kept
             transient = max(transient, beside)
         return StageSize(numel, trainable, largest, num_bytes, saved, transient)
 

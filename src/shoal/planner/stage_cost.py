@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 
 from shoal.plan.plan import Plan
 from shoal.planner.compute import NO_COST, Computer, Cost, Share
@@ -22,9 +24,11 @@ class Pass:
     context: float = 0.0
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Pass(
+            self.work + other.work, self.again + other.again, self.tensor + other.tensor, self.context + other.context
+        )
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """What passes: exchanges wait for the device's work and that for them; the host runs beside all of it."""
         return max(self.work.device + self.again.device + self.tensor + self.context, self.host)
@@ -53,12 +57,12 @@ class Passes:
             self.backward_weight + other.backward_weight,
         )
 
-    @property
+    @cached_property
     def backward(self) -> Pass:
         """Both parts of the backward as one."""
         return self.backward_input + self.backward_weight
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Forward and backward."""
         return self.forward.seconds + self.backward.seconds
@@ -70,17 +74,25 @@ class StageCosts:
     def __init__(self, computer: Computer, network: Network, program: Program) -> None:
         self._computer, self._network, self._program = computer, network, program
         self._known: dict[tuple[int, Share, str, bool], Passes] = {}
+        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str, bool], Passes] = {}
+        self._phases: dict[tuple[int, Share], dict[Phase, Cost]] = {}
+        # By the identity of the units, which are kept with their passes so that it stays theirs.
+        self._of_units: dict[tuple[int, Share, str, bool], tuple[Sequence[Unit], Passes]] = {}
 
     def stage(self, units: Sequence[Unit], share: Share, plan: Plan, adds: bool) -> Passes:
         """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
-        counts: dict[int, tuple[Body, int]] = {}
-        for unit in units:
-            body, count = counts.get(id(unit.body), (unit.body, 0))
-            counts[id(unit.body)] = body, count + 1
-        total = Passes()
-        for body, count in counts.values():
-            total += _times(self.body(body, share, plan, adds), count)
-        return total
+        same = id(units), share, plan.memory.recompute, adds
+        if same in self._of_units:
+            return self._of_units[same][1]
+        counts = tuple(Counter(unit.body for unit in units).items())
+        key = counts, share, plan.memory.recompute, adds
+        if key not in self._stages:
+            total = Passes()
+            for body, count in counts:
+                total += _times(self.body(body, share, plan, adds), count)
+            self._stages[key] = total
+        self._of_units[same] = units, self._stages[key]
+        return self._stages[key]
 
     def body(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
         """The passes of one unit."""
@@ -90,11 +102,15 @@ class StageCosts:
         return self._known[key]
 
     def _passes(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
-        phases = self._computer.phases(body, share)
+        phases = self._phases.get((id(body), share))
+        if phases is None:
+            phases = self._phases[id(body), share] = self._computer.phases(body, share)
         again, regions = Cost(), 0.0
         if body.repeated and plan.memory.recompute != "none":
-            again, regions = self._again(body, share, plan.memory.recompute), self._program.region_seconds
-            again += self._calls(body, share, Phase.FORWARD) if plan.memory.recompute == "full" else NO_COST
+            full = plan.memory.recompute == "full"
+            again = phases[Phase.FORWARD] if full else self._again(body, share)
+            regions = self._program.region_seconds
+            again += self._calls(body, share, Phase.FORWARD) if full else NO_COST
         tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
         calls = {phase: self._calls(body, share, phase) for phase in Phase}
         if again.device and plan.memory.recompute == "full":
@@ -126,15 +142,15 @@ class StageCosts:
         seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
         return Cost(seconds + len(weights) * device.launch_seconds, len(weights) * device.dispatch_seconds)
 
-    def _again(self, body: Body, share: Share, recompute: str) -> Cost:
+    def _again(self, body: Body, share: Share) -> Cost:
+        """What selective recomputation computes again."""
         forward = [o for o in body.operations if o.phase is Phase.FORWARD]
-        if recompute == "selective":
-            if self._program.selective == "products":  # the others are cheap, and computed again
-                forward = [o for o in forward if o.kind is Kind.MEMORY]
-            else:  # between the scores and their product with the values
-                places = [i for i, o in enumerate(forward) if o.kind is Kind.MATMUL and o.batch.per_sample]
-                fused = [o for o in forward if o.kind is Kind.ATTENTION]
-                forward = forward[places[0] : places[-1] + 1] if places else fused
+        if self._program.selective == "products":  # the others are cheap, and computed again
+            forward = [o for o in forward if o.kind is Kind.MEMORY]
+        else:  # between the scores and their product with the values
+            places = [i for i, o in enumerate(forward) if o.kind is Kind.MATMUL and o.batch.per_sample]
+            fused = [o for o in forward if o.kind is Kind.ATTENTION]
+            forward = forward[places[0] : places[-1] + 1] if places else fused
         return self._computer.total(forward, share)
 
     def _tensor(self, body: Body, share: Share, phase: Phase) -> float:

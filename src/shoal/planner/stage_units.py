@@ -7,6 +7,9 @@ from itertools import pairwise
 
 from shoal.planner.profile import Unit
 
+# How near the slowest stage comes to the least that it can be, as a share of it.
+_NEARLY = 1e-6
+
 Stages = tuple[tuple[Unit, ...], ...]
 
 
@@ -46,7 +49,7 @@ def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -
 def balanced(units: Sequence[Unit], seconds: Sequence[float], num_stages: int) -> Stages:
     """Contiguous stages whose slowest is as fast as can be; fewer than asked for where there are fewer units."""
     low, high = max(seconds, default=0.0), sum(seconds)
-    for _ in range(50):
+    while high - low > _NEARLY * high:
         middle = (low + high) / 2
         low, high = (low, middle) if _num_parts(seconds, middle) <= num_stages else (middle, high)
     return _parts(units, seconds, high, num_stages)

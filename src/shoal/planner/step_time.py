@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 
 from shoal.hardware import Cluster, Device
@@ -32,6 +34,17 @@ class _Rank:
     in_flight: float  # microbatches whose activations are held, of all of its stages together
 
 
+@dataclass(frozen=True)
+class _Ranks:
+    """All ranks of the pipeline; `fullest` has of each size the one that holds most microbatches."""
+
+    share: Share
+    microbatches: int
+    every: tuple[_Rank, ...]
+    busiest: _Rank
+    fullest: tuple[_Rank, ...]
+
+
 class Predictor:
     """Predicts plans of one workload on one cluster; what bodies cost is computed once for all of them."""
 
@@ -42,9 +55,16 @@ class Predictor:
         self._sizes = Sizes(self.program)
         self._stages: dict[tuple[object, ...], stage_units.Stages] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
+        self._whole: stage_units.Stages = (work.profile.units,)
+        self._shares: dict[tuple[int, int, bool, int], Share] = {}
+        self._passes: dict[tuple[object, ...], tuple[stage_units.Stages, tuple[Passes, ...]]] = {}
+        self._least: dict[tuple[object, ...], float] = {}
+        self._known_ranks: dict[tuple[object, ...], _Ranks] = {}
 
     def _device(self, plan: Plan) -> Device:
-        return self.cluster.device_for(min(self.cluster.devices_per_host, plan.degrees.world_size))
+        if not self.cluster.alternatives:
+            return self.cluster.device
+        return self.cluster.device_for(min(self.cluster.devices_per_host, plan.layout.world_size))
 
     def _costs(self, plan: Plan) -> StageCosts:
         device = self._device(plan)
@@ -53,41 +73,79 @@ class Predictor:
             self._costs_on[id(device)] = StageCosts(computer, self._network, self.program)
         return self._costs_on[id(device)]
 
-    # --------------------------------------------------------------------------------------------------- the two bounds
+    # ------------------------------------------------------------------------------------------------------- the bounds
+
+    def ideal_seconds(self, num_devices: int) -> float:
+        """Seconds of a sample that no plan on so many devices goes below if one rank computes all of it.
+
+        Every operation as fast as the best of its kind; what does not grow with the samples is left out.
+        """
+        device = self.cluster.device_for(min(self.cluster.devices_per_host, num_devices))
+        computer = Computer(device, self.program.fast_float32, self.program.attention)
+        bodies = Counter(unit.body for unit in self.work.profile.units)
+        return sum(computer.ideal(o) * count for body, count in bodies.items() for o in body.operations)
 
     def least_seconds(self, plan: Plan) -> float:
-        """A lower bound of the step: the busiest rank's own work, without bubble or sums of gradients."""
+        """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
+
+        The last rank waits for the first microbatch to come down all stages before its first, and the step ends when
+        its last gradient has gone up them again.
+        """
+        key = *self._key(plan), plan.pipeline.schedule == "zero_bubble"
+        if key not in self._least:
+            _, microbatches = self._share(plan)
+            whole = [passes.seconds for passes in self._of_stages(plan)]
+            busy = [sum(whole[rank :: plan.layout.pipeline]) for rank in range(plan.layout.pipeline)]
+            self._least[key] = max(microbatches * max(busy), self._filled(plan))
+        return self._least[key]
+
+    def _of_stages(self, plan: Plan) -> tuple[Passes, ...]:
+        stages = self._cut(plan)
         share, microbatches = self._share(plan)
-        return microbatches * max(
-            sum(
-                self._costs(plan).stage(stage, share, plan, microbatches > 1).seconds
-                for stage in self._of_rank(plan, rank)
-            )
-            for rank in range(plan.layout.pipeline)
-        )
+        key = id(stages), id(self._device(plan)), share, microbatches > 1, plan.memory.recompute
+        if key not in self._passes:
+            costs = self._costs(plan)
+            self._passes[key] = stages, tuple(costs.stage(stage, share, plan, microbatches > 1) for stage in stages)
+        return self._passes[key][1]
+
+    def _filled(self, plan: Plan, message: float = 0.0) -> float:
+        """The last rank's microbatches and its waits before and after."""
+        _, microbatches = self._share(plan)
+        passes, ranks, per = self._of_stages(plan), plan.layout.pipeline, plan.pipeline.stages_per_rank
+        before = passes[: ranks - 1]
+        down = sum(one.forward.seconds for one in before) + message * len(before)
+        up = sum(one.backward.seconds for one in before) + message * len(before)
+        own = microbatches * (sum(one.seconds for one in passes[ranks - 1 :: ranks]) + 2 * message * per)
+        if plan.pipeline.schedule != "zero_bubble":
+            return down + own + up
+        # The gradients of weights may be put off, here and above: then nothing waits for them.
+        up -= sum(one.backward_weight.seconds for one in before)
+        late = min(microbatches, ranks) * passes[-1].backward_weight.seconds
+        return down + own + max(0.0, up - late)
 
     def least_bytes(self, plan: Plan) -> float:
-        """A lower bound of the peak: the state of the rank that has most of it, and one microbatch's activations."""
-        share, _ = self._share(plan)
-        least = 0.0
-        for rank in range(plan.layout.pipeline):
-            size = self._size(plan, self._of_rank(plan, rank), share)
-            state = state_bytes(plan, self.work.profile, size, self.program)
-            least = max(least, sum(state.values()) + size.saved)
-        return least + self._device(plan).reserved_bytes
+        """The peak, of the rank that needs most: exact, since it is cheap."""
+        return max(sum(self._bytes(plan, rank).values()) for rank in self._ranks(plan).fullest)
+
+    def without_waits(self, plan: Plan) -> float:
+        """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
+        if plan.layout.pipeline == 1:
+            return self.predict(plan).step_seconds
+        ranks = self._ranks(plan)
+        makespan = self._filled(plan, self._message(plan, ranks.share))
+        return sum(self._seconds(plan, ranks, makespan).values())
 
     # -------------------------------------------------------------------------------------------------------- the whole
 
     def predict(self, plan: Plan) -> Prediction:
         """What a step of the plan takes."""
-        share, microbatches = self._share(plan)
-        ranks = [self._rank(plan, rank, share, microbatches) for rank in range(plan.layout.pipeline)]
-        terms = self._seconds(plan, ranks, share, microbatches)
-        memory = max((self._bytes(plan, rank) for rank in ranks), key=lambda found: sum(found.values()))
+        ranks = self._ranks(plan)
+        terms = self._seconds(plan, ranks)
+        memory = max((self._bytes(plan, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))
         seconds, peak = sum(terms.values()), sum(memory.values())
         missing = max(0.0, peak - self._device(plan).memory_bytes)
         samples = self.work.global_batch
-        flops = self.work.profile.flops(samples) / plan.degrees.world_size
+        flops = self.work.profile.flops(samples) / plan.layout.world_size
         device = self._device(plan)
         peak_flops = device.flops.get(plan.precision.compute) or device.flops["float32"]
         return Prediction(
@@ -105,10 +163,12 @@ class Predictor:
     def _share(self, plan: Plan) -> tuple[Share, int]:
         """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""
         layout = plan.layout
-        grains = ceil(self.work.num_grains / (layout.data * layout.shard))
+        grains = -(-self.work.num_grains // (layout.data * layout.shard))
         per = min(plan.batch.grains_per_microbatch or grains, grains)
-        sequence = plan.tensor.sequence and layout.tensor > 1
-        return Share(per * self.work.grain_size, layout.tensor, sequence, layout.context), ceil(grains / per)
+        key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context
+        if key not in self._shares:
+            self._shares[key] = Share(per * self.work.grain_size, *key[1:])
+        return self._shares[key], -(-grains // per)
 
     # ------------------------------------------------------------------------------------------------------- the stages
 
@@ -119,13 +179,13 @@ class Predictor:
     def _cut(self, plan: Plan) -> stage_units.Stages:
         units, num_stages = self.work.profile.units, plan.layout.pipeline * plan.pipeline.stages_per_rank
         if num_stages == 1:
-            return (units,)
-        if plan.pipeline.split:
-            return stage_units.by_names(units, plan.pipeline.split)
+            return self._whole
         share, _ = self._share(plan)
-        key = (num_stages, share, plan.memory.recompute)
+        key = (id(self._device(plan)), num_stages, share, plan.memory.recompute, plan.pipeline.split)
         if key not in self._stages:
-            if self.program.cut == "equal":
+            if plan.pipeline.split:
+                self._stages[key] = stage_units.by_names(units, plan.pipeline.split)
+            elif self.program.cut == "equal":
                 self._stages[key] = stage_units.equal(units, num_stages)
             elif self.program.cut == "thresholds":
                 flops = [unit.body.flops(share.samples) for unit in units]
@@ -138,20 +198,41 @@ class Predictor:
     def _size(self, plan: Plan, stages: Sequence[Sequence[Unit]], share: Share) -> StageSize:
         return self._sizes.stage([unit for stage in stages for unit in stage], share, plan)
 
+    def _key(self, plan: Plan) -> tuple[object, ...]:
+        """What tells plans apart whose data and shard axes are not looked at."""
+        pipeline, device = plan.pipeline, id(self._device(plan))
+        shape = plan.layout.pipeline, pipeline.stages_per_rank, pipeline.split, plan.memory.recompute
+        return device, *self._share(plan), *shape
+
+    def _ranks(self, plan: Plan) -> _Ranks:
+        """The ranks of the pipeline; the same whatever data and shard divide."""
+        key = *self._key(plan), plan.pipeline.schedule
+        if key not in self._known_ranks:
+            share, microbatches = self._share(plan)
+            every = tuple(self._rank(plan, rank, share, microbatches) for rank in range(plan.layout.pipeline))
+            largest: dict[StageSize, _Rank] = {}
+            for rank in every:
+                other = largest.setdefault(rank.size, rank)
+                if rank.in_flight > other.in_flight:
+                    largest[rank.size] = rank
+            busiest = max(every, key=lambda rank: sum(p.seconds for p in rank.passes))
+            self._known_ranks[key] = _Ranks(share, microbatches, every, busiest, tuple(largest.values()))
+        return self._known_ranks[key]
+
     def _rank(self, plan: Plan, rank: int, share: Share, microbatches: int) -> _Rank:
         stages = self._of_rank(plan, rank)
+        passes = self._of_stages(plan)[rank :: plan.layout.pipeline]
         in_flight = 1.0
         if plan.layout.pipeline > 1:
             per = plan.pipeline.stages_per_rank
-            own = actions(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank]
-            in_flight = most_in_flight(own) / per
-        passes = tuple(self._costs(plan).stage(stage, share, plan, microbatches > 1) for stage in stages)
+            in_flight = _in_flight(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank] / per
         return _Rank(stages, passes, self._size(plan, stages, share), in_flight)
 
     # ------------------------------------------------------------------------------------------------------ its seconds
 
-    def _seconds(self, plan: Plan, ranks: Sequence[_Rank], share: Share, microbatches: int) -> dict[str, float]:
-        busiest = max(ranks, key=lambda rank: sum(p.seconds for p in rank.passes))
+    def _seconds(self, plan: Plan, ranks: _Ranks, makespan: float | None = None) -> dict[str, float]:
+        """The terms; the pipeline is simulated where its makespan is not given."""
+        share, microbatches, busiest = ranks.share, ranks.microbatches, ranks.busiest
         terms = dict.fromkeys(TERMS, 0.0)
         forward, backward = _sum(busiest.passes)
         for one in (forward, backward):
@@ -165,12 +246,13 @@ class Predictor:
         terms["parameters"] = self._parameters(plan, busiest, share, microbatches)
         if plan.layout.pipeline > 1:
             message = self._message(plan, share)
-            makespan = self._makespan(plan, ranks, microbatches, message)
+            if makespan is None:
+                makespan = self._makespan(plan, ranks.every, microbatches, message)
             terms["pipeline"] = 2 * message * microbatches * plan.pipeline.stages_per_rank
             terms["bubble"] = max(0.0, makespan - busy - terms["pipeline"])
         last = sum(p.backward.seconds for p in busiest.passes)
-        terms["gradients"] = max(self._gradients(plan, rank, last) for rank in ranks)
-        terms["optimizer"] = max(self._optimizer(plan, rank) for rank in ranks)
+        terms["gradients"] = max(self._gradients(plan, rank, last) for rank in ranks.fullest)
+        terms["optimizer"] = max(self._optimizer(plan, rank) for rank in ranks.fullest)
         terms["data"] = max(0.0, self.work.sample_seconds * share.samples * microbatches - busy)
         terms["host"] = self.program.step_seconds + microbatches * self.program.microbatch_seconds
         return terms
@@ -179,7 +261,7 @@ class Predictor:
         """Seconds of handing one microbatch's activation to the next stage."""
         cut = self._cut(plan)
         num_bytes = max((stage[-1].body.output_bytes.at(share.local_samples) for stage in cut[:-1]), default=0.0)
-        stride = plan.degrees.world_size // plan.layout.pipeline
+        stride = plan.layout.world_size // plan.layout.pipeline
         parts = share.tensor if share.sequence else 1
         return self._network.seconds("send", num_bytes / parts, self._network.group(2, stride))
 
@@ -291,6 +373,12 @@ class Predictor:
     def _buckets(self, plan: Plan, rank: _Rank) -> float:
         sums = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
         return rank.size.trainable * self.program.bucket_bytes if sums else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: str, num_ranks: int, per: int, microbatches: int) -> tuple[int, ...]:
+    """The most microbatches that each rank holds, over all of its stages."""
+    return tuple(most_in_flight(own) for own in actions(schedule, num_ranks, per, microbatches))
 
 
 def _sum(passes: Sequence[Passes]) -> tuple[Pass, Pass]:

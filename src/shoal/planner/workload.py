@@ -68,7 +68,7 @@ class Program:
     attention: str = "flash2"
     selective: str = "products"  # what selective recomputation keeps: products | all_but_attention
     cut: str = "balanced"  # or "equal" blocks, or "thresholds" (stage_units.py)
-    keeps_gathered: bool = False  # under sequence parallelism, what a column-parallel layer gathered; else again
+    keeps_gathered: bool = True  # under sequence parallelism, what a column-parallel layer gathered; else again
     gradient_bytes: float | None = None
     bucket_bytes: float = 0.0  # an element, in which gradients travel between ranks, beside the gradients
     master_bytes: float = 0.0  # an element that the optimizer keeps beside the profile's state: a float32 copy
