@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Handle, Operation, check, check_parts
+from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Handle, Operation, Team, check, check_parts
 from shoal.collectives.peers import FINISHED, NUM_HEADERS, POSTED, Peers
 from shoal.collectives.region import Region, open_region, place_of_process
 from shoal.collectives.staging import CONTROL_BYTES, ONE_SHOT_BYTES, Workplace
@@ -73,12 +73,12 @@ class SharedMemory(Collective):
 
     name = "shared_memory"
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta) -> None:
+    def __init__(self, team: Team, timeout: timedelta) -> None:
         """`timeout`: how long a rank waits for the others in one collective.
 
         Raises: LaunchError, on every rank, where they are not on one host or cannot map each other's memory.
         """
-        super().__init__(group)
+        super().__init__(team.group)
         told = self._exchange([*place_of_process(), os.getpid()])
         _refuse_places([row[:3] for row in told])
         self._control = open_region(self._exchange, self.rank, self.world_size, CONTROL_BYTES)
@@ -158,12 +158,19 @@ class SharedMemory(Collective):
         return self._call(call, asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
-        """The root's staging area is read by all others."""
+        """From `allocate`d memory each rank reads the root's; else through the root's staging area."""
         check("broadcast", [tensor])
+        place = self._place(tensor)
         if tensor.numel() * tensor.itemsize <= ONE_SHOT_BYTES:
             call = self._mailed("broadcast", tensor, tensor, root=root)
+        elif place is not None:
+            where, region, offset = place
+            header = self._header("broadcast", tensor, "sum", where, offset, root)
+            source = region.tensor(root, offset, tensor.numel(), tensor.dtype)
+            is_root = root == self.rank
+            call = _Call(header, _nothing, lambda _: None if is_root else _copy(source, tensor), True)
         else:
-            header = self._header("broadcast", tensor, "sum", _STAGED, root)
+            header = self._header("broadcast", tensor, "sum", _STAGED, 0, root)
             call = _Call(header, _nothing, lambda _: self._work.broadcast_staged(tensor, root), False)
         return self._call(call, asynchronous)
 
@@ -254,11 +261,13 @@ class SharedMemory(Collective):
             else:
                 self._work.reduce(boxes, output.view(-1), op)
 
-        return _Call(self._header(kind, tensor, op, _MAILBOX, root), deliver, work, settles=False)
+        return _Call(self._header(kind, tensor, op, _MAILBOX, 0, root), deliver, work, settles=False)
 
-    def _header(self, kind: str, tensor: Tensor, op: Operation, where: int, offset: int) -> bytes:
+    @staticmethod
+    def _header(kind: str, tensor: Tensor, op: Operation, where: int, *more: int) -> bytes:
+        """`more`: the byte in the region where the data are, and the root of a broadcast."""
         numbers = _KINDS.index(kind), OPERATIONS.index(op), DTYPES.index(tensor.dtype), tensor.numel()
-        return _HEADER.pack(*numbers, where, offset, 0, 0)
+        return _HEADER.pack(*numbers, where, *more, *[0] * (3 - len(more)))
 
     def _place(self, tensor: Tensor) -> tuple[int, Region, int] | None:
         """Number, region and byte of an allocated tensor."""
@@ -277,6 +286,10 @@ def _nothing(number: int) -> None:
     """No data to put out, no work to do."""
 
 
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.view(-1).copy_(source)
+
+
 def _gather(values: list[Tensor], output: Tensor) -> None:
     for value, part in zip(values, output.view(len(values), -1), strict=True):
         part.copy_(value)
@@ -284,15 +297,15 @@ def _gather(values: list[Tensor], output: Tensor) -> None:
 
 def _describe(header: bytes) -> str:
     """A call in words."""
-    kind, op, dtype, numel, where, offset, _, _ = _HEADER.unpack(header)
+    kind, op, dtype, numel, where, offset, root, _ = _HEADER.unpack(header)
     if not 0 <= kind < len(_KINDS) or not 0 <= dtype < len(DTYPES):
         return "nothing known"
     if _KINDS[kind] == "barrier":
         return "barrier"
     name = f"{_KINDS[kind]} ({OPERATIONS[op]})" if "reduce" in _KINDS[kind] else _KINDS[kind]
     place = {_MAILBOX: "", _STAGED: ""}.get(where, f" at byte {offset} of allocation {where - _STAGED}")
-    root = f" from rank {offset}" if _KINDS[kind] == "broadcast" else ""
-    return f"{name} of {numel} elements of {str(DTYPES[dtype]).removeprefix('torch.')}{place}{root}"
+    source = f" from rank {root}" if _KINDS[kind] == "broadcast" else ""
+    return f"{name} of {numel} elements of {str(DTYPES[dtype]).removeprefix('torch.')}{place}{source}"
 
 
 def _refuse_places(places: list[list[int]]) -> None:

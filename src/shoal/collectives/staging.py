@@ -24,7 +24,8 @@ CHUNK_BYTES = 64 << 10
 # A rank's part begins at a cache line, so that no two ranks write to one.
 _LINE_BYTES = 64
 _STAGES = PAGE_BYTES + NUM_HEADERS * ONE_SHOT_BYTES
-CONTROL_BYTES = _STAGES + 2 * STAGE_BYTES
+_RESULTS = _STAGES + 2 * STAGE_BYTES
+CONTROL_BYTES = _RESULTS + 2 * STAGE_BYTES
 _MAX_CACHED = 4096
 
 
@@ -40,7 +41,7 @@ class Workplace:
 
     def __init__(self, control: Region, peers: Peers, rank: int, world_size: int) -> None:
         self._control, self._peers, self._rank, self._world_size = control, peers, rank, world_size
-        self._phase = 0
+        self._phase, self._turn = 0, 0
         self._wide = torch.empty(CHUNK_BYTES // 2, dtype=torch.float32) if world_size > 2 else None
         self._views: dict[tuple[object, ...], list[Tensor]] = {}
         self._chunks: dict[tuple[object, ...], list[list[Tensor]]] = {}
@@ -98,11 +99,19 @@ class Workplace:
 
     # ------------------------------------------------------------------------------------------------- staged
 
-    def _areas(self, turn: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        key = ("stage", turn % 2, numel, dtype)
+    def _areas(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's area for the next piece: never the one of the piece before, of whatever call that was."""
+        self._turn ^= 1
+        return self._at(_STAGES + self._turn * STAGE_BYTES, numel, dtype)
+
+    def _results(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Every rank's area for what it makes of that piece."""
+        return self._at(_RESULTS + self._turn * STAGE_BYTES, numel, dtype)
+
+    def _at(self, offset: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        key = (offset, numel, dtype)
         found = self._views.get(key)
         if found is None:
-            offset = _STAGES + turn % 2 * STAGE_BYTES
             found = [self._control.tensor(r, offset, numel, dtype) for r in range(self._world_size)]
             self._views[key] = found
         return found
@@ -120,43 +129,44 @@ class Workplace:
         The next piece is put out before the wait for this one's sums.
         """
         pieces = list(tensor.view(-1).split(STAGE_BYTES // tensor.itemsize))
-        self._put_parts(0, pieces[0])
+        following = self._put_parts(pieces[0])
         arrived = self._through("all_reduce")
-        for turn, piece in enumerate(pieces):
+        for number, piece in enumerate(pieces):
             arrived()
-            areas = self._areas(turn, piece.numel(), piece.dtype)
+            areas, results = following
             cuts = cut(piece.numel(), piece.itemsize, self._world_size)
             begin, end = cuts[self._rank], cuts[self._rank + 1]
             values = [area[begin:end] for area in areas]
-            out = values[self._rank]  # nobody was given this rank's own part: there is room for the sum
-            values[self._rank] = piece[begin:end]
+            values[self._rank], out = piece[begin:end], results[self._rank][begin:end]
             self.reduce(values, out, op)
             reduced = self._through("all_reduce")
-            if turn + 1 < len(pieces):
-                self._put_parts(turn + 1, pieces[turn + 1])
+            if number + 1 < len(pieces):
+                following = self._put_parts(pieces[number + 1])
                 arrived = self._through("all_reduce")
             piece[begin:end].copy_(out)
             reduced()
             for r, (a, b) in enumerate(pairwise(cuts)):
                 if r != self._rank and b > a:
-                    piece[a:b].copy_(areas[r][a:b])
+                    piece[a:b].copy_(results[r][a:b])
 
-    def _put_parts(self, turn: int, piece: Tensor) -> None:
-        area = self._areas(turn, piece.numel(), piece.dtype)[self._rank]
+    def _put_parts(self, piece: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        areas = self._areas(piece.numel(), piece.dtype)
+        area = areas[self._rank]
         cuts = cut(piece.numel(), piece.itemsize, self._world_size)
         begin, end = cuts[self._rank], cuts[self._rank + 1]
         if begin:
             area[:begin].copy_(piece[:begin])
         if end < piece.numel():
             area[end:].copy_(piece[end:])
+        return areas, self._results(piece.numel(), piece.dtype)
 
     def scatter_staged(self, output: Tensor, tensor: Tensor, op: Operation) -> None:
         """A reduce-scatter: of each part so much goes out at once that all parts fit in an area."""
         step = max(1, STAGE_BYTES // tensor.itemsize // self._world_size)
         rows, out = tensor.view(self._world_size, -1), output.view(-1)
-        for turn, start in enumerate(range(0, out.numel(), step)):
+        for start in range(0, out.numel(), step):
             width = min(step, out.numel() - start)
-            areas = self._areas(turn, width * self._world_size, tensor.dtype)
+            areas = self._areas(width * self._world_size, tensor.dtype)
             areas[self._rank].view(self._world_size, width).copy_(rows[:, start : start + width])
             self._through("reduce_scatter")()
             values = [area[self._rank * width : (self._rank + 1) * width] for area in areas]
@@ -165,8 +175,8 @@ class Workplace:
     def gather_staged(self, output: Tensor, tensor: Tensor) -> None:
         """An all-gather."""
         rows = output.view(self._world_size, -1)
-        for turn, start, piece in _pieces(tensor):
-            areas = self._areas(turn, piece.numel(), piece.dtype)
+        for start, piece in _pieces(tensor):
+            areas = self._areas(piece.numel(), piece.dtype)
             areas[self._rank].copy_(piece)
             self._through("all_gather")()
             for r, area in enumerate(areas):
@@ -174,8 +184,8 @@ class Workplace:
 
     def broadcast_staged(self, tensor: Tensor, root: int) -> None:
         """A broadcast."""
-        for turn, _, piece in _pieces(tensor):
-            area = self._areas(turn, piece.numel(), piece.dtype)[root]
+        for _, piece in _pieces(tensor):
+            area = self._areas(piece.numel(), piece.dtype)[root]
             if self._rank == root:
                 area.copy_(piece)
             self._through("broadcast")()
@@ -183,9 +193,9 @@ class Workplace:
                 piece.copy_(area)
 
 
-def _pieces(tensor: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-    """(number, first element, piece) of a tensor in pieces of an area's size."""
+def _pieces(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first element, piece) of a tensor in pieces of an area's size."""
     start = 0
-    for turn, piece in enumerate(tensor.view(-1).split(STAGE_BYTES // tensor.itemsize)):
-        yield turn, start, piece
+    for piece in tensor.view(-1).split(STAGE_BYTES // tensor.itemsize):
+        yield start, piece
         start += piece.numel()
