@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shoal.planner.communication import Volume
+from shoal.plan.layout import Layout
+from shoal.planner.communication import WORLD, Gradients, Volume, Volumes
+from shoal.planner.communication import data_parallel as native
+from shoal.planner.communication import sums as step_sums
 
 HEADER_BYTES = 64
 # A tree passes pieces of this size on, so that its levels work at the same time.
@@ -34,10 +37,31 @@ def sent(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) 
     """What `rank` sends in an all-reduce, its header included. Raises: KeyError for one that sends no messages."""
     if world_size == 1:
         return Volume(0, 0)
-    counted = {"ring": _ring, "tree": _tree, "recursive_doubling": _recursive_doubling}[algorithm](
-        numel, itemsize, rank, world_size
-    )
+    formula = {"ring": _ring, "tree": _tree, "recursive_doubling": _recursive_doubling}[algorithm]
+    counted = formula(numel, itemsize, rank, world_size)
     return Volume(counted.messages + 1, counted.bytes + HEADER_BYTES)
+
+
+def received(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
+    """What `rank` receives in it: as much as it sends, but around a ring what the rank before it sends."""
+    return sent(algorithm, numel, itemsize, (rank - 1) % world_size if algorithm == "ring" else rank, world_size)
+
+
+def data_parallel(gradients: Gradients, layout: Layout, algorithm: str, rank: int) -> Volumes | None:
+    """A step of fast data parallelism of all ranks on `rank`; None where it depends on who is on which host.
+
+    Through shared memory no message is sent at all.
+    """
+    if algorithm == "native" or layout.world_size == 1:
+        return native(gradients, layout)
+    if algorithm == "hierarchical":
+        return None
+    volumes = Volumes()
+    for length in gradients.buckets(layout) if algorithm != "shared_memory" else ():
+        for kind, counted in (("send", sent), ("recv", received)):
+            volume = counted(algorithm, length, gradients.reduce_itemsize, rank, layout.world_size)
+            volumes = volumes.plus({(WORLD, kind): volume})
+    return volumes if gradients.carries_sums(layout) else volumes.plus(step_sums(gradients))
 
 
 # -------------------------------------------------------------------------------------------------------------- ring

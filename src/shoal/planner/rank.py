@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.plan.plan import Plan
+from shoal.planner.algorithms import data_parallel
 from shoal.planner.communication import (
     Array,
     Gradients,
     Sharding,
     Volumes,
-    data_parallel,
     exact_data_parallel,
     fully_sharded,
     norm,
@@ -61,7 +61,10 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if plan.execution.exact:
         reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
-        reduced = data_parallel(gradients, layout)
+        summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
+        if summed is None:
+            return None
+        reduced = summed
     return reduced.plus(sharded_optimizer(gradients, layout))
 
 
@@ -76,7 +79,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
     else:
-        summed = bucketed(gradients, layout)
+        summed = bucketed(gradients, layout, plan.collectives.all_reduce == "native")
     return Footprint(
         parameters=whole((*gradients.parameters, *described.frozen)),
         gathered=0,
