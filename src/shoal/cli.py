@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started_at = time.time()
     try:
         options = _parse(given)
-        command = {"run": _run, "verify": _verify}[options.command]
+        command = {"run": _run, "verify": _verify, "bench": _bench}[options.command]
         return int(command(options, given, started_at))
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
@@ -103,7 +103,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_training_options(verify)
     verify.add_argument("--steps", metavar="K", default="3", help="steps to compare (default: 3)")
+    _add_bench(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    from shoal.bench.options import add_options
+
+    add_options(
+        commands.add_parser(
+            "bench",
+            allow_abbrev=False,
+            help="measure this machine",
+            description="Measure this machine and keep what was found as a cluster, for `shoal plan --cluster here`.",
+            epilog="exit codes: 0 done, 2 user error, 69 a process died, 130 stopped by a signal",
+        )
+    )
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +192,12 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _bench(options: argparse.Namespace, given: list[str], started_at: float) -> int:
+    from shoal.bench.command import bench
+
+    return bench(options, started_at)
 
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)

@@ -85,6 +85,10 @@ class PlanError(ShoalError, ValueError):
     """A plan has unknown keys, wrong types or values, or asks for what this version does not execute."""
 
 
+class HardwareError(ShoalError, ValueError):
+    """A cluster's name or file says nothing that is known, or contradicts itself."""
+
+
 class RunDirectoryError(ShoalError, FileExistsError):
     """The run directory already holds a run, or holds none to resume."""
 

@@ -41,6 +41,12 @@ class ShardSection(_Section):
     offload: bool = False
 
 
+class TensorSection(_Section):
+    """Whether what lies between the divided layers is divided too, along the sequence."""
+
+    sequence: bool = False
+
+
 class PipelineSection(_Section):
     """How the pipeline axis cuts the model and orders the microbatches."""
 
@@ -91,6 +97,7 @@ class Plan(_Section):
     layout: LayoutSection = LayoutSection()
     batch: BatchSection = BatchSection()
     shard: ShardSection = ShardSection()
+    tensor: TensorSection = TensorSection()
     pipeline: PipelineSection = PipelineSection()
     precision: PrecisionSection = PrecisionSection()
     memory: MemorySection = MemorySection()

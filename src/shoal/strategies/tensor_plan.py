@@ -263,3 +263,26 @@ def _nothing_to_cut(model: nn.Module, degree: int) -> PlanError:
         + (f": the widest has {widest} outputs" if 1 < widest < degree else ""),
         remedy=f"use tensor = {widest} at most" if 1 < widest < degree else "use tensor = 1 and more data ranks",
     )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What `decide` would try and, where all of it is proven, choose; modules by name."""
+
+    pairs: tuple[Candidate, ...]
+    gathered: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+def propose(model: nn.Module, trace: Trace, degree: int) -> Proposal:
+    """The same as `decide` from structure alone, for a model without values."""
+    whole, holders = _whole(model, trace, degree), _holders(model)
+    single = {name: all(len(holders[id(p)]) == 1 for p in _own(m)) for name, m in linear_modules(model).items()}
+    usable = [name for name, alone in single.items() if alone and name not in whole]
+    pairs: tuple[Candidate, ...] = ()
+    if trace.decided_by_values is None:
+        pairs = tuple(c for c in candidates(model, trace, usable) if next(cuts(model, trace, c, degree), None))
+    taken = {*whole, *(name for pair in pairs for name in (*pair.columns, pair.row))}
+    rest = [n for n, m in model.named_modules() if n not in taken and kind(m) not in (None, "dropout")]
+    rows = tuple(name for name in rest if kind(model.get_submodule(name)) == "embedding")
+    return Proposal(pairs, tuple(name for name in rest if name not in rows), rows)
