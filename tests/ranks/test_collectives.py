@@ -1,4 +1,4 @@
-"""Collectives between real processes: every algorithm, operation, dtype and size, and every way that a rank can fail."""
+"""Collectives between real processes: every algorithm, operation, dtype and size, and each way that a rank can fail."""
 
 from __future__ import annotations
 
@@ -84,9 +84,12 @@ def survivors(name: str, fault: str, world_size: int) -> list[dict[str, object]]
 @pytest.mark.parametrize("name", ["shared_memory", "ring", "tree", "recursive_doubling", "hierarchical"])
 def test_a_rank_that_dies_is_named(name: str) -> None:
     for said in survivors(name, "killed", 3):
+        text = str(said["text"])
         assert said["kind"] == "PeerError"
-        assert str(said["text"]).startswith("rank 2 (process ")
-        assert "ended" in str(said["text"])
+        # Who passes messages on may only notice once others have ended because of it: they are named as well.
+        named = text.startswith("rank 2 (process ") if name in ("shared_memory", "hierarchical") else "rank 2 (" in text
+        assert named, text
+        assert "ended" in text
         assert said["call"] == 2
 
 
