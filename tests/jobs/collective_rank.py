@@ -139,7 +139,7 @@ def scenario_teams() -> Iterator[Any]:
 
 def scenario_fault(name: str, what: str) -> Iterator[Any]:
     """The last rank dies, stops or calls something else in its third call; the others say who it was."""
-    collective = open_collective(name, Team(), CPU, timedelta(seconds=3))
+    collective = open_collective(name, Team(), CPU, timedelta(seconds=3 if what == "stopped" else 50))
     tensor = collective.allocate(400_000, torch.float32)
     yield {"pid": os.getpid()}
     for number in range(4):

@@ -75,7 +75,7 @@ def test_groups_side_by_side() -> None:
 def survivors(name: str, fault: str, world_size: int) -> list[dict[str, object]]:
     """What the ranks that are left say of the last one."""
     with ranks(world_size, "fault", name, fault) as processes:
-        told = [process.communicate(timeout=60)[0] for process in processes[:-1]]
+        told = [process.communicate(timeout=TIME_LIMIT_SECONDS)[0] for process in processes[:-1]]
     lines = [[json.loads(line) for line in text.splitlines()] for text in told]
     assert all(len(own) == 3 for own in lines), lines
     return [own[1] for own in lines]
