@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.catalogue.sums import ALGORITHMS
 from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Team, combine
 from shoal.collectives.choose import open_collective
 from shoal.errors import ShoalError
-from shoal.planner.algorithms import ALGORITHMS, received, sent
+from shoal.planner.algorithms import received, sent
 from shoal.traffic import Traffic
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.launching import ROOT
 
-from shoal.planner.algorithms import ALGORITHMS
+from shoal.catalogue.sums import ALGORITHMS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 TIME_LIMIT_SECONDS = 250.0
@@ -122,8 +122,6 @@ def test_nothing_is_left_when_all_are_killed() -> None:
         maps = Path(f"/proc/{pids[1]}/maps").read_text()
         assert "/memfd:shoal (deleted)" in maps  # it is this memory that must go
         assert shared_memory_in_use() == before  # and it never had a name
-        descriptors = [os.readlink(path) for path in Path(f"/proc/{pids[0]}/fd").iterdir()]
-        assert not any("memfd" in name for name in descriptors)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 30

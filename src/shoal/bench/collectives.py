@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.plot import Curve, plot
-from shoal.catalogue.here import cores, measured_file, processor
+from shoal.catalogue.here import cores, processor
+from shoal.catalogue.sums import comparison_file
 from shoal.errors import CommandError, LaunchError, from_json
 from shoal.launch.local import LocalRun, launch
 from shoal.run_directory import write_file
@@ -64,7 +65,7 @@ def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None, star
     compared = measured(ranks, sizes, started_at)
     print(table(compared))
     document = json.dumps(calibration(compared), indent=1) + "\n"
-    kept = measured_file().with_name("collectives.json")
+    kept = comparison_file(ranks)
     kept.parent.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (kept, out)):
         write_file(path, document)
@@ -188,7 +189,7 @@ def table(compared: Compared) -> str:
 
 
 def calibration(compared: Compared) -> dict[str, Any]:
-    """What `choose.fastest` reads: the median seconds of each algorithm by size."""
+    """What `catalogue.sums.fastest` reads: the median seconds of each algorithm by size."""
     medians = {
         name: {str(size): compared.median(name, size) for size in sizes} for name, sizes in compared.seconds.items()
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shoal.catalogue.sums import ALGORITHMS
 from shoal.collectives.base import Collective, Team
 from shoal.collectives.choose import open_collective
 from shoal.environment import Environment
@@ -18,7 +19,6 @@ from shoal.errors import ExitCode, ShoalError
 from shoal.faults import as_shoal_error
 from shoal.mesh import Mesh, open_mesh
 from shoal.plan.layout import Layout
-from shoal.planner.algorithms import ALGORITHMS
 from shoal.run_directory import write_file
 from shoal.startup import prepare_process
 from shoal.worker import die_with_launcher, tell

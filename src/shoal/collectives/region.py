@@ -1,8 +1,8 @@
 """Region: memory that the ranks of one host share, a slot for each. It has no name, so that nothing can be left over.
 
 The first rank makes it with memfd_create, mode 0600, and the others open it through /proc/PID/fd; the kernel frees it
-with the last process that maps it, however those end. It is bounded by the memory of the host or container, and not by
-the size of /dev/shm. Its size is sealed: no rank can make another's access fail.
+with the last process that maps it, however those end (until then each keeps a descriptor). It is bounded by the memory
+of the host or container, and not by the size of /dev/shm. Its size is sealed: no rank can make another's access fail.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ HEADER_BYTES = 64
 SEGMENT_BYTES = 1 << 20
 # Up to here ranks exchange whole vectors: half the messages of halving and doubling.
 DOUBLING_BYTES = 16 << 10
-ALGORITHMS = ("native", "ring", "tree", "recursive_doubling", "hierarchical", "shared_memory")
 
 
 def cuts(length: int, parts: int) -> list[int]:
