@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.collectives.base import DTYPES, OPERATIONS, Handle, Operation, Team, Threaded, check, check_parts
+from shoal.collectives.peers import has_ended
 from shoal.collectives.region import place_of_process
 from shoal.errors import CollectiveError, PeerError
 from shoal.planner.algorithms import HEADER_BYTES
 
+# How long a rank whose message failed looks for the one that died.
+_PATIENCE_SECONDS = 0.5
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 
 
@@ -69,7 +72,11 @@ class Messages:
         except (RuntimeError, ValueError) as error:
             if isinstance(error, CollectiveError | PeerError):
                 raise
+            limit = time.monotonic() + _PATIENCE_SECONDS
             gone = self._gone()
+            while not gone and time.monotonic() < limit:  # its sockets close before it has ended
+                time.sleep(0.02)
+                gone = self._gone()
             raise PeerError(
                 given=", ".join(f"rank {r} (process {self._processes[r][3]})" for r in gone) or who,
                 conflict=("it ended" if gone else "it did not answer")
@@ -83,7 +90,7 @@ class Messages:
         return [
             r
             for r, process in enumerate(self._processes)
-            if r != self.rank and process[:3] == here and not _is_alive(process[3])
+            if r != self.rank and process[:3] == here and has_ended(process[3])
         ]
 
     def close(self) -> None:
@@ -217,9 +224,3 @@ def _describe(header: list[int]) -> str:
         return "nothing known"
     name = f"{_KINDS[kind]} ({OPERATIONS[op]})" if "reduce" in _KINDS[kind] else _KINDS[kind]
     return f"{name} of {numel} elements of {str(DTYPES[dtype]).removeprefix('torch.')}"
-
-
-def _is_alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False

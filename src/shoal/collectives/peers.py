@@ -30,7 +30,7 @@ NUM_HEADERS = 64
 _SLICE_SECONDS = 0.05
 # While every rank has a core of its own a wait begins with a look around, shorter than what sleeping and waking cost.
 SPIN_SECONDS = 40e-6
-_LATENESS = "is behind"
+_EXITING = 0x4  # the kernel's flag of a process that is ending
 
 
 class Peers:
@@ -142,7 +142,7 @@ class Peers:
     def _is_alive(self, other: int) -> bool:
         descriptor = self._processes.get(other)
         if descriptor is None:
-            return _state(self._pids[other]) not in ("", "Z", "X")
+            return not has_ended(self._pids[other])
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
         return not poll.poll(0)
@@ -187,8 +187,19 @@ class Peers:
             os.close(self._processes.popitem()[1])
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host is gone, or on its way out with its sockets closed already."""
+    fields = _fields(pid)
+    return not fields or fields[0] in ("Z", "X") or bool(int(fields[6]) & _EXITING)
+
+
 def _state(pid: int) -> str:
     """The letter of a process's state in /proc; empty where it is gone."""
+    return next(iter(_fields(pid)), "")
+
+
+def _fields(pid: int) -> list[str]:
+    """What /proc tells of a process, from its state on."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
