@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -65,7 +65,7 @@ class Messages:
             )
 
     @contextlib.contextmanager
-    def failures(self, who: str) -> object:  # type: ignore[misc]
+    def failures(self, who: str) -> Iterator[None]:
         """Names the culprit of what fails inside: a process of this host that is gone, or else `who`."""
         try:
             yield
