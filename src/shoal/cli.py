@@ -174,13 +174,15 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
     request = RunRequest.from_options(options, float(os.environ.get(STARTED_AT, started_at)))
     if environment is None:
         request.check()
-        request = request.with_devices(devices_here)
+        request = request.with_devices(devices_here).with_own_sums()
         check(request.plan)
         if request.world_size > 1:
             return _refused(request) or _launch(request, given)
         environment = Environment()
     world_size = environment.world_size
     request = request.with_devices(lambda: world_size)
+    if environment.single_host:
+        request = request.with_own_sums()
     if LAUNCHER_PID not in os.environ:
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
     from shoal.signals import Signals
@@ -208,7 +210,7 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
     if options.out is None:
         options.out = f"runs/{parse_target(options.job, options.set).name}-verify"
     request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)
-    request = request.with_devices(devices_here)
+    request = request.with_devices(devices_here).with_own_sums()
     request.check()  # a directory that holds a run is not written to
     check(request.plan)
     code = _refused(request) if request.world_size > 1 else 0

@@ -135,6 +135,10 @@ class PeerError(ShoalError, ConnectionError):
     exit_code = ExitCode.RANK_LOST
 
 
+class CollectiveError(ShoalError, ValueError):
+    """A collective that cannot be: a tensor that it does not take, or ranks that do not call the same one."""
+
+
 class CertificateError(ShoalError, ValueError):
     """A certificate that does not speak for the run that demands one."""
 

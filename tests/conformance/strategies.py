@@ -65,8 +65,22 @@ def staged(schedule: str) -> Use:
     return Use("DataParallel", "pipeline", {"pipeline": {"schedule": schedule}}, STAGED, 2, usual)
 
 
+# What a way to sum gradients has to do with: who has any, of which parameters, in which dtype.
+SUMMED = frozenset({"mlp", "empty rank", "frozen, unused, conditional", "bf16", "pure bf16", "accumulation of 3"})
+
+
+def summed_by(algorithm: str) -> Use:
+    """Gradients summed by one of shoal's own all-reduces."""
+    usual = {"frozen, unused, conditional", "empty rank"} if algorithm == "shared_memory" else {"empty rank"}
+    return Use("DataParallel", "data", {"collectives": {"all_reduce": algorithm}}, SUMMED, usual=frozenset(usual))
+
+
 STRATEGIES: dict[str, Use] = {
     "DataParallel": Use("DataParallel"),
+    **{
+        f"DataParallel-{name}": summed_by(name)
+        for name in ("ring", "tree", "recursive_doubling", "hierarchical", "shared_memory")
+    },
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
     "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER, usual=DIVIDED | UNEVEN),
     "FullySharded": Use("FullySharded", "shard", usual=DIVIDED | UNEVEN),

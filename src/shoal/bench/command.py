@@ -44,8 +44,15 @@ def bench(options: argparse.Namespace, started_at: float) -> int:
         raise CommandError(
             given=f"-o {out}", conflict=f"{out.absolute().parent} is no directory", remedy="give a file in one that is"
         )
-    session = _Session(bool(options.quick), started_at)
     busy = Busy()
+    if options.what == "collectives":
+        from shoal.bench.collectives import bench_collectives
+
+        code = bench_collectives(ranks, options.sizes, out, started_at)
+        for note in busy.notes():
+            print(f"note: {note}")
+        return code
+    session = _Session(bool(options.quick), started_at)
     measured = session.on_gpus(ranks) if found_gpus else session.on_cores(ranks)
     found = undisturbed(assembled(measured, found_gpus), busy.share())
     text = dump(found, beside={"machine": _machine(measured), "measurements": _tables(measured)})
@@ -61,6 +68,13 @@ def bench(options: argparse.Namespace, started_at: float) -> int:
 
 
 def _rank(options: argparse.Namespace, environment: Environment) -> int:
+    if options.what == "collectives":
+        from shoal.bench.collectives import parse_sizes
+        from shoal.bench.collectives_worker import Sampling
+        from shoal.bench.collectives_worker import measure as compare
+
+        sampling = Sampling(Path(options.into), parse_sizes(options.sizes), 3, float(options.seconds))
+        return int(compare(sampling, int(options.threads), environment))
     from shoal.bench.worker import Task, measure
 
     task = Task(

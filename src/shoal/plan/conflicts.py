@@ -137,10 +137,16 @@ CONFLICTS: tuple[Rule, ...] = (
         'execution.compile = "none", or layout.pipeline = 1',
     ),
     Rule(
-        lambda plan: plan.collectives.all_reduce != "native",
-        ("collectives.all_reduce",),
-        "this version sums by the native all-reduce, and runs nothing as less than it asks for",
-        'collectives.all_reduce = "native"',
+        lambda plan: plan.collectives.all_reduce != "native" and plan.execution.exact,
+        ("collectives.all_reduce", "execution.exact"),
+        "exact mode sums in a tree of its own, whatever the ranks",
+        'collectives.all_reduce = "native", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: plan.collectives.all_reduce != "native" and plan.shards_model,
+        ("collectives.all_reduce", "shard.level", "layout.shard"),
+        "gradients that are divided are summed by fully_shard's own reduce-scatter",
+        'collectives.all_reduce = "native", or shard.level = "optimizer"',
     ),
     Rule(
         lambda plan: plan.collectives.compression != "none",
@@ -178,6 +184,11 @@ CONFLICTS: tuple[Rule, ...] = (
 WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.offload"), "layout.shard is 1"),
     Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
+    Idle(
+        lambda plan: plan.degrees.divides_grains == 1,
+        ("collectives.all_reduce",),
+        "one rank, or ranks that compute the same grains, have no gradients to sum over the data",
+    ),
     Idle(
         lambda plan: not _wide(plan, "pipeline"),
         ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"),

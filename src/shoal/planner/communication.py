@@ -150,7 +150,7 @@ def wire_bytes(kind: str, num_bytes: int, group_size: int) -> int:
 def data_parallel(gradients: Gradients, layout: Layout) -> Volumes:
     """A step of fast data parallelism: a bucket is one all_reduce, or an all_gather where gathering is cheaper.
 
-    What a step sends between its agreement and its update; see strategies/buckets.py.
+    What a step sends between its agreement and its update, by native collectives; see strategies/buckets.py.
     """
     volumes, ranks = Volumes(), layout.divides_grains
     if layout.world_size == 1:

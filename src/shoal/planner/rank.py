@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.plan.plan import Plan
+from shoal.planner.algorithms import data_parallel
 from shoal.planner.communication import (
     Array,
     Gradients,
     Sharding,
     Volumes,
     completed,
-    data_parallel,
     exact_data_parallel,
     fully_sharded,
     norm,
@@ -65,7 +65,10 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if plan.execution.exact:
         reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
-        reduced = data_parallel(gradients, layout)
+        summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
+        if summed is None:
+            return None
+        reduced = summed
     if described.within is not None:
         return reduced.plus(described.within, completed(described.partial), norm())
     return reduced.plus(sharded_optimizer(gradients, layout))
@@ -82,7 +85,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
     else:
-        summed = bucketed(gradients, layout)
+        summed = bucketed(gradients, layout, plan.collectives.all_reduce == "native")
     return Footprint(
         parameters=whole((*gradients.parameters, *described.frozen)),
         gathered=0,

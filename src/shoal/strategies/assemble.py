@@ -166,5 +166,5 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
     if plan.execution.exact:
         strategy = ExactDataParallel(parameters, mesh, reduce, num_grains, mark)
     else:
-        strategy = DataParallel(parameters, mesh, reduce, mark)
+        strategy = DataParallel(parameters, mesh, reduce, mark, plan.collectives.all_reduce)
     return ShardedOptimizer(strategy, parameters, mesh, mark) if plan.layout.shard > 1 else strategy
