@@ -1,1 +1,1 @@
-"""Published measurements: rows of them, predicted and scored."""
+"""Predictions for published measurements, and what they are worth: see docs/planner.md."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.errors import JobError
 from shoal.mesh import Mesh
 from shoal.parts import Part
+from shoal.planner.communication import Volumes
 
 # Tensors under paths, each with the part that it is of a logical one.
 Held = dict[str, tuple[Part, Tensor]]
@@ -46,7 +47,8 @@ class Division:
     `parts` of what is cut, `absent` what other ranks hold. `partial`: parameters whose gradient, after the backward, is
     a partial sum over axes of the mesh, and these axes. `outputs`: modules that give other tensors than in the whole
     model, and what makes these of them, collectively over the ranks that compute the same grains. `is_elsewhere`:
-    whether a forward is in modules that another rank computes. `notes` say how and why, a line each.
+    whether a forward is in modules that another rank computes. `sends`: what forwards and backwards of microbatches of
+    so many samples send, if there is a formula. `notes` say how and why, a line each.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class Division:
     partial: dict[str, tuple[str, ...]] = field(default_factory=dict)
     outputs: dict[str, Output | None] = field(default_factory=dict)
     is_elsewhere: Callable[[], bool] = lambda: False
+    sends: Callable[[Sequence[int]], Volumes | None] | None = None
     notes: list[str] = field(default_factory=list)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:

@@ -130,6 +130,12 @@ class Shares:
         parts = [share(list(self.grains), p.data * layout.shard + p.shard, layout.divides_grains) for p in places]
         return [[grain.index for grain in part] for part in parts]
 
+    def microbatches(self, layout: Layout, rank: int) -> list[int]:
+        """The samples of each microbatch of a rank."""
+        sizes = {grain.index: grain.size for grain in self.grains}
+        own, per = self.held(layout)[rank], self.grains_per_microbatch
+        return [sum(sizes[index] for index in own[i : i + per]) for i in range(0, len(own), per)]
+
 
 def describe(
     holding: Holding, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
@@ -143,6 +149,9 @@ def describe(
         on_cpu=precision.device.type == "cpu",
         buffer_numel=sum(known[name].numel() for name in shares.buffers),
     )
+    division, mesh = holding.division, holding.mesh
+    sends = division.sends(shares.microbatches(plan.degrees, mesh.rank)) if division.sends is not None else None
+    summed = [holding.model.get_parameter(name) for name, axes in division.partial.items() if "tensor" in axes]
     return Described(
         gradients,
         frozen=tuple(array(p) for _, p in holding.parameters() if not p.requires_grad),
@@ -150,6 +159,8 @@ def describe(
         num_grains=shares.num_grains,
         held=held,
         sharding=sharding(holding.model, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
+        within=sends,
+        partial=tuple(array(p) for p in summed if p.requires_grad),
     )
 
 

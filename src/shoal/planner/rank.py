@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.plan.plan import Plan
+from shoal.planner.algorithms import data_parallel
 from shoal.planner.communication import (
     Array,
     Gradients,
     Sharding,
     Volumes,
-    data_parallel,
+    completed,
     exact_data_parallel,
     fully_sharded,
     norm,
@@ -39,7 +40,8 @@ class Described:
 
     `sharding` is given where fully_shard cuts the model. `frozen` are parameters that are not trained; `held[r]` the
     grains of rank r, on which exact mode's traffic depends; `activations` the bytes that autograd keeps at its peak,
-    where they are known.
+    where they are known. `within`: what forwards and backwards send where a tensor axis divides the model, and
+    `partial` the parameters whose gradients are summed over it afterwards.
     """
 
     gradients: Gradients
@@ -49,6 +51,8 @@ class Described:
     held: Sequence[Sequence[int]] = ((0,),)
     activations: int | None = None
     sharding: Sharding | None = None
+    within: Volumes | None = None
+    partial: tuple[Array, ...] = ()
 
 
 def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
@@ -61,7 +65,12 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if plan.execution.exact:
         reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
-        reduced = data_parallel(gradients, layout)
+        summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
+        if summed is None:
+            return None
+        reduced = summed
+    if described.within is not None:
+        return reduced.plus(described.within, completed(described.partial), norm())
     return reduced.plus(sharded_optimizer(gradients, layout))
 
 
@@ -76,7 +85,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
     else:
-        summed = bucketed(gradients, layout)
+        summed = bucketed(gradients, layout, plan.collectives.all_reduce == "native")
     return Footprint(
         parameters=whole((*gradients.parameters, *described.frozen)),
         gathered=0,
@@ -98,5 +107,10 @@ def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
 
 
 def _is_known(plan: Plan, described: Described) -> bool:
-    divided = plan.layout.shard > 1 and plan.shard.level != "optimizer"
+    layout = plan.layout
+    if layout.tensor > 1:
+        wide = plan.precision.parameters == plan.precision.compute == "float32"
+        alone = layout.shard == layout.pipeline == layout.context == 1 and plan.memory.recompute == "none"
+        return wide and alone and described.within is not None
+    divided = layout.shard > 1 and plan.shard.level != "optimizer"
     return plan.degrees.shares_grains == 1 and not plan.shard.offload and divided == (described.sharding is not None)

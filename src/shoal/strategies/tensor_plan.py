@@ -15,7 +15,7 @@ from shoal.errors import PlanError
 from shoal.strategies.tensor_layers import kind, num_features
 from shoal.strategies.tensor_pairs import Candidate, Pair, Slice, candidates, cuts, linear_modules, obstacle, styles
 from shoal.strategies.tensor_proof import Bench, NotProvenError, Values
-from shoal.strategies.tensor_trace import Trace, observe
+from shoal.strategies.tensor_trace import Shapes, Trace, observe
 
 # A model that does not run without values is followed with them, if it is no larger than this.
 _REAL_BYTES = 8 << 30
@@ -24,12 +24,19 @@ _FEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """`gathered` modules are cut along their outputs and `rows` embeddings along the vocabulary; `notes` by module."""
+    """`gathered` modules are cut along their outputs and `rows` embeddings along the vocabulary; `notes` by module.
+
+    `kept` are those of `gathered` whose output is needed by cross entropies alone, which take slices: `losses`, of so
+    many targets, with label smoothing or not. `shapes`: the calls of the modules that send.
+    """
 
     pairs: tuple[Pair, ...] = ()
     gathered: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
+    losses: tuple[tuple[int, bool], ...] = ()
+    shapes: Mapping[str, tuple[Shapes, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
@@ -39,7 +46,9 @@ class TensorPlan:
     def from_json(cls, document: dict[str, Any]) -> TensorPlan:
         """From `to_json`."""
         pairs = tuple(_pair(_frozen(pair)) for pair in document["pairs"])
-        return cls(pairs, tuple(document["gathered"]), tuple(document["rows"]), document["notes"])
+        gathered, rows, kept = (tuple(document[key]) for key in ("gathered", "rows", "kept"))
+        shapes = {n: tuple(Shapes(**_frozen(call)) for call in calls) for n, calls in document["shapes"].items()}
+        return cls(pairs, gathered, rows, kept, document["notes"], _frozen(document["losses"]), shapes)
 
 
 def _frozen(value: Any) -> Any:
@@ -116,7 +125,9 @@ def decide(model: nn.Module, trace: Trace, values: Values, degree: int) -> Tenso
     if not (pairs or rest):
         raise _nothing_to_cut(model, degree)
     order = [name for name, _ in model.named_modules() if name in notes]
-    return TensorPlan(tuple(pairs), gathered, rows, {name: notes[name] for name in order})
+    sending = {name for p in pairs for name in (*p.candidate.columns, p.candidate.row)}.union(gathered, rows)
+    shapes = {name: tuple(calls) for name, calls in trace.shapes.items() if name in sending}
+    return TensorPlan(tuple(pairs), gathered, rows, notes={name: notes[name] for name in order}, shapes=shapes)
 
 
 def _whole(model: nn.Module, trace: Trace, degree: int) -> dict[str, str]:

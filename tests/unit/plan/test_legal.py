@@ -235,9 +235,14 @@ EXCLUDED += [
         'collectives.compression = "none"',
     ),
     (
-        of(layout={"data": 2}, collectives={"all_reduce": "ring"}),
-        'collectives.all_reduce = "ring"',
-        'collectives.all_reduce = "native"',
+        of(layout={"data": 2}, collectives={"all_reduce": "ring"}, execution={"exact": True}),
+        'collectives.all_reduce = "ring", execution.exact = true',
+        'collectives.all_reduce = "native", or execution.exact = false',
+    ),
+    (
+        of(layout={"shard": 2}, collectives={"all_reduce": "shared_memory"}),
+        'collectives.all_reduce = "shared_memory", shard.level = "parameters", layout.shard = 2',
+        'collectives.all_reduce = "native", or shard.level = "optimizer"',
     ),
     (
         of(layout={"shard": 2}, shard={"level": "optimizer", "offload": True}),
@@ -248,6 +253,16 @@ EXCLUDED += [
         of(layout={"pipeline": 2, "context": 2}, batch={"grains_per_microbatch": 1}),
         "layout.context = 2, layout.pipeline = 2",
         "layout.context = 1, or layout.pipeline = 1",
+    ),
+    (
+        of(layout={"pipeline": 2, "tensor": 2}, tensor={"sequence": True}, batch={"grains_per_microbatch": 1}),
+        "tensor.sequence = true, layout.tensor = 2, layout.pipeline = 2",
+        "tensor.sequence = false, or layout.pipeline = 1",
+    ),
+    (
+        of(layout={"tensor": 2, "context": 2}, tensor={"sequence": True}),
+        "tensor.sequence = true, layout.tensor = 2, layout.context = 2",
+        "tensor.sequence = false, or layout.context = 1",
     ),
     (
         of(layout={"pipeline": 2}, batch={"grains_per_microbatch": 1}, execution={"compile": "default"}),
@@ -311,6 +326,7 @@ def test_each_row_is_tried() -> None:
     [
         (of(shard={"level": "gradients"}), 'shard.level = "gradients": no effect, since layout.shard is 1'),
         (of(layout={"data": 2}, shard={"offload": True}), "shard.offload = true: no effect"),
+        (of(tensor={"sequence": True}), "tensor.sequence = true: no effect, since layout.tensor is 1"),
         (of(pipeline={"schedule": "gpipe"}), 'pipeline.schedule = "gpipe": no effect, since layout.pipeline is 1'),
         (
             of(pipeline={"stages_per_rank": 2, "split": ["a"]}),
