@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.profiling.division import Division
 from shoal.profiling.events import Trace
+from shoal.strategies.tensor_heads import is_lost
 from shoal.strategies.tensor_layers import kind
 from shoal.strategies.tensor_plan import Proposal, propose
 from shoal.strategies.tensor_trace import observe
@@ -80,21 +81,20 @@ def spread(found: Division, like: dict[str, str]) -> Division:
 
 
 def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Division:
-    """What shoal's own tensor parallelism cuts: what is in no pair too, gathered at once.
+    """What shoal's own tensor parallelism cuts: what is in no pair too, gathered at once if not for the loss alone.
 
     Raises: what the loss raises on the meta device.
     """
-    found = _proposal(model, loss, batch)
-    names = {id(p): name for name, p in model.named_parameters()}
-    gathered = {names[id(model.get_submodule(name)._parameters["weight"])] for name in found.gathered}
-    return Division(_dims(model, found, found.gathered), frozenset(gathered))
 
-
-def _proposal(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Proposal:
     def shown(leaf: Any) -> Any:
         return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
-    return propose(model, observe(model.train(), loss, tree_map(shown, batch)), _DEGREE)
+    trace = observe(model.train(), loss, tree_map(shown, batch))
+    found = propose(model, trace, _DEGREE)
+    names = {id(p): name for name, p in model.named_parameters()}
+    gathered = (name for name in found.gathered if not is_lost(name, model, trace))
+    weights = frozenset(names[id(model.get_submodule(name)._parameters["weight"])] for name in gathered)
+    return Division(_dims(model, found, found.gathered), weights)
 
 
 def _dims(model: nn.Module, found: Proposal, columns: tuple[str, ...]) -> dict[str, int]:

@@ -45,7 +45,7 @@ def sizes(size: int, degree: int) -> tuple[int, ...]:
 
 def with_kept(plan: TensorPlan, subject: Subject, trace: Trace, degree: int) -> TensorPlan:
     """The plan with those heads in `kept` whose logits only cross entropies take; with notes on the others'."""
-    heads = [name for name in plan.gathered if _is_lost(name, subject.model, trace)]
+    heads = [name for name in plan.gathered if is_lost(name, subject.model, trace)]
     if not heads:
         return plan
     notes, kept, taken = dict(plan.notes), [], list[tuple[int, bool]]()
@@ -59,7 +59,7 @@ def with_kept(plan: TensorPlan, subject: Subject, trace: Trace, degree: int) -> 
     return replace(plan, kept=tuple(kept), notes=notes, losses=tuple(taken))
 
 
-def _is_lost(name: str, model: nn.Module, trace: Trace) -> bool:
+def is_lost(name: str, model: nn.Module, trace: Trace) -> bool:
     """Whether a linear module's output comes to a cross entropy, and to no other linear module."""
     output = trace.outputs.get(name)
     is_linear = kind(model.get_submodule(name)) in ("linear", "transposed")
