@@ -80,8 +80,7 @@ def every_plan(space: Space) -> Iterator[Plan]:
     for cut in space.cuts:
         for place in space.places(cut):
             share = space.share(place)
-            sequences = (False, True) if cut.tensor > 1 else (False,)
-            for size, recompute, sequence in product(space.sizes(share), space.recomputes, sequences):
+            for size, recompute, sequence in product(space.sizes(share), space.recomputes, space.sequences(cut)):
                 for way in space.ways(place, Group(size, recompute, sequence)):
                     yield from space.plans(place, way)
 
