@@ -46,7 +46,8 @@ class Division:
     `parts` of what is cut, `absent` what other ranks hold. `partial`: parameters whose gradient, after the backward, is
     a partial sum over axes of the mesh, and these axes. `outputs`: modules that give other tensors than in the whole
     model, and what makes these of them, collectively over the ranks that compute the same grains. `is_elsewhere`:
-    whether a forward is in modules that another rank computes. `notes` say how and why, a line each.
+    whether a forward is in modules that another rank computes. `cut`: what a rank would have of a parameter of that
+    shape, if it held any. `notes` say how and why, a line each.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class Division:
     partial: dict[str, tuple[str, ...]] = field(default_factory=dict)
     outputs: dict[str, Output | None] = field(default_factory=dict)
     is_elsewhere: Callable[[], bool] = lambda: False
+    cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
     notes: list[str] = field(default_factory=list)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
@@ -203,7 +205,8 @@ class Holding:
         """Adds up a gradient over a group, in float32 at least: 16 bits would lose what autograd kept."""
         dtype = torch.float32 if parameter.itemsize < 4 else parameter.dtype
         if parameter.is_meta:  # its stages are elsewhere: this rank adds nothing
-            dist.all_reduce(torch.zeros(parameter.shape, dtype=dtype, device=self.mesh.device), group=group)
+            shape = self.division.cut(tuple(parameter.shape))
+            dist.all_reduce(torch.zeros(shape, dtype=dtype, device=self.mesh.device), group=group)
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

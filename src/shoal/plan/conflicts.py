@@ -107,12 +107,6 @@ CONFLICTS: tuple[Rule, ...] = (
         'shard.offload = false, or shard.level = "gradients" or "parameters"',
     ),
     Rule(
-        lambda plan: _wide(plan, "pipeline") and plan.shards_model,
-        ("shard.level", "layout.shard", "layout.pipeline"),
-        "this version divides a stage's optimizer state over the shard axis, and not its gradients or parameters",
-        'shard.level = "optimizer", or layout.pipeline = 1',
-    ),
-    Rule(
         lambda plan: _wide(plan, "pipeline") and _wide(plan, "context"),
         ("layout.context", "layout.pipeline"),
         "this version cuts sequences and stages at the same blocks, and not both at once",

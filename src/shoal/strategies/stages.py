@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,19 @@ Receive = Callable[[list[Blank]], list[Tensor]]
 Stub = Callable[[Step, Forward, Any, Any], Any]
 
 
+class Around(Protocol):
+    """What is done around the forward of a module where a stage computes it, and not where it is stubbed."""
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before it: the arguments to go on with."""
+
+    def leave(self, output: Any) -> None:
+        """After it, also where the stage ends within the module: the output, or what is sent on."""
+
+    def again(self) -> AbstractContextManager[None]:
+        """Around the same forward where a backward computes it again."""
+
+
 class _Left(BaseException):
     """Leaves the user's function where the next stage begins; no `except Exception` of the user's keeps it."""
 
@@ -56,8 +70,8 @@ class Passed:
 class _Run:
     """Follows one forward through a stage; `call` is what every watched module's forward goes through."""
 
-    def __init__(self, program: Program, stub: Stub, receive: Receive) -> None:
-        self._program, self._stub, self._receive = program, stub, receive
+    def __init__(self, program: Program, stub: Stub, receive: Receive, around: Mapping[str, Around]) -> None:
+        self._program, self._stub, self._receive, self._around = program, stub, receive, around
         self._place = 0
         self.begun = program.stage == 0
         self.received: list[Tensor] = []
@@ -70,7 +84,7 @@ class _Run:
                 raise _Left(self._values(args, kwargs))
             if self._stands_for:
                 args, kwargs = tree_map(self._real, (args, kwargs))
-            return forward(*args, **kwargs)
+            return self._computed(name, forward, args, kwargs)
         if self._place == len(self._program.steps) or self._program.steps[self._place].name != name:
             raise _diverged(self._program, self._place, name)
         step = self._program.steps[self._place]
@@ -79,7 +93,20 @@ class _Run:
             return self._stub(step, forward, args, kwargs)
         if step.do is Do.BEGIN:
             args, kwargs = self._begin(args, kwargs)
-        return forward(*args, **kwargs)
+        return self._computed(name, forward, args, kwargs)
+
+    def _computed(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        around = self._around.get(name)
+        if around is None:
+            return forward(*args, **kwargs)
+        args, kwargs = around.enter(args, kwargs)
+        try:
+            output = forward(*args, **kwargs)
+        except _Left as left:
+            around.leave(left.values)
+            raise
+        around.leave(output)
+        return output
 
     def _begin(self, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -117,6 +144,7 @@ class Stages:
         self._sizes = {n: t.numel() * t.itemsize for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.firsts: list[str] = []
         self.holds: list[set[str]] = []
+        self.around: dict[str, Around] = {}  # by the modules' names
 
     @classmethod
     def build(
@@ -190,7 +218,7 @@ class Stages:
     def forward(self, stage: int, function: Function, batch: Any, receive: Receive) -> Passed:
         """One stage's part of `function(model, batch)`; `receive` is called where a stage after the first begins."""
         program = self._program(function, batch)[stage]
-        run = _Run(program, self._stub, receive)
+        run = _Run(program, self._stub, receive, self.around)
         try:
             with self._handling(run.call):
                 result = function(self._model, batch)
@@ -227,7 +255,9 @@ class Stages:
                     for place in slot.places:
                         leaves[place] = value
                 args, kwargs = tree_unflatten(leaves, spec)
-            return forward(*args, **kwargs)
+            around = self.around.get(name)
+            with around.again() if around is not None else contextlib.nullcontext():
+                return forward(*args, **kwargs)
 
         with self._handling(call):
             yield
@@ -273,7 +303,7 @@ class Stages:
         for program in made[1:]:
             with without_modes(), without_data(self._model, self._device) as (mode, named):
                 watch = Watch(named)
-                run = _Run(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks])
+                run = _Run(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks], {})
                 watch.follow(run)
                 given = fake_of(mode, batch, self._device)
                 try:
