@@ -107,12 +107,6 @@ CONFLICTS: tuple[Rule, ...] = (
         'shard.offload = false, or shard.level = "gradients" or "parameters"',
     ),
     Rule(
-        lambda plan: _wide(plan, "pipeline") and _wide(plan, "context"),
-        ("layout.context", "layout.pipeline"),
-        "this version cuts sequences and stages at the same blocks, and not both at once",
-        "layout.context = 1, or layout.pipeline = 1",
-    ),
-    Rule(
         lambda plan: _wide(plan, "pipeline") and plan.execution.compile != "none",
         ("execution.compile", "layout.pipeline"),
         "a compiled block would take in what a stage receives and leaves out",

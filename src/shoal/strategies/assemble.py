@@ -112,7 +112,11 @@ class _Axes:
         from shoal.strategies.stages import Stages
         from shoal.strategies.wires import Wires
 
-        section, mesh = self.plan.pipeline, self.mesh
+        section, mesh, followers = self.plan.pipeline, self.mesh, {}
+        if mesh.layout.context > 1:
+            from shoal.strategies.context_layers import roles
+
+            followers = roles(self.model)
         stages = Stages.build(
             self.model,
             self.made.pair,
@@ -120,6 +124,7 @@ class _Axes:
             num_stages=self.plan.layout.pipeline * section.stages_per_rank,
             split=section.split,
             device=mesh.device,
+            followers=followers,
         )
         wires = Wires.open(list(mesh.layout.groups("pipeline")), mesh.rank, COLLECTIVE_TIMEOUT)
         alone = mesh.layout.tensor * mesh.layout.context == 1

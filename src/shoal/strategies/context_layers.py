@@ -45,11 +45,10 @@ class Chain:
         setattr(hidden, _MARK, span)
         return span
 
-    def whole(self, tensor: Tensor, dim: int) -> Tensor:
+    def whole(self, tensor: Tensor, dim: int, span: Span) -> Tensor:
         """The tensor of all positions from the ranks' slices. Collective: the axis, an all-gather."""
-        assert self.span is not None
-        found = gather(tensor, self.axis, dim, (self.span.size,) * self.axis.degree)
-        return found.narrow(dim, 0, self.span.length)
+        found = gather(tensor, self.axis, dim, (span.size,) * self.axis.degree)
+        return found.narrow(dim, 0, span.length)
 
 
 class Role:
@@ -87,9 +86,19 @@ class Role:
             )
         output = outputs[plan.result]
         if plan.closes:
-            return with_tensors(result, {plan.result: self._chain.whole(output, SEQUENCE)})
+            return with_tensors(result, {plan.result: self._chain.whole(output, SEQUENCE, span)})
         setattr(output, _MARK, span)
         return result
+
+    def begin(self) -> None:
+        """Forgets the sequence before, of which a rank that computes a stage of the model may not see the next."""
+        self._chain.span = None
+
+    def stubbed(self, args: Any, kwargs: Any) -> None:
+        """Takes note of the sequence where another stage computes the block."""
+        hidden = dict(tensors_in([args, kwargs])).get(self._plan.hidden)
+        if self._plan.opens and hidden is not None:
+            self._chain.open(hidden)
 
     def _argument(self, path: Any, tensor: Tensor, span: Span) -> Tensor:
         dim = self._plan.cuts.get(path)
@@ -129,11 +138,17 @@ def give_role(module: nn.Module, role: Role) -> None:
     module.context_role = role  # type: ignore[assignment]
 
 
+def roles(model: nn.Module) -> dict[str, Role]:
+    """The divided blocks' by their names."""
+    return {name: m.context_role for name, m in model.named_modules() if isinstance(m, Divided)}
+
+
 def whole_output(chain: Chain, dim: int) -> Callable[[Tensor], Tensor]:
     """What makes of a module's output inside of a block that of the whole model, while the model computes."""
 
     def whole(tensor: Tensor) -> Tensor:
+        assert chain.span is not None
         with torch.no_grad():
-            return chain.whole(tensor, dim)
+            return chain.whole(tensor, dim, chain.span)
 
     return whole

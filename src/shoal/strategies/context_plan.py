@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -41,16 +41,6 @@ class ContextPlan:
     blocks: Mapping[str, BlockPlan]
     partial: tuple[str, ...]
     notes: tuple[str, ...]
-
-    def parted(self, firsts: Collection[str]) -> ContextPlan:
-        """The same where the hidden state comes whole into the blocks `firsts`: the first ones of pipeline stages."""
-        blocks, before = dict(self.blocks), ""
-        for name, block in self.blocks.items():
-            if name in firsts and not block.opens:
-                blocks[name] = replace(block, opens=True)
-                blocks[before] = replace(blocks[before], closes=True)
-            before = name
-        return replace(self, blocks=blocks)
 
 
 def decide(traces: Sequence[Trace], names: Mapping[str, Sequence[str]], degree: int, num_cuts: int = 1) -> ContextPlan:

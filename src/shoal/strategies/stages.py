@@ -50,6 +50,16 @@ class Around(Protocol):
         """Around the same forward where a backward computes it again."""
 
 
+class Follower(Protocol):
+    """A module that has to know of calls of its own that are stubbed."""
+
+    def begin(self) -> None:
+        """A forward through a stage begins."""
+
+    def stubbed(self, args: Any, kwargs: Any) -> None:
+        """Its own is stubbed; tensors among the arguments may be stubs."""
+
+
 class _Left(BaseException):
     """Leaves the user's function where the next stage begins; no `except Exception` of the user's keeps it."""
 
@@ -67,16 +77,26 @@ class Passed:
     result: Any = None
 
 
+@dataclass(frozen=True)
+class _Modules:
+    """What is to be done at modules, by their names."""
+
+    followers: Mapping[str, Follower]
+    around: Mapping[str, Around]
+
+
 class _Run:
     """Follows one forward through a stage; `call` is what every watched module's forward goes through."""
 
-    def __init__(self, program: Program, stub: Stub, receive: Receive, around: Mapping[str, Around]) -> None:
-        self._program, self._stub, self._receive, self._around = program, stub, receive, around
+    def __init__(self, program: Program, stub: Stub, receive: Receive, modules: _Modules) -> None:
+        self._program, self._stub, self._receive, self._modules = program, stub, receive, modules
         self._place = 0
         self.begun = program.stage == 0
         self.received: list[Tensor] = []
         self._stands_for: dict[int, Tensor] = {}
         self._stubs: list[Any] = []  # an id is a tensor's only as long as it lives
+        for follower in modules.followers.values():
+            follower.begin()
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         if self.begun:
@@ -90,13 +110,15 @@ class _Run:
         step = self._program.steps[self._place]
         self._place += 1
         if step.do in (Do.STUB, Do.DENSE):
+            if name in self._modules.followers:
+                self._modules.followers[name].stubbed(args, kwargs)
             return self._stub(step, forward, args, kwargs)
         if step.do is Do.BEGIN:
             args, kwargs = self._begin(args, kwargs)
         return self._computed(name, forward, args, kwargs)
 
     def _computed(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        around = self._around.get(name)
+        around = self._modules.around.get(name)
         if around is None:
             return forward(*args, **kwargs)
         args, kwargs = around.enter(args, kwargs)
@@ -136,8 +158,8 @@ class Stages:
     The model has no data while this is built, and afterwards data for what `holds` says of the stages that are run.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: nn.Module, device: torch.device, followers: Mapping[str, Follower]) -> None:
+        self._model, self._device, self._followers = model, device, followers
         self._shapes = Shapes(model, device)
         self._handler: Callable[..., Any] | None = None
         self._programs: dict[Any, list[Program]] = {}
@@ -156,12 +178,13 @@ class Stages:
         num_stages: int,
         split: Sequence[str] = (),
         device: torch.device | None = None,
+        followers: Mapping[str, Follower] | None = None,
     ) -> Stages:
-        """Cuts a model by its `function`, which is the loss; `batch` tells shapes only.
+        """Cuts a model by its `function`, which is the loss; `batch` tells shapes only; `followers` by module.
 
         Raises: PlanError where it cannot be cut so; UserCodeError where it cannot be traced.
         """
-        stages = cls(model, device or torch.device("cpu"))
+        stages = cls(model, device or torch.device("cpu"), followers or {})
         stages._install()
         trace = stages._traced(function, batch)
         refused: list[str] = []
@@ -218,7 +241,7 @@ class Stages:
     def forward(self, stage: int, function: Function, batch: Any, receive: Receive) -> Passed:
         """One stage's part of `function(model, batch)`; `receive` is called where a stage after the first begins."""
         program = self._program(function, batch)[stage]
-        run = _Run(program, self._stub, receive, self.around)
+        run = _Run(program, self._stub, receive, _Modules(self._followers, self.around))
         try:
             with self._handling(run.call):
                 result = function(self._model, batch)
@@ -303,7 +326,7 @@ class Stages:
         for program in made[1:]:
             with without_modes(), without_data(self._model, self._device) as (mode, named):
                 watch = Watch(named)
-                run = _Run(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks], {})
+                run = _Run(program, watch.stub, _emptied, _Modules(self._followers, {}))
                 watch.follow(run)
                 given = fake_of(mode, batch, self._device)
                 try:
@@ -312,6 +335,10 @@ class Stages:
                 except _Left as left:
                     result = left.values
             watch.judge(program.steps[-1].name, result)
+
+
+def _emptied(blanks: list[Blank]) -> list[Tensor]:
+    return [blank.empty() for blank in blanks]
 
 
 def _diverged(program: Program, place: int, name: str) -> UserCodeError:
