@@ -123,7 +123,10 @@ class _Again(contextlib.AbstractContextManager[None]):
 
 
 class Computer:
-    """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's."""
+    """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
+
+    `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype.
+    """
 
     def __init__(
         self,
@@ -132,8 +135,11 @@ class Computer:
         precision: Precision,
         computation: Computation,
         evaluate: Evaluate | None = None,
+        *,
+        cut: bool = False,
     ) -> None:
         self._job, self._model, self._precision, self._evaluate = job, model, precision, evaluate
+        self._cut = cut
         self.pair = Pair(job.loss, precision)
         self.computation = computation
 
@@ -194,15 +200,15 @@ class Computer:
         """
         if self._precision.is_wide:
             return self._probe(microbatch, buffers)
-        try:
-            with _widened(self._model):
+        if not self._cut:
+            # Suppressed for a model that computes in its own dtype only, or one that raises in any.
+            with contextlib.suppress(ShoalError), _widened(self._model):
                 wide = self._precision.wide()
                 return Computer(self._job, self._model, wide, self.computation, self._evaluate)._probe(
                     microbatch, buffers
                 )
-        except ShoalError:  # a model that computes in its own dtype only, or one that raises in any
-            found = self._probe(microbatch, buffers)
-            return Finding(replace(found.computation, fuse=False), conclusive=True)
+        found = self._probe(microbatch, buffers)
+        return Finding(replace(found.computation, fuse=False), conclusive=True)
 
     def _probe(self, microbatch: Microbatch, buffers: StepBuffers) -> Finding:
         buffers.watch()

@@ -109,7 +109,9 @@ class Engine:
             strategy=self.strategy,
             loader=self.loader,
             transfer=Transfer(self.mesh.device, self.precision.inputs),
-            computer=Computer(self.job, self.model, self.precision, computation, self._evaluate),
+            computer=Computer(
+                self.job, self.model, self.precision, computation, self._evaluate, cut=self.plan.shards_model
+            ),
             buffers=StepBuffers(self.model, self.holding.counts_buffer),
             clock=self.clock,
             note=around.note,

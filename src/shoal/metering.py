@@ -171,6 +171,7 @@ def sharding(model: nn.Module, plan: Plan, precision: Precision, microbatches: i
         kept=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
         gather_itemsize=precision.parameters.itemsize,
         reduce_itemsize=precision.reduce.itemsize,
+        reduce_every=plan.shard.reduce == "every_microbatch",
         root_early=sum(array(p.sharded_param).numel for p in own if places[p._module_info.module] > last),
     )
 

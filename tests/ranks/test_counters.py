@@ -90,6 +90,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 1": {"layout": {"shard": 2}, "shard": {"level": "optimizer"}},
     "zero 2": {"layout": {"shard": 2}, "shard": {"level": "gradients"}, "batch": {"grains_per_microbatch": 2}},
     "zero 3": {"layout": {"shard": 3}, "shard": {"level": "parameters"}},
+    "zero 2, late": {
+        "layout": {"shard": 2},
+        "shard": {"level": "gradients", "reduce": "last_microbatch"},
+        "batch": {"grains_per_microbatch": 1},
+    },
+    "zero 3, late": {
+        "layout": {"data": 2, "shard": 2},
+        "shard": {"reduce": "last_microbatch"},
+        "batch": {"grains_per_microbatch": 1},
+    },
     "zero 3, hybrid": {"layout": {"data": 2, "shard": 2}, "shard": {"level": "parameters"}},
     "zero 1, exact": {"layout": {"data": 2, "shard": 2}, "shard": {"level": "optimizer"}, "execution": {"exact": True}},
 }

@@ -152,7 +152,12 @@ CONFLICTS: tuple[Rule, ...] = (
 
 # Each row is one warning, told where the settings are not what a plan says by default.
 WITHOUT_EFFECT: tuple[Idle, ...] = (
-    Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.offload"), "layout.shard is 1"),
+    Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.reduce", "shard.offload"), "layout.shard is 1"),
+    Idle(
+        lambda plan: _wide(plan, "shard") and not plan.shards_model,
+        ("shard.reduce",),
+        'shard.level = "optimizer" leaves gradients whole, and they are summed with the last microbatch',
+    ),
     Idle(
         lambda plan: not _wide(plan, "pipeline"),
         ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"),
