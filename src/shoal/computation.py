@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.buffers import StepBuffers
-from shoal.errors import LossError, ShoalError
+from shoal.errors import JobError, LossError, ShoalError
 from shoal.faults import is_lost_peer, is_out_of_memory, user_error
 from shoal.grains import random_key
 from shoal.job import Job
@@ -100,8 +100,22 @@ class Pair:
         except Exception as error:
             if is_out_of_memory(error) or is_lost_peer(error):
                 raise
+            if any(sign in str(error) for sign in _PAST_THE_MODEL):
+                raise _past_the_model(self.what) from error
             raise user_error("the model or loss" if self.what == "loss" else self.what, error) from error
         return check_pair(self.what, pair)
+
+
+# What torch says where a parameter that is cut over ranks is used and has not been gathered.
+_PAST_THE_MODEL = ("got mixed torch.Tensor and DTensor", "requires running forward through the root module first")
+
+
+def _past_the_model(what: str) -> JobError:
+    return JobError(
+        given=f"a {what} that uses parts of the model by themselves, where parameters are cut over the shard axis",
+        conflict="a rank has them whole while model(...) runs, each unit while it is called, and not outside of it",
+        remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
+    )
 
 
 # (function, batch) -> its pair of numbers, computed by all ranks of a pipeline.

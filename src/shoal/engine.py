@@ -20,7 +20,7 @@ from shoal.computation import Computation, Computer, Evaluate, Pair
 from shoal.data.loader import Loader, MapLoader, Place
 from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source, small_batch
-from shoal.data.stream import StreamLoader
+from shoal.data.stream import StreamLoader, no_lockstep
 from shoal.errors import JobError, ShoalError
 from shoal.evaluation import Evaluator
 from shoal.faults import user_error
@@ -158,6 +158,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
+    if plan.shards_model and not isinstance(source, MapSource):
+        raise no_lockstep()
     holding, pipeline = _hold(job, plan, mesh, precision, source)
     model = holding.model
     together(mesh, lambda: compile_blocks(model, plan, precision))

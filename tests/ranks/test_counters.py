@@ -62,13 +62,13 @@ def transformer(**changes: Any) -> shoal.Job:
         found = torch.randint(50, (samples, 9), generator=torch.Generator().manual_seed(seed))
         return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
+    defaults: dict[str, Any] = {"model": Transformer}
     return small(
-        model=Transformer,
         loss=lambda model, batch: shoal.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
         train_data=partial(data, 100),
         eval_data=None,
         metrics={},
-        **changes,
+        **{**defaults, **changes},
     )
 
 
@@ -116,7 +116,8 @@ def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int 
             meter = StepMeter()
             engine = build(job, plan, mesh, Options(telemetry=False, observer=meter))
             try:
-                meter.attach(engine.model, engine.updater.optimizer, engine.strategy, mesh)
+                wires = engine.pipeline.groups if engine.pipeline is not None else []
+                meter.attach(engine.holding, engine.updater.optimizer, engine.strategy, wires)
                 outcome = engine.trainer(None, steps, around, RecordWriter(None)).train()
                 found = Computation.from_json(outcome.state.computation or {})
                 grains = engine.order.grains(meter.step or 0)
@@ -142,6 +143,33 @@ def test_a_step_sends_and_holds_what_the_formulas_say(job: Any, sections: dict[s
         assert found["traffic"] == wanted["traffic"]
         assert found["memory"] | {"activations": None} == wanted["memory"]
         assert found["memory"]["activations"] > 0
+
+
+ZERO_BUBBLE = {"schedule": "zero_bubble"}
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+STAGED: dict[str, dict[str, Any]] = {
+    "1f1b": {"layout": {"data": 2, "pipeline": 2}},
+    "zero bubble on 3": {"layout": {"pipeline": 3}, "pipeline": ZERO_BUBBLE},
+    "zero 1": {"layout": {"shard": 2, "pipeline": 2}, "shard": {"level": "optimizer"}},
+    "zero 2": {"layout": {"shard": 2, "pipeline": 2}, "shard": {"level": "gradients"}, "pipeline": ZERO_BUBBLE},
+    "zero 3": {"layout": {"shard": 2, "pipeline": 2}, "pipeline": INTERLEAVED},
+    "zero 3, zero bubble": {"layout": {"shard": 2, "pipeline": 2}, "pipeline": ZERO_BUBBLE},
+    "zero 3, late": {
+        "layout": {"shard": 3, "pipeline": 2},
+        "shard": {"reduce": "last_microbatch"},
+        "batch": {"grains_per_microbatch": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("sections", STAGED.values(), ids=STAGED.keys())
+def test_stages_send_and_hold_what_the_formulas_say(sections: dict[str, Any], tmp_path: Path) -> None:
+    for told in measured(transformer(optimizer=adamw, model=partial(Transformer, blocks=4)), sections, tmp_path / "r"):
+        found, wanted = told["measured"], told["predicted"]
+        assert found["traffic"] == wanted["traffic"]
+        known = {kind: size for kind, size in wanted["memory"].items() if size is not None}
+        assert {kind: found["memory"][kind] for kind in known} == known
+        assert {"parameters", "optimizer"} <= known.keys()
 
 
 def test_activations_grow_with_the_microbatch_and_not_with_their_number(tmp_path: Path) -> None:

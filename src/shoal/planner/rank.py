@@ -18,6 +18,7 @@ from shoal.planner.communication import (
     sharded_optimizer,
     sums,
 )
+from shoal.planner.divided import Partial, Staged, completed, messages
 from shoal.planner.memory import (
     Footprint,
     StateShape,
@@ -39,7 +40,8 @@ class Described:
 
     `sharding` is given where fully_shard cuts the model. `frozen` are parameters that are not trained; `held[r]` the
     grains of rank r, on which exact mode's traffic depends; `activations` the bytes that autograd keeps at its peak,
-    where they are known.
+    where they are known. `staged` are the stages of a pipeline and `samples` the size of each microbatch, `partial` the
+    gradients that are summed after the backward, `num_cut` all trainable parameters with a dim to cut.
     """
 
     gradients: Gradients
@@ -49,6 +51,10 @@ class Described:
     held: Sequence[Sequence[int]] = ((0,),)
     activations: int | None = None
     sharding: Sharding | None = None
+    staged: Staged | None = None
+    samples: Sequence[int] = ()
+    partial: Sequence[Partial] = ()
+    num_cut: int = 0
 
 
 def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
@@ -56,13 +62,18 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if not _is_known(plan, described):
         return None
     layout, gradients = plan.degrees, described.gradients
+    divided = completed(described.partial)
+    if layout.shares_grains > 1 or described.sharding is not None:
+        divided = divided.plus(norm())
+    if described.staged is not None:
+        divided = divided.plus(messages(described.staged, described.samples))
     if described.sharding is not None:
-        return fully_sharded(described.sharding).plus(sums(gradients, len(gradients.parameters)), norm())
+        return fully_sharded(described.sharding).plus(sums(gradients, described.num_cut), divided)
     if plan.execution.exact:
         reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
         reduced = data_parallel(gradients, layout)
-    return reduced.plus(sharded_optimizer(gradients, layout))
+    return reduced.plus(sharded_optimizer(gradients, layout), divided)
 
 
 def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
@@ -90,13 +101,14 @@ def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
     rows = [cut(array, place, sharding.degree) for unit in sharding.units for array in unit]
     return Footprint(
         parameters=sharded_parameters(sharding),
-        gathered=gathered_parameters(sharding),
-        gradients=scattered_gradients(sharding),
+        gathered=gathered_parameters(sharding) if described.staged is None else None,
+        gradients=scattered_gradients(sharding) if described.staged is None else None,
         optimizer=optimizer_state(rows, described.state) if described.state is not None else None,
         activations=described.activations,
     )
 
 
 def _is_known(plan: Plan, described: Described) -> bool:
-    divided = plan.layout.shard > 1 and plan.shard.level != "optimizer"
-    return plan.degrees.shares_grains == 1 and not plan.shard.offload and divided == (described.sharding is not None)
+    staged = plan.layout.pipeline == 1 or described.staged is not None
+    others = plan.layout.tensor * plan.layout.context == 1
+    return staged and others and not plan.shard.offload and plan.shards_model == (described.sharding is not None)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.deferred import deferred
 from shoal.holding import Division, Holding
@@ -112,7 +113,7 @@ class _Axes:
         from shoal.strategies.stages import Stages
         from shoal.strategies.wires import Wires
 
-        section, mesh, followers = self.plan.pipeline, self.mesh, {}
+        section, mesh, batch, followers = self.plan.pipeline, self.mesh, self._batch(), {}
         if mesh.layout.context > 1:
             from shoal.strategies.context_layers import roles
 
@@ -120,7 +121,7 @@ class _Axes:
         stages = Stages.build(
             self.model,
             self.made.pair,
-            self._batch(),
+            batch,
             num_stages=self.plan.layout.pipeline * section.stages_per_rank,
             split=section.split,
             device=mesh.device,
@@ -134,6 +135,7 @@ class _Axes:
         self.division.absent.update(named.difference(found.held))
         self.division.add_partial(found.shared & parameters, "pipeline")
         self.division.is_elsewhere = found.is_elsewhere
+        self.division.staged = found.staged(num_samples(batch))
         return found
 
     def shard(self) -> None:
@@ -156,6 +158,11 @@ class _Axes:
 
     def _batch(self) -> Any:
         return self.precision.inputs(self.made.batch())
+
+
+def num_samples(batch: Any) -> int:
+    """How many samples a batch has, by the first dim of its first tensor; 0 where it has none."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_grains: int, mark: Mark) -> Strategy:

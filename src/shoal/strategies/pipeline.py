@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.errors import PeerError
 from shoal.faults import is_lost_peer
 from shoal.plan.schedule import Action, Actions, Kind, actions
+from shoal.planner.divided import Crossing, Staged
 from shoal.strategies.split_backward import Weights, backward_input, backward_weight, run_engine
 from shoal.strategies.stage_trace import Blank
 from shoal.strategies.stage_units import StageUnits
@@ -100,6 +102,21 @@ class Pipeline:
     def used(self) -> dict[int, set[str]]:
         """The parameters and buffers that each stage on this rank uses."""
         return {stage: self._stages.holds[stage] for stage in self.own_stages}
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that carry messages between stages."""
+        return self._wires.groups
+
+    def staged(self, num_samples: int) -> Staged:
+        """Its stages as the planner's formulas know them; they were cut by a batch of so many samples."""
+        cuts = tuple(
+            tuple(Crossing.of(s.blank.shape, s.blank.dtype.itemsize, num_samples, s.needs_grad) for s in slots)
+            for slots in self._stages.cuts
+        )
+        used = {stage: frozenset(names) for stage, names in self.used.items()}
+        halves = self._schedule == "zero_bubble" and self._wires.place > 0
+        return Staged(tuple(self.own_stages), cuts, used, halves)
 
     @property
     def held(self) -> set[str]:

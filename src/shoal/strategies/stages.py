@@ -27,7 +27,7 @@ from shoal.strategies.stage_check import LeakError, Watch
 from shoal.strategies.stage_cuts import chosen, leak, without
 from shoal.strategies.stage_program import Do, Program, Step, holds, programs
 from shoal.strategies.stage_shapes import Shapes
-from shoal.strategies.stage_trace import Blank, Forward, Trace, Tracer, fake_of, without_data
+from shoal.strategies.stage_trace import Blank, Forward, Slot, Trace, Tracer, fake_of, without_data
 
 # (model, batch) -> anything; the loss and each metric.
 Function = Callable[[nn.Module, Any], Any]
@@ -166,6 +166,7 @@ class Stages:
         self._sizes = {n: t.numel() * t.itemsize for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.firsts: list[str] = []
         self.holds: list[set[str]] = []
+        self.cuts: list[tuple[Slot, ...]] = []  # what crosses from each stage to the next, in the batch that was traced
         self.around: dict[str, Around] = {}  # by the modules' names
 
     @classmethod
@@ -198,6 +199,7 @@ class Stages:
                 if split:
                     raise leak(error, model, trace) from None
                 refused.append(error.begins)
+        stages.cuts = [program.next_slots for program in made[:-1]]
         stages.holds = holds(trace, stages.firsts, stages._sizes)
         stages._programs[stages._key(function)] = made
         return stages
