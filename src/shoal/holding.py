@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.errors import JobError
 from shoal.mesh import Mesh
 from shoal.parts import Part
-from shoal.planner.divided import Staged
+from shoal.planner.divided import SlicedBlock, Staged
 
 # Tensors under paths, each with the part that it is of a logical one.
 Held = dict[str, tuple[Part, Tensor]]
@@ -47,7 +47,8 @@ class Division:
     `parts` of what is cut, `absent` what other ranks hold. `partial`: parameters whose gradient, after the backward, is
     a partial sum over axes of the mesh, and these axes. `outputs`: modules that give other tensors than in the whole
     model, and what makes these of them, collectively over the ranks that compute the same grains. `is_elsewhere`:
-    whether a forward is in modules that another rank computes. `staged`: the stages of a pipeline. `cut`: what a rank
+    whether a forward is in modules that another rank computes. `staged`: the stages of a pipeline, `sliced`: the
+    blocks of a context axis. `cut`: what a rank
     would have of a parameter of that shape, if it held any. `notes` say how and why, a line each.
     """
 
@@ -57,6 +58,7 @@ class Division:
     outputs: dict[str, Output | None] = field(default_factory=dict)
     is_elsewhere: Callable[[], bool] = lambda: False
     staged: Staged | None = None
+    sliced: tuple[SlicedBlock, ...] = ()
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
     notes: list[str] = field(default_factory=list)
 

@@ -18,7 +18,7 @@ from shoal.observation import Observer
 from shoal.plan.layout import Layout
 from shoal.plan.plan import Plan
 from shoal.planner.communication import Array, Gradients, Sharding, Volumes
-from shoal.planner.divided import Partial
+from shoal.planner.divided import Partial, SlicedBlock
 from shoal.planner.memory import Footprint, StateShape, state_shape
 from shoal.planner.rank import Described, memory, traffic
 from shoal.precision import Precision
@@ -169,10 +169,17 @@ def describe(
         held=held,
         sharding=sharding(holding, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
         staged=holding.division.staged,
+        sliced=_sliced(holding),
         samples=tuple(shares.samples(layout, holding.mesh.rank, plan.shards_model)),
         partial=partial(holding),
         num_cut=sum(p.requires_grad and p.ndim > 0 for p in holding.model.parameters()),
     )
+
+
+def _sliced(holding: Holding) -> tuple[SlicedBlock, ...]:
+    """The blocks of a context axis that this rank computes."""
+    here = {name.rpartition(".")[0] for name, _ in holding.parameters()}
+    return tuple(b for b in holding.division.sliced if any(f"{name}.".startswith(f"{b.name}.") for name in here))
 
 
 def partial(holding: Holding) -> tuple[Partial, ...]:

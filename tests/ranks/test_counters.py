@@ -162,6 +162,15 @@ STAGED: dict[str, dict[str, Any]] = {
 }
 
 
+SLICED: dict[str, dict[str, Any]] = {
+    "context": {"layout": {"context": 2}, "batch": {"grains_per_microbatch": 2}},
+    "context, data": {"layout": {"data": 2, "context": 2}},
+    "context, pipeline": {"layout": {"context": 2, "pipeline": 2}},
+    "context, zero 3": {"layout": {"context": 2, "shard": 2}},
+}
+STAGED |= SLICED
+
+
 @pytest.mark.parametrize("sections", STAGED.values(), ids=STAGED.keys())
 def test_stages_send_and_hold_what_the_formulas_say(sections: dict[str, Any], tmp_path: Path) -> None:
     for told in measured(transformer(optimizer=adamw, model=partial(Transformer, blocks=4)), sections, tmp_path / "r"):

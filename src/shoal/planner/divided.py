@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from shoal.plan.layout import Layout
 from shoal.planner.communication import Volumes
+from shoal.planner.division import Heads, num_positions
 
 # A sum of gradients is in float32 at least; before it the ranks tell in float32 which of them there are.
 _FLOAT32 = 4
@@ -81,3 +83,65 @@ def completed(partial: Sequence[Partial]) -> Volumes:
         for numel, itemsize in one.sizes:
             volumes.add(one.axis, "all_reduce", numel * max(_FLOAT32, itemsize))
     return volumes
+
+
+# ------------------------------------------------------------------------------------------------------------- context
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Heads and their widths of one call of attention, and whether anything learns from it."""
+
+    num_query: int
+    num_key: int
+    width: int
+    value_width: int
+    needs_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class SlicedBlock:
+    """A block that computes with some positions of sequences of `length`, in numbers of a sample and position.
+
+    `opens`: it cuts its hidden state of `width`, whose gradient is put together; `closes`: it puts its output together.
+    """
+
+    name: str
+    length: int
+    width: int
+    opens: bool
+    closes: bool
+    attentions: tuple[Attention, ...] = ()
+    needs_gradient: bool = True
+
+
+def exchanges(blocks: Sequence[SlicedBlock], layout: Layout, rank: int, samples: Sequence[int]) -> Volumes:
+    """A step's exchanges of a context axis in float32: of a rank whose blocks these are, for microbatches' samples.
+
+    Each attention is an all_to_all of query, key and value and one of what is found, and as many of their gradients.
+    """
+    volumes, degree, place = Volumes(), layout.context, layout.coordinate(rank).context
+    for block in blocks:
+        size = num_positions(block.length, degree)
+        for count in samples:
+            unit = count * size * _FLOAT32
+            for attention in block.attentions:
+                ways = 2 if attention.needs_gradient else 1
+                for numel in _exchanged(attention, degree, place):
+                    volumes.add("context", "all_to_all", unit * numel, ways)
+            gathered = unit * degree * block.width
+            volumes.add("context", "all_gather", gathered, block.closes + (block.opens and block.needs_gradient))
+    return volumes
+
+
+def _exchanged(attention: Attention, degree: int, place: int) -> tuple[int, int]:
+    """Numbers for each position of a rank: the larger of what it gives and takes, on the way there and on that back."""
+    heads = Heads(attention.num_query, attention.num_key, degree)
+
+    def width(of: int) -> int:
+        (start, stop), (first, last) = heads.bounds(of), heads.read(of)
+        return (stop - start + last - first) * attention.width + (last - first) * attention.value_width
+
+    start, stop = heads.bounds(place)
+    there = max(sum(map(width, range(degree))), degree * width(place))
+    return there, attention.value_width * max(attention.num_query, degree * (stop - start))

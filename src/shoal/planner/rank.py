@@ -18,7 +18,7 @@ from shoal.planner.communication import (
     sharded_optimizer,
     sums,
 )
-from shoal.planner.divided import Partial, Staged, completed, messages
+from shoal.planner.divided import Partial, SlicedBlock, Staged, completed, exchanges, messages
 from shoal.planner.memory import (
     Footprint,
     StateShape,
@@ -40,7 +40,7 @@ class Described:
 
     `sharding` is given where fully_shard cuts the model. `frozen` are parameters that are not trained; `held[r]` the
     grains of rank r, on which exact mode's traffic depends; `activations` the bytes that autograd keeps at its peak,
-    where they are known. `staged` are the stages of a pipeline and `samples` the size of each microbatch, `partial` the
+    where they are known. `staged` are the stages of a pipeline, `sliced` this rank's blocks of a context axis, `samples` the size of each microbatch, `partial` the
     gradients that are summed after the backward, `num_cut` all trainable parameters with a dim to cut.
     """
 
@@ -53,6 +53,7 @@ class Described:
     sharding: Sharding | None = None
     staged: Staged | None = None
     samples: Sequence[int] = ()
+    sliced: Sequence[SlicedBlock] = ()
     partial: Sequence[Partial] = ()
     num_cut: int = 0
 
@@ -65,6 +66,8 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     divided = completed(described.partial)
     if layout.shares_grains > 1 or described.sharding is not None:
         divided = divided.plus(norm())
+    if described.sliced:
+        divided = divided.plus(exchanges(described.sliced, layout, rank, described.samples))
     if described.staged is not None:
         divided = divided.plus(messages(described.staged, described.samples))
     if described.sharding is not None:
@@ -110,5 +113,7 @@ def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
 
 def _is_known(plan: Plan, described: Described) -> bool:
     staged = plan.layout.pipeline == 1 or described.staged is not None
-    others = plan.layout.tensor * plan.layout.context == 1
+    # Blocks that compute again, or in 16 bits, exchange other things than what was seen of them.
+    plain = plan.memory.recompute == "none" and plan.precision.compute == plan.precision.parameters == "float32"
+    others = plan.layout.tensor == 1 and (plan.layout.context == 1 or (plain and bool(described.sliced)))
     return staged and others and not plan.shard.offload and plan.shards_model == (described.sharding is not None)

@@ -93,6 +93,7 @@ class _Axes:
         division = self.division
         division.outputs = both(apply_context(self.model, sequences, context_axis(self.mesh)), division.outputs)
         division.add_partial(sequences.partial, "context")
+        division.sliced = sequences.sliced
         division.notes += [f"context: {line}" for line in sequences.notes]
 
     def tensor(self, whole: Whole) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import JobError, PlanError
+from shoal.planner.divided import SlicedBlock
 from shoal.strategies.context_attention import dropout_refusal, refusal, refuse_degree
 from shoal.strategies.context_trace import BlockTrace, Path, Trace
 
@@ -36,11 +37,15 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """The blocks by name, those parameters whose gradient is a partial sum, and lines about it all."""
+    """The blocks by name, those parameters whose gradient is a partial sum, and lines about it all.
+
+    `sliced`: the blocks as the planner's formulas know them, for sequences as long as those of the small batch.
+    """
 
     blocks: Mapping[str, BlockPlan]
     partial: tuple[str, ...]
     notes: tuple[str, ...]
+    sliced: tuple[SlicedBlock, ...] = ()
 
 
 def decide(traces: Sequence[Trace], names: Mapping[str, Sequence[str]], degree: int, num_cuts: int = 1) -> ContextPlan:
