@@ -60,10 +60,8 @@ class StageStep:
                 return None
             total, weight = result
             check_gradient(total)
-            if self.speaks:
-                self.strategy.add(microbatch_sums(microbatch, total, weight, buffers))
-            else:
-                self.strategy.add(buffer_sums(buffers))
+            own = microbatch_sums(microbatch, total, weight, buffers) if self.speaks else buffer_sums(buffers)
+            self.strategy.add(own)
             self.observer.loss(total.detach(), weight)
             scaled: Tensor = total * factor if factor != 1.0 else total
             return scaled

@@ -170,7 +170,7 @@ def test_parameters_of_any_kind_arrive(tmp_path: Path) -> None:
     assert verdict.verified, verdict.render()
 
 
-# ------------------------------------------------------------------------------------------------- what is refused, when
+# ------------------------------------------------------------------------------------------------------ what is refused
 
 
 def by_parts(model: Any, batch: Any) -> Any:

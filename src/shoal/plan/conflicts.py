@@ -107,10 +107,10 @@ CONFLICTS: tuple[Rule, ...] = (
         'shard.offload = false, or shard.level = "gradients" or "parameters"',
     ),
     Rule(
-        lambda plan: _wide(plan, "pipeline") and plan.execution.compile != "none",
-        ("execution.compile", "layout.pipeline"),
-        "a compiled block would take in what a stage receives and leaves out",
-        'execution.compile = "none", or layout.pipeline = 1',
+        lambda plan: _pipelined(plan, "zero_bubble") and plan.execution.compile != "none",
+        ("execution.compile", "pipeline.schedule"),
+        "the backward of a compiled block is one: it does not come in two halves",
+        'execution.compile = "none", or pipeline.schedule = "1f1b"',
     ),
     Rule(
         lambda plan: plan.collectives.all_reduce != "native",
@@ -127,7 +127,7 @@ CONFLICTS: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor"),
         ("execution.compile", "layout.tensor"),
-        "torch does not compile modules whose weights are divided along a tensor axis",
+        "layers that share an input know it by its version, to sum its gradient once: torch's compiler has none",
         'execution.compile = "none", or layout.tensor = 1',
     ),
     Rule(

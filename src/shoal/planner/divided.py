@@ -36,7 +36,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Staged:
-    """The stages of a pipeline: those on this rank, and what crosses from stage s to s + 1 (`cuts[s]`).
+    """The stages of a pipeline: `own` are on this rank, `cuts[s]` crosses from stage s to s + 1.
 
     `used` names the parameters and buffers of each of this rank's. `halves`: backwards here come in two.
     """
@@ -49,7 +49,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Partial:
-    """Gradients that are partial sums over an axis: how many the ranks tell of, and elements and bytes of those here."""
+    """Gradients that are partial sums over an axis: how many ranks tell of, and (elements, itemsize) of those here."""
 
     axis: str
     num_flags: int

@@ -40,8 +40,9 @@ class Described:
 
     `sharding` is given where fully_shard cuts the model. `frozen` are parameters that are not trained; `held[r]` the
     grains of rank r, on which exact mode's traffic depends; `activations` the bytes that autograd keeps at its peak,
-    where they are known. `staged` are the stages of a pipeline, `sliced` this rank's blocks of a context axis, `samples` the size of each microbatch, `partial` the
-    gradients that are summed after the backward, `num_cut` all trainable parameters with a dim to cut.
+    where they are known. `staged` are the stages of a pipeline, `sliced` this rank's blocks of a context axis,
+    `samples` the size of each microbatch, `partial` the gradients that are summed after the backward, `num_cut` all
+    trainable parameters with a dim to cut.
     """
 
     gradients: Gradients

@@ -22,7 +22,7 @@ from shoal.faults import is_lost_peer
 from shoal.plan.schedule import Action, Actions, Kind, actions
 from shoal.planner.divided import Crossing, Staged
 from shoal.strategies.split_backward import Weights, backward_input, backward_weight, run_engine
-from shoal.strategies.stage_trace import Blank
+from shoal.strategies.stage_trace import Blank, Forward
 from shoal.strategies.stage_units import StageUnits
 from shoal.strategies.stages import Function, Passed, Stages
 from shoal.strategies.wires import Wires
@@ -92,6 +92,10 @@ class Pipeline:
         """This pipeline, where the parameters of its stages are cut."""
         own = self._stages, self._wires, self._schedule, self._per_rank, self._device
         return Pipeline(*own, alone=False, units=units)
+
+    def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
+        """As Stages.compile."""
+        return self._stages.compile(compiled)
 
     @property
     def own_stages(self) -> list[int]:

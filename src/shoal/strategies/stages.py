@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from shoal.errors import ShoalError, UserCodeError
 from shoal.modes import without_modes
 from shoal.randomness import active_scope
+from shoal.strategies.blocks import repeated_blocks
 from shoal.strategies.stage_check import LeakError, Watch
 from shoal.strategies.stage_cuts import chosen, leak, without
 from shoal.strategies.stage_program import Do, Program, Step, holds, programs
@@ -83,6 +84,7 @@ class _Modules:
 
     followers: Mapping[str, Follower]
     around: Mapping[str, Around]
+    compiled: Mapping[str, Forward]
 
 
 class _Run:
@@ -118,7 +120,7 @@ class _Run:
         return self._computed(name, forward, args, kwargs)
 
     def _computed(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        around = self._modules.around.get(name)
+        around, forward = self._modules.around.get(name), self._modules.compiled.get(name, forward)
         if around is None:
             return forward(*args, **kwargs)
         args, kwargs = around.enter(args, kwargs)
@@ -168,6 +170,9 @@ class Stages:
         self.holds: list[set[str]] = []
         self.cuts: list[tuple[Slot, ...]] = []  # what crosses from each stage to the next, in the batch that was traced
         self.around: dict[str, Around] = {}  # by the modules' names
+        self._compiled: dict[str, Forward] = {}
+        self._forwards: dict[str, Forward] = {}
+        self._blocks = [block.name for block in repeated_blocks(model) if block.children is None]
 
     @classmethod
     def build(
@@ -212,12 +217,31 @@ class Stages:
     def _install(self) -> None:
         """Lets every module's forward go through this, and its name stay what it is."""
         for name, module in self._model.named_modules():
+            self._forwards[name] = module.forward
             module.forward = functools.partial(self._call, name, module.forward)
 
     def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if self._handler is None or self._shapes.is_running:
             return forward(*args, **kwargs)
         return self._handler(name, forward, args, kwargs)
+
+    def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
+        """Puts what `compiled` makes of their forwards in the place of those of the model's blocks; their names.
+
+        Not of a block within which a stage begins, and only where a stage computes it.
+        """
+        names = [name for name in self._blocks if not any(first.startswith(f"{name}.") for first in self.firsts)]
+        self._compiled = {name: self._undivided(compiled(name, self._forwards[name])) for name in names}
+        return names
+
+    def _undivided(self, forward: Forward) -> Forward:
+        """A forward in which nothing is watched."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._handling(None):
+                return forward(*args, **kwargs)
+
+        return run
 
     def _stub(self, step: Step, forward: Forward, args: Any, kwargs: Any) -> Any:
         output, num_draws = self._shapes.output(step.name, forward, args, kwargs, step.do is Do.DENSE)
@@ -243,7 +267,7 @@ class Stages:
     def forward(self, stage: int, function: Function, batch: Any, receive: Receive) -> Passed:
         """One stage's part of `function(model, batch)`; `receive` is called where a stage after the first begins."""
         program = self._program(function, batch)[stage]
-        run = _Run(program, self._stub, receive, _Modules(self._followers, self.around))
+        run = _Run(program, self._stub, receive, _Modules(self._followers, self.around, self._compiled))
         try:
             with self._handling(run.call):
                 result = function(self._model, batch)
@@ -280,7 +304,7 @@ class Stages:
                     for place in slot.places:
                         leaves[place] = value
                 args, kwargs = tree_unflatten(leaves, spec)
-            around = self.around.get(name)
+            around, forward = self.around.get(name), self._compiled.get(name, forward)
             with around.again() if around is not None else contextlib.nullcontext():
                 return forward(*args, **kwargs)
 
@@ -328,7 +352,7 @@ class Stages:
         for program in made[1:]:
             with without_modes(), without_data(self._model, self._device) as (mode, named):
                 watch = Watch(named)
-                run = _Run(program, watch.stub, _emptied, _Modules(self._followers, {}))
+                run = _Run(program, watch.stub, _emptied, _Modules(self._followers, {}, {}))
                 watch.follow(run)
                 given = fake_of(mode, batch, self._device)
                 try:

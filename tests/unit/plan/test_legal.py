@@ -245,9 +245,14 @@ EXCLUDED += [
         "shard.offload = false",
     ),
     (
-        of(layout={"pipeline": 2}, batch={"grains_per_microbatch": 1}, execution={"compile": "default"}),
-        'execution.compile = "default", layout.pipeline = 2',
-        'execution.compile = "none", or layout.pipeline = 1',
+        of(
+            layout={"pipeline": 2},
+            pipeline={"schedule": "zero_bubble"},
+            batch={"grains_per_microbatch": 1},
+            execution={"compile": "default"},
+        ),
+        'execution.compile = "default", pipeline.schedule = "zero_bubble"',
+        'execution.compile = "none", or pipeline.schedule = "1f1b"',
     ),
     (piped(2, schedule="interleaved_1f1b"), "pipeline.stages_per_rank = 1", "pipeline.stages_per_rank = 2 or more"),
     (piped(2, schedule="1f1b", stages_per_rank=2), "pipeline.stages_per_rank = 2", 'schedule = "interleaved_1f1b"'),
