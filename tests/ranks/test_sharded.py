@@ -213,7 +213,8 @@ class Frozen(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 3))
-        self[:2].requires_grad_(False)
+        for part in list(self)[:2]:
+            part.requires_grad_(False)
 
 
 @pytest.mark.parametrize("shard", [{}, {"level": "parameters"}])

@@ -133,7 +133,7 @@ CONFLICTS: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.execution.compile != "none" and _wide(plan, "context"),
         ("execution.compile", "layout.context"),
-        "blocks that exchange their keys and values with other ranks are not one graph",
+        "the exchange of heads has a backward of its own, which torch's compiler captures and then cannot compile",
         'execution.compile = "none", or layout.context = 1',
     ),
     Rule(
