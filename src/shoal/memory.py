@@ -157,6 +157,10 @@ class _After:
         delattr(self._owner, self._name)
 
 
+# Axes whose collectives carry activations, and no parameters.
+_OF_ACTIVATIONS = ("tensor", "context", "pipeline")
+
+
 class MemoryMeter:
     """Measures a step of one model: peak bytes by category between `start` and `stop`.
 
@@ -187,7 +191,7 @@ class MemoryMeter:
 
     def collective(self, kind: str, group: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         """A listener of Traffic."""
-        if not self._gathered.modules:
+        if not self._gathered.modules or group in _OF_ACTIVATIONS:
             return
         if kind == "all_gather":
             self._gathered.look(outputs)
