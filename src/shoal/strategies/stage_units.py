@@ -70,7 +70,7 @@ class Unit:
 
     def end(self) -> None:
         """After a stage's backward: scatters what autograd did not come to the end of."""
-        if self.group._training_state != TrainingState.POST_BACKWARD:
+        if self.weights() and self.group._training_state != TrainingState.POST_BACKWARD:
             self.group.post_backward()
         self.group._training_state = TrainingState.IDLE
         self.group.finalize_backward()
