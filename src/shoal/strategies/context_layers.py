@@ -110,7 +110,7 @@ class Role:
                 f"an argument of shape {list(tensor.shape)} is not as long as the sequence of {span.length}",
                 "use context = 1: only attention within one sequence is divided",
             )
-        elif dim is None and path not in self._plan.kept:
+        elif dim is None and path not in self._plan.kept and not _is_without_data(tensor):
             raise refusal(
                 self._name,
                 f"it is given a tensor of shape {list(tensor.shape)} that it was not in the first batch",
@@ -128,6 +128,13 @@ class Divided:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the role says, around the block's own."""
         return self.context_role(super().forward, args, kwargs)  # type: ignore[misc]
+
+
+def _is_without_data(tensor: Tensor) -> bool:
+    """Whether a model is only being followed: transformers make masks then that they do without for real tensors."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
 
 
 def give_role(module: nn.Module, role: Role) -> None:
