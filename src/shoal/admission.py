@@ -68,11 +68,11 @@ def outline(job: Job) -> nn.Module | None:
 def _facts(job: Job, plan: Plan, model: nn.Module | None) -> ModelFacts:
     if model is None:
         return ModelFacts(job.grains, job.grain_size)
-    batch = _one_grain(job) if plan.layout.context > 1 else None
+    batch = one_grain(job) if plan.layout.context > 1 else None
     return facts_of(model, batch, num_grains=job.grains, grain_size=job.grain_size)
 
 
-def _one_grain(job: Job) -> Any:
+def one_grain(job: Job) -> Any:
     """A batch of the first samples, for the length of their sequences; None of a stream, which is not begun."""
     source = open_source("train_data", job.train_data, job.collate)
     if not isinstance(source, MapSource):

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started_at = time.time()
     try:
         options = _parse(given)
-        command = {"run": _run, "verify": _verify}[options.command]
+        command = {"run": _run, "verify": _verify, "plan": _plan, "bench": _bench}[options.command]
         return int(command(options, given, started_at))
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
@@ -54,7 +54,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
 
         prog, message = refusal.args
         words = [word.split("=")[0] for word in given if word.startswith("--")]
-        hints = {nearest(word, _RUN_OPTIONS) for word in words if word not in _RUN_OPTIONS}
+        known = [*_RUN_OPTIONS, *_PLAN_OPTIONS]
+        hints = {nearest(word, known) for word in words if word not in known}
         raise CommandError(
             given=f"shoal {' '.join(given)}", conflict=message, remedy=f"see {prog} --help{''.join(sorted(hints))}"
         ) from None
@@ -65,6 +66,7 @@ _RUN_OPTIONS = [
     *("--checkpoint-every", "--max-microbatch", "--workers", "--no-telemetry", "--help", "--version"),
     "--require-certificate",
 ]
+_PLAN_OPTIONS = ["--cluster", "--aim", "--max-devices", "--output", "--html", "--mtbf", "--learn"]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,7 +105,49 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_training_options(verify)
     verify.add_argument("--steps", metavar="K", default="3", help="steps to compare (default: 3)")
+    _add_plan(commands)
+    _add_bench(commands)
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        allow_abbrev=False,
+        help="how many devices, which layout, how long, how much memory, and why",
+        description="Search all layouts of a job on a cluster, without running anything on it, and say why the best is.",
+    )
+    plan.add_argument(
+        "job", metavar="JOBFILE[:FUNCTION]", nargs="?", help="a Python file and its job function (default: job)"
+    )
+    plan.add_argument("--cluster", metavar="C", default="here", help="8xH100, 4x8xA100, FILE.toml or here (default)")
+    plan.add_argument(
+        "--aim",
+        metavar="A",
+        default="fastest",
+        help="fastest (default), cheapest, deadline=2h (of the whole job), efficiency=0.8 (fewest devices), widest=0.8",
+    )
+    plan.add_argument("--max-devices", metavar="N", help="use at most N devices")
+    plan.add_argument("--precision", metavar="P", help="fp32, bf16, bf16-pure or fp16")
+    plan.add_argument("--set", metavar="K=V", action="append", default=[], help="set a parameter of the job function")
+    plan.add_argument("--mtbf", metavar="HOURS", help="hours between failures of one device, on average")
+    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan, for shoal run --plan")
+    plan.add_argument("--html", metavar="FILE", help="write a page with the curve, the waterfalls and every reason")
+    plan.add_argument("--learn", metavar="RUNDIR", nargs="+", help="correct the predictions by what these runs took")
+
+
+def _add_bench(commands: Any) -> None:
+    from shoal.bench.options import add_options
+
+    add_options(
+        commands.add_parser(
+            "bench",
+            allow_abbrev=False,
+            help="measure this machine",
+            description="Measure this machine and keep what was found as a cluster, for `shoal plan --cluster here`.",
+            epilog="exit codes: 0 done, 2 user error, 69 a process died, 130 stopped by a signal",
+        )
+    )
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -130,13 +174,15 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
     request = RunRequest.from_options(options, float(os.environ.get(STARTED_AT, started_at)))
     if environment is None:
         request.check()
-        request = request.with_devices(devices_here)
+        request = request.with_devices(devices_here).with_own_sums()
         check(request.plan)
         if request.world_size > 1:
             return _refused(request) or _launch(request, given)
         environment = Environment()
     world_size = environment.world_size
     request = request.with_devices(lambda: world_size)
+    if environment.single_host:
+        request = request.with_own_sums()
     if LAUNCHER_PID not in os.environ:
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
     from shoal.signals import Signals
@@ -146,6 +192,12 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
         from shoal.run import run
 
         return run(request, environment, signals)
+
+
+def _plan(options: argparse.Namespace, given: list[str], started_at: float) -> int:
+    from shoal.planning.command import plan
+
+    return plan(options)
 
 
 def _verify(options: argparse.Namespace, given: list[str], started_at: float) -> int:
@@ -158,7 +210,7 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
     if options.out is None:
         options.out = f"runs/{parse_target(options.job, options.set).name}-verify"
     request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)
-    request = request.with_devices(devices_here)
+    request = request.with_devices(devices_here).with_own_sums()
     request.check()  # a directory that holds a run is not written to
     check(request.plan)
     code = _refused(request) if request.world_size > 1 else 0
@@ -177,6 +229,12 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _bench(options: argparse.Namespace, given: list[str], started_at: float) -> int:
+    from shoal.bench.command import bench
+
+    return bench(options, started_at)
 
 
 _STOPS = (signal.SIGTERM, signal.SIGINT)

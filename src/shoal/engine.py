@@ -168,7 +168,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     clock = StepClock(mesh.device, options.telemetry)
     strategy = assemble(plan, holding, parameters, job.grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
-    updater = Updater(optimizer, job, options.observer, strategy, holding)
+    updater = Updater(optimizer, job, options.observer, strategy, holding, exact=plan.execution.exact)
     evaluation = together(mesh, lambda: _evaluation_source(job))
     order = Order(
         len(source) if isinstance(source, MapSource) else _ENDLESS,

@@ -85,6 +85,10 @@ class PlanError(ShoalError, ValueError):
     """A plan has unknown keys, wrong types or values, or asks for what this version does not execute."""
 
 
+class HardwareError(ShoalError, ValueError):
+    """A cluster's name or file says nothing that is known, or contradicts itself."""
+
+
 class RunDirectoryError(ShoalError, FileExistsError):
     """The run directory already holds a run, or holds none to resume."""
 
@@ -129,6 +133,10 @@ class PeerError(ShoalError, ConnectionError):
     """This rank is well, another one failed: never the root cause."""
 
     exit_code = ExitCode.RANK_LOST
+
+
+class CollectiveError(ShoalError, ValueError):
+    """A collective that cannot be: a tensor that it does not take, or ranks that do not call the same one."""
 
 
 class CertificateError(ShoalError, ValueError):

@@ -27,13 +27,19 @@ class Curve:
         return y0 + (y1 - y0) * log(size / x0) / log(x1 / x0)
 
 
+def intensity(m: float, n: float, k: float) -> float:
+    """Half the FLOPs for each element that a product of m x k by k x n reads or writes."""
+    return 1.0 / (1.0 / m + 1.0 / n + 1.0 / k)
+
+
 @dataclass(frozen=True)
 class Device:
     """One GPU, or the CPU cores that one process may use.
 
-    `flops` is the dense peak of a dtype in FLOP/s (a multiply-add counts two); `matmul` the fraction of it that a matmul
-    of so many FLOPs reaches, before the waste of tiles that `multiprocessors` and `tile` tell. `memory` is the fraction
-    of `memory_bytes_per_second` that an operation reading and writing so many bytes reaches.
+    `flops` is the dense peak of a dtype in FLOP/s (a multiply-add counts two); `matmul` the fraction of it that a
+    matmul of so many FLOPs reaches, before the waste of tiles that `multiprocessors` and `tile` tell. `memory` is the
+    fraction of `memory_bytes_per_second` that an operation reading and writing so many bytes reaches (above 1 where a
+    cache serves it).
     """
 
     name: str
@@ -42,9 +48,13 @@ class Device:
     memory_bytes_per_second: float
     flops: Mapping[str, float]  # "float32", "bfloat16", "float16", "float8", "float4"; "tf32" where matmuls may use it
     matmul: Mapping[str, Curve] = field(default_factory=dict)
-    convolution: Mapping[str, Curve] = field(default_factory=dict)  # where measured apart; else as a matmul
-    attention: Mapping[str, float] = field(default_factory=dict)  # fraction of the peak that fused attention reaches
+    # Where measured apart, else as a matmul: over `intensity`, since few channels slow a convolution of any FLOPs. By
+    # dtype and phase: "float32" (forward), "float32_backward_input", "float32_backward_weight".
+    convolution: Mapping[str, Curve] = field(default_factory=dict)
+    # Fraction of the peak that fused attention reaches, by kernel and phase: "flash2_forward", "flash2_backward".
+    attention: Mapping[str, float] = field(default_factory=dict)
     memory: Curve = Curve()
+    sustained: float = 1.0  # of that: what the products of a whole step reach, whatever their shapes, as clocks fall
     multiprocessors: int = 0  # 0: no waves of tiles (a CPU)
     tile: tuple[int, int] = (128, 256)
     launch_seconds: float = 0.0  # the least time of a kernel on the device
@@ -63,6 +73,10 @@ class Link:
     host send together (between hosts); as achieved, not as printed. `latency_seconds`: of one hop of a ring.
     `call_seconds`: of starting a collective at all. `bandwidth`: the fraction reached by a message of so many bytes.
     `shared`: all devices share it (a PCIe root, a CPU's memory), so n at once get an n-th each.
+
+    Every size is that of the whole tensor: what all_reduce sums, what all_gather ends with, what reduce_scatter starts
+    from, what is sent. Fractions hold after the time that latency and call take, and are of the bus bandwidth:
+    2 (n-1)/n x size / seconds for all_reduce, (n-1)/n x size / seconds for the other two, size / seconds for a send.
     """
 
     name: str
@@ -70,13 +84,25 @@ class Link:
     latency_seconds: float
     call_seconds: float = 0.0
     bandwidth: Curve = Curve()
+    collectives: Mapping[str, Curve] = field(default_factory=dict)  # in place of `bandwidth` for a named collective
+    counts: Mapping[str, Curve] = field(default_factory=dict)  # times the fraction by ranks (between: hosts), or "any"
     shared: bool = False
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def reached(self, kind: str, num_bytes: float, count: int) -> float:
+        """Bytes per second of bus bandwidth that a collective (or "send") reaches among `count` ranks, or hosts."""
+        by_count = self.counts.get(kind, self.counts.get("any"))
+        by_size = self.collectives.get(kind, self.bandwidth)
+        return self.bytes_per_second * by_size.at(num_bytes) * (by_count.at(count) if by_count else 1.0)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`num_hosts` hosts of `devices_per_host` devices each. A lone device has no use for a link."""
+    """`num_hosts` hosts of `devices_per_host` devices each. A lone device has no use for a link.
+
+    `device` is what a rank gets where every device has one. Fewer ranks on a host of CPU cores get more of it each:
+    `alternatives` has what a rank gets where so many run on a host, and `device_for` chooses.
+    """
 
     name: str
     device: Device
@@ -87,8 +113,17 @@ class Cluster:
     storage_bytes_per_second: float | None = None  # writing checkpoints, per host
     mean_hours_between_failures: float | None = None  # of one device
     prices: Mapping[str, float] = field(default_factory=dict)
+    alternatives: Mapping[int, Device] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:
         """All devices."""
         return self.devices_per_host * self.num_hosts
+
+    def device_for(self, ranks_per_host: int) -> Device:
+        """What one rank gets where so many run on a host; of counts that nobody measured, the next larger one's."""
+        counts = sorted(n for n in self.alternatives if n >= ranks_per_host)
+        if counts and (ranks_per_host < self.devices_per_host or counts[0] == ranks_per_host):
+            return self.alternatives[counts[0]]
+        return self.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shoal.errors import JobError
 from shoal.mesh import Mesh
 from shoal.parts import Part
+from shoal.planner.communication import Volumes
 from shoal.planner.divided import SlicedBlock, Staged
 
 # Tensors under paths, each with the part that it is of a logical one.
@@ -47,9 +48,10 @@ class Division:
     `parts` of what is cut, `absent` what other ranks hold. `partial`: parameters whose gradient, after the backward, is
     a partial sum over axes of the mesh, and these axes. `outputs`: modules that give other tensors than in the whole
     model, and what makes these of them, collectively over the ranks that compute the same grains. `is_elsewhere`:
-    whether a forward is in modules that another rank computes. `staged`: the stages of a pipeline, `sliced`: the
-    blocks of a context axis. `cut`: what a rank
-    would have of a parameter of that shape, if it held any. `notes` say how and why, a line each.
+    whether a forward is in modules that another rank computes. `sends`: what forwards and backwards of microbatches of
+    so many samples send over a tensor axis, if there is a formula. `staged`: the stages of a pipeline, `sliced`: the
+    blocks of a context axis. `cut`: what a rank would have of a parameter of that shape, if it held any. `notes` say
+    how and why, a line each.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class Division:
     staged: Staged | None = None
     sliced: tuple[SlicedBlock, ...] = ()
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
+    sends: Callable[[Sequence[int]], Volumes | None] | None = None
     notes: list[str] = field(default_factory=list)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:

@@ -160,7 +160,8 @@ def describe(
         on_cpu=precision.device.type == "cpu",
         buffer_numel=sum(known[name].numel() for name in shares.buffers),
     )
-    layout = plan.degrees
+    layout, division, rank = plan.degrees, holding.division, holding.mesh.rank
+    samples = tuple(shares.samples(layout, rank, plan.shards_model))
     return Described(
         gradients,
         frozen=tuple(array(p) for _, p in holding.parameters() if not p.requires_grad),
@@ -168,9 +169,10 @@ def describe(
         num_grains=shares.num_grains,
         held=held,
         sharding=sharding(holding, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
-        staged=holding.division.staged,
+        within=division.sends(samples) if division.sends is not None else None,
+        staged=division.staged,
         sliced=_sliced(holding),
-        samples=tuple(shares.samples(layout, holding.mesh.rank, plan.shards_model)),
+        samples=samples,
         partial=partial(holding),
         num_cut=sum(p.requires_grad and p.ndim > 0 for p in holding.model.parameters()),
     )

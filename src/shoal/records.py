@@ -102,6 +102,7 @@ class RunRecord:
         None  # of one step by rank, as measured and as predicted: docs/traffic-and-memory.md
     )
     memory: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None  # what the plan predicted beside what was measured: docs/plan.md
 
     def to_json(self) -> str:
         """The record as indented JSON."""

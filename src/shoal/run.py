@@ -8,7 +8,8 @@ import math
 import platform
 import time
 import warnings
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from shoal.mesh import Mesh, open_mesh
 from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.toml import write as plan_text
+from shoal.planner.comparison import MeasuredStep, beside, told
 from shoal.progress import Pace, Reporter, choose_reporter
 from shoal.records import RunRecord, StepRecord
 from shoal.run_directory import RunDirectory, read_json, write_file
@@ -56,6 +58,11 @@ class _Course:
     concluded: bool = False
     certificate: str | None = None
     notes: tuple[str, ...] = ()
+    recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    peak_bytes: int | None = None
+
+
+_RECENT = 1000  # steps whose times are compared with the prediction
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals) -> ExitCode:
@@ -120,13 +127,17 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
         def on_step(record: StepRecord, slowest_rank: int) -> None:
             course.steps, course.samples, course.loss = record.step, record.samples, record.loss
             course.digest = record.digest
+            course.recent.append(MeasuredStep(record.seconds, record.spans))
+            course.peak_bytes = int(record.ranks["memory_bytes"].max) if "memory_bytes" in record.ranks else None
             course.first_step_at = course.first_step_at or time.time()
             reporter.step(record, slowest_rank)
 
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
         outcome = engine.trainer(state, num_steps, around, records).train()
-        result = replace(_result(engine, outcome, request, course), **_measured(engine, outcome))
+        predicted = engine.plan.prediction
+        compared = beside(predicted, course.recent, course.peak_bytes) if predicted.get("terms") else None
+        result = replace(_result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared)
         unsaved = outcome.unsaved
         try:
             if mesh.rank == 0:
@@ -303,6 +314,8 @@ def _conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> Non
     values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
     reporter.note(f"{result.status} after step {result.steps}, {result.wall_seconds:.1f} s{evaluated}")
+    if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
+        reporter.note(f"  {told(result.prediction)}")
     if result.status == "preempted":
         reporter.note(f"resume with: shoal run {job} --resume --out {out}")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shoal.catalogue.sums import all_reduce_here
 from shoal.certificate import Certificate
 from shoal.errors import CommandError
 from shoal.job_file import JobRequest, parse_target
@@ -85,6 +86,16 @@ class RunRequest:
             return self
         wishes = replace(self.wishes, devices=count())
         return replace(self, wishes=wishes, plan=apply_wishes(self.plan, wishes, from_file=False))
+
+    def with_own_sums(self) -> RunRequest:
+        """The request with the fastest all-reduce between processes of this host, where no plan file says which.
+
+        For runs whose ranks are all on this host.
+        """
+        ranks = self.plan.degrees.divides_grains
+        if self.plan_from_file or self.plan.execution.exact or ranks == 1:
+            return self
+        return replace(self, plan=self.plan.with_sections(collectives={"all_reduce": all_reduce_here(ranks)}))
 
     @property
     def needs_look(self) -> bool:

@@ -237,7 +237,8 @@ class _Loop:
         self._strategy = assemble(self._plan, holding, parameters, self._job.grains, lambda span: None)
         replay = self._session.replay
         self._observer = Recorder(Path(replay.folder), self._mesh.rank) if replay else Observer()
-        self._updater = Updater(optimizer, self._job, self._observer, self._strategy, holding)
+        exact = self._plan.execution.exact
+        self._updater = Updater(optimizer, self._job, self._observer, self._strategy, holding, exact=exact)
         self._buffers = StepBuffers(model)
         self._buffers.watch()
         folder = training.checkpoints if replay is None else None  # a verification leaves the user's own alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -132,7 +133,11 @@ class Updater:
         observer: Observer,
         strategy: Strategy,
         holding: Holding,
+        *,
+        exact: bool = False,
     ) -> None:
+        """`exact`: the optimizer's kernels are those of its own defaults."""
+        self._exact = exact
         self.optimizer, self._strategy, self._holding = optimizer, strategy, holding
         for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
             del optimizer.state[parameter]
@@ -169,7 +174,7 @@ class Updater:
             return Update(norm, rate, "overflow" if loss_scale.can_fall else "nonfinite")
         if self._job.clip_norm is not None:
             scale *= min(1.0, self._job.clip_norm / (norm + _CLIP_EPSILON))
-        if gradients:
+        if gradients and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
             torch._foreach_mul_(gradients, scale)
         self._observer.clipped(norm)
         seed_everything(random_key(self._job.seed, "optimizer", progress.step))  # some add noise: the same on all ranks
@@ -189,7 +194,8 @@ class Updater:
     def _step_optimizer(self) -> None:
         before = all_generators() if self._holding.divides_state else None
         try:
-            step_optimizer(self.optimizer)
+            with contextlib.nullcontext() if self._exact else fused(self.optimizer):
+                step_optimizer(self.optimizer)
         except Exception as error:
             raise user_error("the optimizer", error) from error
         if before is not None and all_generators() != before:
@@ -218,6 +224,43 @@ class Updater:
             elif "lr" in group:
                 group["lr"] = rate * multiplier
         return self._rates[0] * multiplier
+
+
+# One kernel over all parameters where the default is several passes over each: a step of SGD with momentum on 5.8 M
+# parameters reads and writes half as much.
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+_FUSED_DTYPES = (torch.float32, torch.float64)
+
+
+@contextlib.contextmanager
+def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A context in which a step on the CPU uses torch's fused kernels, where nobody chose otherwise and they apply."""
+    own = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in _FUSED
+    groups = [group for group in optimizer.param_groups if own and _can_fuse(group)]
+    for group in groups:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in groups:  # what a checkpoint says of the groups stays what the job said
+            group["fused"] = None
+
+
+def _can_fuse(group: dict[str, Any]) -> bool:
+    chosen = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable", "maximize"))
+    if chosen or group.get("fused", False) is not None or group.get("foreach") is not None:
+        return False
+    if isinstance(group["lr"], Tensor):
+        return False
+    return all(
+        type(tensor) in (nn.Parameter, Tensor)
+        and tensor.device.type == "cpu"
+        and tensor.dtype in _FUSED_DTYPES
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        for p in group["params"]
+        for tensor in ((p, p.grad) if p.grad is not None else (p,))
+    )
 
 
 def global_norm(gradients: list[Tensor]) -> float:

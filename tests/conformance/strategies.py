@@ -55,6 +55,9 @@ STAGED = frozenset(
 
 # What a way of dividing a model has to do with: the rest of the cases are about data and sums.
 DIVIDED = frozenset({"tied embeddings", "batch normalisation", "accumulation of 3", "clipping that bites", "bf16"})
+# Models that repeat blocks over sequences.
+RECOMPUTED = "full recomputation of blocks with dropout"
+BLOCKS = frozenset({"blocks", "blocks in bf16", "blocks computed again", RECOMPUTED})
 UNEVEN = frozenset({"empty rank", "frozen, unused, conditional"})
 
 
@@ -75,13 +78,30 @@ def staged(schedule: str) -> Use:
     return Use("DataParallel", "pipeline", {"pipeline": {"schedule": schedule}}, STAGED, 2, usual)
 
 
+# What a way to sum gradients has to do with: who has any, of which parameters, in which dtype.
+SUMMED = frozenset({"mlp", "empty rank", "frozen, unused, conditional", "bf16", "pure bf16", "accumulation of 3"})
+
+
+def summed_by(algorithm: str) -> Use:
+    """Gradients summed by one of shoal's own all-reduces."""
+    usual = {"frozen, unused, conditional", "empty rank"} if algorithm == "shared_memory" else {"empty rank"}
+    return Use("DataParallel", "data", {"collectives": {"all_reduce": algorithm}}, SUMMED, usual=frozenset(usual))
+
+
 STRATEGIES: dict[str, Use] = {
     "DataParallel": Use("DataParallel"),
+    **{
+        f"DataParallel-{name}": summed_by(name)
+        for name in ("ring", "tree", "recursive_doubling", "hierarchical", "shared_memory")
+    },
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
     "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER, usual=DIVIDED | UNEVEN),
     "FullySharded": Use("FullySharded", "shard", usual=DIVIDED | UNEVEN),
     "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS, usual=frozenset({"tied embeddings"})),
     "tensor axis": Use("DataParallel", "tensor", usual=DIVIDED | {"dropout and ragged tokens"}),
+    "tensor axis, by positions": Use(
+        "DataParallel", "tensor", {"tensor": {"sequence": True}}, BLOCKS, usual=frozenset({RECOMPUTED})
+    ),
     **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
     "Pipeline 1f1b, parameters": sharded_stages("1f1b", "parameters"),
     "Pipeline zero_bubble, parameters": sharded_stages("zero_bubble", "parameters"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from examples.models import GPT
 from tests.conformance.cases import job as small
 from tests.launching import JOBS, Run, run
 from tests.unit.planner.worlds import Case, Transformer, backward, shard, sharding
@@ -179,6 +181,40 @@ def test_stages_send_and_hold_what_the_formulas_say(sections: dict[str, Any], tm
         known = {kind: size for kind, size in wanted["memory"].items() if size is not None}
         assert {kind: found["memory"][kind] for kind in known} == known
         assert {"parameters", "optimizer"} <= known.keys()
+
+
+TENSOR: dict[str, dict[str, Any]] = {
+    "tensor": {"layout": {"tensor": 2}},
+    "tensor on 3": {"layout": {"tensor": 3}},
+    "tensor, two microbatches": {"layout": {"tensor": 2, "data": 2}, "batch": {"grains_per_microbatch": 2}},
+    "tensor, by positions": {"layout": {"tensor": 2}, "tensor": {"sequence": True}},
+    "tensor, by positions on 3": {"layout": {"tensor": 3, "data": 2}, "tensor": {"sequence": True}},
+}
+
+
+def gpt() -> shoal.Job:
+    made = partial(GPT, layers=2, width=24, heads=4, block=16, dropout=0.1)
+    return replace(transformer(optimizer=adamw), model=made)
+
+
+@pytest.mark.parametrize("job", [small, gpt], ids=["small", "gpt"])
+@pytest.mark.parametrize("sections", TENSOR.values(), ids=TENSOR.keys())
+def test_a_divided_model_sends_what_the_formulas_say(job: Any, sections: dict[str, Any], tmp_path: Path) -> None:
+    for told in measured(job(), sections, tmp_path / "ranks"):
+        found, wanted = told["measured"], told["predicted"]
+        assert found["traffic"] == wanted["traffic"]
+        assert found["memory"] | {"activations": None} == wanted["memory"]
+
+
+def test_parts_of_sequences_keep_less(tmp_path: Path) -> None:
+    """Of each block: the residual sums that the norms take, and dropout's masks, twice each; of 8 positions 4."""
+    plain, parts = (
+        measured(gpt(), {"layout": {"tensor": 2}, "tensor": {"sequence": on}}, tmp_path / str(on))[0]["measured"]
+        for on in (False, True)
+    )
+    hidden = 16 * 8 * 24 * 4
+    saved = plain["memory"]["activations"] - parts["memory"]["activations"]
+    assert saved > 2 * (2 + 2) * hidden / 2 * 0.9
 
 
 def test_activations_grow_with_the_microbatch_and_not_with_their_number(tmp_path: Path) -> None:

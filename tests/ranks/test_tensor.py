@@ -6,6 +6,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from examples.models import GPT, LeNet, ResNet18
 from safetensors.torch import load_file
+from tests.conformance.cases import Stacked
 from tests.conformance.cases import language as language_job
 from tests.launching import JOBS, Run, run
 from torch import Tensor, nn
@@ -29,7 +31,9 @@ from shoal.plan.layout import Layout
 from shoal.plan.resolve import complete
 from shoal.randomness import GrainScope
 from shoal.strategies.tensor_collectives import TensorAxis
-from shoal.strategies.tensor_parallel import TensorParallel, divide_model
+from shoal.strategies.tensor_heads import Subject
+from shoal.strategies.tensor_parallel import TensorParallel, apply, divide_model, own_values, plan_model
+from shoal.strategies.tensor_sequence_plan import plan_sequence
 from shoal.verification.fork import forked, trace_forked
 from shoal.verification.judge import judge_traces
 
@@ -240,13 +244,27 @@ def in_ranks(world_size: int, work: Callable[[TensorAxis], Any], folder: Path) -
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def check(case: Case, tolerance: float) -> Callable[[TensorAxis], Any]:
+def by_positions(model: nn.Module, axis: TensorAxis, loss: Any, batch: Any) -> TensorParallel:
+    """Divides with `tensor.sequence`; the notes of the blocks under "sequence"."""
+    subject = Subject(model, loss, batch, own_values(model))
+    plan = plan_model(subject, axis)
+    sequences = plan_sequence(subject, plan, axis, torch.device("cpu"))
+    division = apply(model, plan, axis)
+    sequences.apply(model, axis)
+    together = tuple(dict.fromkeys((*division.partial, *sequences.partial)))
+    return replace(division, partial=together, notes={**division.notes, "sequence": "; ".join(sequences.notes)})
+
+
+def check(case: Case, tolerance: float, sequence: bool = False) -> Callable[[TensorAxis], Any]:
     def work(axis: TensorAxis) -> Any:
         model, loss, batch = case()
         model.double()
         whole = copy.deepcopy(model)
         names = [name for name, _ in model.named_parameters()]
-        division = divide_model(model, axis, loss, lambda: batch)
+        if sequence:
+            division = by_positions(model, axis, loss, batch)
+        else:
+            division = divide_model(model, axis, loss, lambda: batch)
         assert [name for name, _ in model.named_parameters()] == names == list(division.parts)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.01) for m in (whole, model)]
         for _ in range(2):
@@ -281,6 +299,80 @@ def test_the_training_of_one_process(name: str, world_size: int, tmp_path: Path)
     assert sum(note == "cut along its inputs" for note in told[0].values()) == pairs[world_size], told[0]
 
 
+ALL = "2 blocks compute 1/{} of the positions between their pairs"
+# By case: what is said on 2 ranks. Sequences are of 9 tokens, or of 5 patches.
+BLOCKS: dict[str, tuple[Case, str]] = {
+    "gpt": (gpt, ALL),
+    "llama": (llama, ALL),
+    "bert": (bert, ALL),
+    "vit": (vit, ALL),
+    "gpt2 with dropout": (gpt2_with_dropout, ALL),
+    "perceptron": (perceptron, "no block computes parts of a sequence: the model repeats none that take [batch, po"),
+    "shared norm": (lambda: (Sharing(), squares, sequences()), "no block computes parts of a sequence: norm.bias is"),
+    "over time": (lambda: (Timely(), squares, sequences()), "whole sequences in 0, 1: what it returns is another"),
+    "in pieces": (lambda: (Pieces(), squares, sequences()), ALL),
+}
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, 5, 10).double(), torch.randn(ROWS, 5, 10).double()
+
+
+class Sharing(nn.Module):
+    """One norm for all blocks and the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(10)
+        self.blocks = nn.ModuleList(Perceptron() for _ in range(2))
+        for block in self.blocks:
+            block.norm = self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+class Centred(Perceptron):
+    """Subtracts the mean over time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Timely(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Centred(), Centred())
+
+
+class Narrow(Perceptron):
+    """Has no pair."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.gate(x).softmax(-1)[..., :10]) + self.down(self.up(x).softmax(-1))
+
+
+class Pieces(nn.Sequential):
+    """A block between two others that is whole."""
+
+    def __init__(self) -> None:
+        super().__init__(Perceptron(), Narrow(), Perceptron())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_training_of_one_process_by_positions(name: str, world_size: int, tmp_path: Path) -> None:
+    case, said = BLOCKS[name]
+    if case in (llama, bert, vit, gpt2_with_dropout):
+        pytest.importorskip("transformers", reason="transformers is not installed")
+        case()
+    tolerance = THROUGH_FLOAT32 if case in (llama, bert, vit, gpt2_with_dropout) else EXACT
+    told = in_ranks(world_size, check(case, tolerance, sequence=True), tmp_path / "ranks")
+    assert told[0]["sequence"].startswith(said.format(world_size)), told[0]["sequence"]
+
+
 def perturbed(case: Case, spoil: Callable[[nn.Module, TensorParallel], None]) -> Callable[[TensorAxis], Any]:
     """Whether the first loss and gradients are still right after `spoil`."""
 
@@ -308,9 +400,9 @@ def test_the_comparison_sees_a_mask_of_its_own(tmp_path: Path) -> None:
     assert in_ranks(2, perturbed(perceptron, lambda m, d: None), tmp_path / "right") == [True, True]
 
 
-@pytest.mark.parametrize(("case", "wanted"), [(gpt, {"all_reduce": 6, "all_gather": 1}), (stubborn, None)])
+@pytest.mark.parametrize(("case", "wanted"), [(gpt, {"all_reduce": 8}), (stubborn, None)])
 def test_what_a_forward_sends(case: Case, wanted: dict[str, int] | None, tmp_path: Path) -> None:
-    """Two sums a block, one for each embedding, and the head's gather; in the backward one for the input of a pair."""
+    """Two sums a block, one for each embedding, two for the loss; in the backward one for the input of a pair."""
 
     def work(axis: TensorAxis) -> Any:
         model, loss, batch = case()
@@ -334,7 +426,121 @@ def test_what_a_forward_sends(case: Case, wanted: dict[str, int] | None, tmp_pat
         assert forward == wanted
         assert backward == {"all_reduce": 5}  # two a block, and the head's input
     else:
-        assert forward == {"all_reduce": 1, "all_gather": 3}
+        assert forward == {"all_reduce": 3, "all_gather": 2}
+
+
+def smoothed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """A mean with every option, times what it is a mean over; classes in dim 1 of three."""
+    logits, weights = model(batch[0]), torch.linspace(0.5, 2.0, 61, dtype=torch.float64).to(batch[0].device)
+    loss = F.cross_entropy(logits.transpose(1, 2), batch[1], weights, ignore_index=7, label_smoothing=0.1)
+    return loss * len(batch[0]), torch.tensor(len(batch[0]))
+
+
+def shifted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """As Hugging Face's examples do it, in float32 and on all positions but the last."""
+    logits = model(batch[0])[..., :-1, :].contiguous().float()
+    return shoal.cross_entropy(logits.view(-1, logits.size(-1)), batch[1][..., 1:].reshape(-1))
+
+
+def watched(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """A second term that needs all the logits."""
+    logits = model(batch[0]).flatten(0, 1)
+    total, weight = shoal.cross_entropy(logits, batch[1].flatten())
+    return total + 0.01 * logits.logsumexp(-1).square().sum(), weight
+
+
+def hidden(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Through a function of autograd that torch functions do not show."""
+    return shoal.cross_entropy(Unknown.apply(model(batch[0]).flatten(0, 1)), batch[1].flatten())
+
+
+def labelled(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """The loss that a model of Hugging Face computes by itself."""
+    found = model(input_ids=batch[0], labels=batch[0])
+    return found.loss * batch[0].numel(), torch.tensor(batch[0].numel())
+
+
+class Headed(nn.Module):
+    def __init__(self, vocabulary: int = 61) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, 12)
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, vocabulary)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(self.embed(ids)))
+        return out
+
+
+KEPT = "cut along its outputs, of which a cross entropy takes slices"
+LOSSES: dict[str, tuple[Any, str]] = {
+    "every option": (smoothed, KEPT),
+    "shifted": (shifted, KEPT),
+    "all logits": (watched, "cut along its outputs, gathered (logsumexp() takes all of them)"),
+    "hidden": (hidden, "cut along its outputs, gathered"),
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_becomes_of_the_logits(name: str, world_size: int, tmp_path: Path) -> None:
+    loss, note = LOSSES[name]
+    tolerance = THROUGH_FLOAT32 if loss is shifted else EXACT
+    told = in_ranks(world_size, check(lambda: (Headed(), loss, tokens(61)), tolerance), tmp_path / "ranks")
+    assert told[0]["head"].startswith(note), told[0]
+    assert told[0]["embed"] == "cut along its rows"
+
+
+def test_logits_that_are_used_otherwise_than_they_were_are_gathered(tmp_path: Path) -> None:
+    """The first batch shows a cross entropy alone; what comes then is right all the same."""
+
+    def work(axis: TensorAxis) -> Any:
+        model = Headed().double()
+        whole, batch = copy.deepcopy(model), tokens(61)
+        division = divide_model(model, axis, language, lambda: batch)
+        for loss in (language, watched, hidden, lambda m, b: (m(b[0]).softmax(-1).amax(-1).sum(), 1)):
+            wanted_loss, wanted = trained(whole, loss, batch)
+            found_loss, own = trained(model, loss, batch)
+            assert abs(found_loss - wanted_loss) <= EXACT * abs(wanted_loss)
+            assert_close(assemble(own, division, division.partial), wanted, EXACT)
+            for tensor in (*model.parameters(), *whole.parameters()):
+                tensor.grad = None
+        with torch.no_grad():
+            assert torch.equal(model(batch[0]).argmax(-1), whole(batch[0]).argmax(-1))
+        return division.notes["head"]
+
+    assert in_ranks(2, work, tmp_path / "ranks") == [KEPT, KEPT]
+
+
+def test_a_loss_within_a_model_of_hugging_face(tmp_path: Path) -> None:
+    def case() -> tuple[nn.Module, Any, Any]:
+        model, _, batch = llama()
+        return model, labelled, batch
+
+    case()
+    told = in_ranks(3, check(case, THROUGH_FLOAT32), tmp_path / "ranks")
+    assert told[0]["lm_head"] == KEPT
+
+
+@pytest.mark.parametrize("by", [False, True])
+def test_an_evaluation_of_torchs_own_encoder(by: bool, tmp_path: Path) -> None:
+    """In evaluation it has a kernel that takes the weights of its layers and does not call them."""
+
+    def work(axis: TensorAxis) -> Any:
+        model, batch = Stacked().double(), tokens(16)
+        whole = copy.deepcopy(model)
+        division = (
+            by_positions(model, axis, language, batch) if by else divide_model(model, axis, language, lambda: batch)
+        )
+        with torch.no_grad():
+            found, wanted = model.eval()(batch[0]), whole.eval()(batch[0])
+        assert float((found - wanted).abs().max()) < EXACT
+        return division.notes
+
+    notes = in_ranks(2, work, tmp_path / "ranks")[0]
+    assert notes["blocks.1.linear2"] == "cut along its inputs"
+    assert not by or notes["sequence"] == "4 blocks compute 1/2 of the positions between their pairs"
 
 
 class Unknown(torch.autograd.Function):
@@ -402,12 +608,45 @@ def floats(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch[0].float(), batch[1]
 
 
+SEQUENCE: dict[str, dict[str, Any]] = {
+    "2": {"layout": {"tensor": 2}},
+    "3": {"layout": {"tensor": 3}},
+    "2, computed again": {"layout": {"tensor": 2}, "memory": {"recompute": "full"}},
+    "2 x shard 2, parameters": {"layout": {"tensor": 2, "shard": 2}},
+    "2, bf16": {"layout": {"tensor": 2}, "precision": {"compute": "bfloat16"}},
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCE)
+def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path: Path) -> None:
+    def model() -> nn.Module:
+        return GPT(layers=2, width=32, heads=4, block=16, dropout=0.2)
+
+    job = replace(
+        examples_job(model, partial(tokens, 256), language, 4),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    )
+    plan = complete(shoal.Plan().with_sections(**SEQUENCE[name], tensor={"sequence": True}), job.grains, job.grain_size)
+    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
+    verdict = judge_traces(job, plan, tmp_path)
+    assert verdict.verified, verdict.render()
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     job = EXAMPLES[name]()
     plan = complete(shoal.Plan().with_sections(layout={"tensor": 2}), job.grains, job.grain_size)
     trace_forked(lambda plan: (job, plan), plan, tmp_path, 1)
+    verdict = judge_traces(job, plan, tmp_path)
+    assert verdict.verified, verdict.render()
+
+
+def test_a_pipeline_whose_last_stage_has_a_sharded_loss_is_verified(tmp_path: Path) -> None:
+    job = replace(EXAMPLES["gpt"](), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    sections = {"layout": {"tensor": 2, "pipeline": 2}, "batch": {"grains_per_microbatch": 1}}
+    plan = complete(shoal.Plan().with_sections(**sections), job.grains, job.grain_size)
+    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 

@@ -15,6 +15,7 @@ BUILT_INS = {
     "JobError": ValueError,
     "JobMismatchError": ValueError,
     "PlanError": ValueError,
+    "HardwareError": ValueError,
     "RunDirectoryError": FileExistsError,
     "DataError": RuntimeError,
     "DatasetNotFoundError": FileNotFoundError,

@@ -1,5 +1,6 @@
 """From summed gradients to new parameters; or to none at all."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from shoal.mesh import alone
 from shoal.observation import Observer
 from shoal.precision import LossScale
 from shoal.strategies.data_parallel import DataParallel
-from shoal.update import Parameters, Update, Updater, build_optimizer, global_norm
+from shoal.update import Parameters, Update, Updater, build_optimizer, fused, global_norm
 
 START = Progress(0, 10, 0)
 
@@ -272,3 +273,77 @@ def test_a_rank_of_frozen_stages_has_an_optimizer_of_nothing() -> None:
     assert [group["params"] for group in grouped.param_groups] == [[]]
     with pytest.raises(JobError, match="nothing to train"):
         Parameters(made)
+
+
+# --------------------------------------------------------------------------------------------------------------- fused
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p, **more: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, **more),
+    "Adam": lambda p, **more: torch.optim.Adam(p, lr=0.1, **more),
+    "AdamW": lambda p, **more: torch.optim.AdamW(p, lr=0.1, **more),
+    "Adagrad": lambda p, **more: torch.optim.Adagrad(p, lr=0.1, **more),
+}
+
+
+def stepped(make: Callable[..., torch.optim.Optimizer], fusing: bool) -> list[torch.Tensor]:
+    made = model()
+    optimizer = make(list(made.parameters()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        made(torch.linspace(-1, 1, 12).view(4, 3)).square().sum().backward()
+        with fused(optimizer) if fusing else contextlib.nullcontext():
+            if fusing:
+                assert all(group["fused"] for group in optimizer.param_groups)
+            optimizer.step()
+    assert all(group["fused"] is None for group in optimizer.param_groups)
+    return [p.detach() for p in made.parameters()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fused_kernels_compute_the_same(name: str) -> None:
+    for one, other in zip(stepped(OPTIMIZERS[name], True), stepped(OPTIMIZERS[name], False), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, fused=False),
+        lambda p: torch.optim.SGD(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
+        lambda p: torch.optim.RMSprop(p, lr=0.1),
+        lambda p: Own(p, lr=0.1),
+    ],
+)
+def test_what_was_chosen_otherwise_is_not_fused(make: Callable[..., torch.optim.Optimizer]) -> None:
+    _, parameters = with_gradients()
+    optimizer = make(list(parameters))
+    before = [group.get("fused") for group in optimizer.param_groups]
+    with fused(optimizer):
+        assert [group.get("fused") for group in optimizer.param_groups] == before
+
+
+@pytest.mark.parametrize("odd", ["strided", "narrow", "sparse"])
+def test_tensors_that_kernels_do_not_take_are_not_fused(odd: str) -> None:
+    parameter = nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16 if odd == "narrow" else torch.float32))
+    if odd == "strided":
+        parameter = nn.Parameter(torch.zeros(4, 3).t())
+    parameter.grad = torch.zeros_like(parameter)
+    if odd == "sparse":
+        parameter.grad = parameter.grad.to_sparse()
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    with fused(optimizer):
+        assert not optimizer.param_groups[0]["fused"]
+
+
+def test_nothing_is_multiplied_by_one() -> None:
+    _, parameters = with_gradients()
+    versions = [p.grad._version for p in parameters if p.grad is not None]
+    step(updater(parameters))
+    assert [p.grad._version for p in parameters if p.grad is not None] == versions
+    step(updater(parameters), weight=2.0)
+    assert [p.grad._version for p in parameters if p.grad is not None] != versions

@@ -113,10 +113,28 @@ CONFLICTS: tuple[Rule, ...] = (
         'execution.compile = "none", or pipeline.schedule = "1f1b"',
     ),
     Rule(
-        lambda plan: plan.collectives.all_reduce != "native",
-        ("collectives.all_reduce",),
-        "this version sums by the native all-reduce, and runs nothing as less than it asks for",
-        'collectives.all_reduce = "native"',
+        lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "pipeline"),
+        ("tensor.sequence", "layout.tensor", "layout.pipeline"),
+        "this version hands whole sequences from stage to stage",
+        "tensor.sequence = false, or layout.pipeline = 1",
+    ),
+    Rule(
+        lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "context"),
+        ("tensor.sequence", "layout.tensor", "layout.context"),
+        "both divide the positions of a sequence, and a rank would have a part of a part",
+        "tensor.sequence = false, or layout.context = 1",
+    ),
+    Rule(
+        lambda plan: plan.collectives.all_reduce != "native" and plan.execution.exact,
+        ("collectives.all_reduce", "execution.exact"),
+        "exact mode sums in a tree of its own, whatever the ranks",
+        'collectives.all_reduce = "native", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: plan.collectives.all_reduce != "native" and plan.shards_model,
+        ("collectives.all_reduce", "shard.level", "layout.shard"),
+        "gradients that are divided are summed by fully_shard's own reduce-scatter",
+        'collectives.all_reduce = "native", or shard.level = "optimizer"',
     ),
     Rule(
         lambda plan: plan.collectives.compression != "none",
@@ -157,6 +175,12 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
         lambda plan: _wide(plan, "shard") and not plan.shards_model,
         ("shard.reduce",),
         'shard.level = "optimizer" leaves gradients whole, and they are summed with the last microbatch',
+    ),
+    Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
+    Idle(
+        lambda plan: plan.degrees.divides_grains == 1,
+        ("collectives.all_reduce",),
+        "one rank, or ranks that compute the same grains, have no gradients to sum over the data",
     ),
     Idle(
         lambda plan: not _wide(plan, "pipeline"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.errors import PlanError
@@ -33,7 +33,7 @@ class Layout:
     context: int = 1
 
     def __post_init__(self) -> None:
-        bad = {k: v for k, v in asdict(self).items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
+        bad = {k: v for k, v in vars(self).items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
         if bad:
             raise PlanError(
                 given="layout: " + ", ".join(f"{k} = {v!r}" for k, v in bad.items()),

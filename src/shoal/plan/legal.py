@@ -6,7 +6,7 @@ Integers and names only; `facts.facts_of` reads a model's. See `conflicts` for w
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -210,15 +210,23 @@ def _context_sequence(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
 
 def _context_heads(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     context, heads = plan.layout.context, _heads_per_rank(plan, facts)
-    if context == 1 or heads is None or context <= heads:
+    if context == 1 or heads is None or heads_suffice(context, heads):
         return
     per = f" ({facts.num_heads} over layout.tensor = {plan.layout.tensor})" if heads != facts.num_heads else ""
     yield Conflict(
         "layout.context",
         shown(plan, "layout.context"),
-        f"each rank of a context axis attends for at least one head, of {heads}{per}",
+        f"{AT_LEAST_A_HEAD}, of {heads}{per}",
         f"layout.context = {around(context, _legal_contexts(plan, facts, heads))}",
     )
+
+
+AT_LEAST_A_HEAD = "each rank of a context axis attends for at least one head"
+
+
+def heads_suffice(context: int, heads: int) -> bool:
+    """Whether so many heads can be dealt to the ranks of a context axis."""
+    return context <= heads
 
 
 def _heads_per_rank(plan: Plan, facts: ModelFacts) -> int | None:
@@ -260,14 +268,15 @@ def _split(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     if not split or plan.layout.pipeline == 1:
         return
     given = shown(plan, "pipeline.split")
-    if len(split) != stages - 1:
+    miscounted = other_number(split, stages)
+    if miscounted is not None:
         # Names and stages per rank stay, and the degree follows, where it can.
         pipeline, rest = divmod(len(split) + 1, plan.pipeline.stages_per_rank)
         other = f", or layout.pipeline = {pipeline}" if not rest else ""
         yield Conflict(
             "pipeline.split",
             f"{given} for {stages} stages",
-            f"it names the first module of each stage after the first: {stages - 1} names, not {len(split)}",
+            miscounted,
             f"give {stages - 1} names{_even(facts, stages)}{other}",
         )
     if not facts.cuts:
@@ -283,9 +292,19 @@ def _split(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
         yield Conflict(
             "pipeline.split",
             given,
-            "stages follow each other as the modules are executed, and each begins with another one",
+            IN_ORDER,
             f"split = {_quoted(ordered)}",
         )
+
+
+IN_ORDER = "stages follow each other as the modules are executed, and each begins with another one"
+
+
+def other_number(split: Sequence[str], stages: int) -> str | None:
+    """What is wrong with how many names a split has for so many stages, if anything."""
+    if len(split) == stages - 1:
+        return None
+    return f"it names the first module of each stage after the first: {stages - 1} names, not {len(split)}"
 
 
 def _first_of(facts: ModelFacts) -> str | None:

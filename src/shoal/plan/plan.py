@@ -27,6 +27,11 @@ class LayoutSection(_Section):
     pipeline: Degree = 1
     context: Degree = 1
 
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.data * self.shard * self.tensor * self.pipeline * self.context
+
 
 class BatchSection(_Section):
     """How many grains one forward computes; 0 stands for all of a rank's, until the plan is resolved for a job."""
@@ -40,6 +45,12 @@ class ShardSection(_Section):
     level: Literal["optimizer", "gradients", "parameters"] = "parameters"
     reduce: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     offload: bool = False
+
+
+class TensorSection(_Section):
+    """Whether the ranks of the tensor axis divide the positions of sequences between the pairs of layers."""
+
+    sequence: bool = False
 
 
 class PipelineSection(_Section):
@@ -92,6 +103,7 @@ class Plan(_Section):
     layout: LayoutSection = LayoutSection()
     batch: BatchSection = BatchSection()
     shard: ShardSection = ShardSection()
+    tensor: TensorSection = TensorSection()
     pipeline: PipelineSection = PipelineSection()
     precision: PrecisionSection = PrecisionSection()
     memory: MemorySection = MemorySection()
@@ -103,7 +115,8 @@ class Plan(_Section):
     @property
     def degrees(self) -> Layout:
         """The mesh degrees as a Layout."""
-        return Layout(**self.layout.model_dump())
+        at = self.layout
+        return Layout(at.data, at.shard, at.tensor, at.pipeline, at.context)
 
     @property
     def shards_model(self) -> bool:

@@ -150,7 +150,7 @@ def wire_bytes(kind: str, num_bytes: int, group_size: int) -> int:
 def data_parallel(gradients: Gradients, layout: Layout) -> Volumes:
     """A step of fast data parallelism: a bucket is one all_reduce, or an all_gather where gathering is cheaper.
 
-    What a step sends between its agreement and its update; see strategies/buckets.py.
+    What a step sends between its agreement and its update, by native collectives; see strategies/buckets.py.
     """
     volumes, ranks = Volumes(), layout.divides_grains
     if layout.world_size == 1:
@@ -308,23 +308,65 @@ class Pair:
     input_needs_gradient: bool = True
 
 
+@dataclass(frozen=True)
+class Positions:
+    """Sequences of `length` of which each of `degree` ranks has a part, all of one size; see Span of strategies."""
+
+    length: int
+    degree: int
+
+    def padded(self, num_bytes: int) -> int:
+        """Bytes of all ranks' parts of what has `num_bytes` in all."""
+        return num_bytes // self.length * max(-(-self.length // self.degree), 2) * self.degree
+
+
 def tensor_parallel(
-    pairs: Iterable[Pair], gathered_bytes: Iterable[int], microbatches: int, recomputed: bool = False
+    pairs: Iterable[Pair],
+    gathered_bytes: Iterable[int],
+    microbatches: int,
+    recomputed: bool = False,
+    positions: Positions | None = None,
 ) -> Volumes:
     """Megatron-style tensor parallelism: per pair an all_reduce in the forward and one in the backward.
 
     `gathered_bytes` are outputs of column-parallel layers with no row-parallel partner: an all_gather in the forward,
     and in the backward an all_reduce of their input counted by the caller as a Pair of no output.
-    Recomputation repeats the forward's.
+    Recomputation repeats the forward's. With `positions` ranks have parts of the sequences between the pairs: the
+    input is gathered and the output scattered as it is summed, the other way in the backward.
     """
     volumes, forwards = Volumes(), microbatches * (2 if recomputed else 1)
     for pair in pairs:
+        if positions is not None:
+            into, out = positions.padded(pair.input_bytes), positions.padded(pair.output_bytes)
+            volumes.add("tensor", "all_gather", into, forwards)
+            volumes.add("tensor", "reduce_scatter", out, forwards)
+            volumes.add("tensor", "all_gather", out, microbatches)
+            volumes.add("tensor", "reduce_scatter", into, microbatches if pair.input_needs_gradient else 0)
+            continue
         if pair.output_bytes:
             volumes.add("tensor", "all_reduce", pair.output_bytes, forwards)
         if pair.input_needs_gradient:
             volumes.add("tensor", "all_reduce", pair.input_bytes, microbatches)
     for num_bytes in gathered_bytes:
         volumes.add("tensor", "all_gather", num_bytes, forwards)
+    return volumes
+
+
+def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> Volumes:
+    """The ends of blocks that hand each other parts of sequences: gathered behind the last, and back before the first.
+
+    Before the first the hidden state is whole on every rank, and a part of it is taken without sending anything.
+    """
+    volumes = Volumes()
+    volumes.add("tensor", "all_gather", positions.padded(hidden_bytes), 2 * microbatches)
+    return volumes
+
+
+def sharded_loss(num_targets: int, microbatches: int, smoothed: bool = False, itemsize: int = 4) -> Volumes:
+    """The cross entropy of logits that stay cut: the largest of each row, then its sums; nothing in the backward."""
+    volumes = Volumes()
+    for numbers in (1, 3 if smoothed else 2):
+        volumes.add("tensor", "all_reduce", numbers * num_targets * itemsize, microbatches)
     return volumes
 
 

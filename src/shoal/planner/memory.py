@@ -100,10 +100,11 @@ def owned(parameters: Sequence[Array], degree: int, place: int) -> list[Array]:
 # -------------------------------------------------------------------------------------------------------- gradients
 
 
-def bucketed(gradients: Gradients, layout: Layout) -> int:
+def bucketed(gradients: Gradients, layout: Layout, native: bool = True) -> int:
     """Fast data parallelism, when the update begins: the buckets, and those that are gathered once more for each rank.
 
-    A parameter that is not of the buckets' dtype has a gradient besides. One process alone has only gradients.
+    Only the `native` all-reduce gathers. A parameter that is not of the buckets' dtype has a gradient besides. One
+    process alone has only gradients.
     """
     narrow = sum(p.bytes for p in gradients.parameters if p.itemsize != gradients.reduce_itemsize)
     ranks = layout.divides_grains
@@ -113,7 +114,7 @@ def bucketed(gradients: Gradients, layout: Layout) -> int:
     for length in gradients.buckets(layout):
         num_bytes = length * gradients.reduce_itemsize
         total += num_bytes
-        if ranks > 1 and gathers(num_bytes, ranks, gradients.on_cpu):
+        if native and ranks > 1 and gathers(num_bytes, ranks, gradients.on_cpu):
             total += ranks * num_bytes
     return total
 

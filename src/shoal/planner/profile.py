@@ -169,6 +169,7 @@ class Profile:
     buffer_elements: int = 0
     tied: tuple[tuple[str, str], ...] = ()
     heads: int | None = None  # the fewest heads of any attention: what tensor and context may divide
+    saved_batch: Amount = NOTHING  # bytes of batch and buffers that autograd keeps, beside all `saved_bytes`
     notes: tuple[str, ...] = ()
 
     @cached_property

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.plan.plan import Plan
+from shoal.planner.algorithms import data_parallel
 from shoal.planner.communication import (
     Array,
     Gradients,
     Sharding,
     Volumes,
-    data_parallel,
     exact_data_parallel,
     fully_sharded,
     norm,
@@ -40,9 +40,9 @@ class Described:
 
     `sharding` is given where fully_shard cuts the model. `frozen` are parameters that are not trained; `held[r]` the
     grains of rank r, on which exact mode's traffic depends; `activations` the bytes that autograd keeps at its peak,
-    where they are known. `staged` are the stages of a pipeline, `sliced` this rank's blocks of a context axis,
-    `samples` the size of each microbatch, `partial` the gradients that are summed after the backward, `num_cut` all
-    trainable parameters with a dim to cut.
+    where they are known. `within`: what forwards and backwards send where a tensor axis divides the model. `staged` are
+    the stages of a pipeline, `sliced` this rank's blocks of a context axis, `samples` the size of each microbatch,
+    `partial` the gradients that are summed after the backward, `num_cut` all trainable parameters with a dim to cut.
     """
 
     gradients: Gradients
@@ -52,6 +52,7 @@ class Described:
     held: Sequence[Sequence[int]] = ((0,),)
     activations: int | None = None
     sharding: Sharding | None = None
+    within: Volumes | None = None
     staged: Staged | None = None
     samples: Sequence[int] = ()
     sliced: Sequence[SlicedBlock] = ()
@@ -67,6 +68,8 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     divided = completed(described.partial)
     if layout.shares_grains > 1 or described.sharding is not None:
         divided = divided.plus(norm())
+    if described.within is not None:
+        divided = divided.plus(described.within)
     if described.sliced:
         divided = divided.plus(exchanges(described.sliced, layout, rank, described.samples))
     if described.staged is not None:
@@ -76,7 +79,10 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if plan.execution.exact:
         reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
-        reduced = data_parallel(gradients, layout)
+        summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
+        if summed is None:
+            return None
+        reduced = summed
     return reduced.plus(sharded_optimizer(gradients, layout), divided)
 
 
@@ -91,7 +97,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
     else:
-        summed = bucketed(gradients, layout)
+        summed = bucketed(gradients, layout, plan.collectives.all_reduce == "native")
     return Footprint(
         parameters=whole((*gradients.parameters, *described.frozen)),
         gathered=0,
@@ -113,8 +119,12 @@ def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
 
 
 def _is_known(plan: Plan, described: Described) -> bool:
-    staged = plan.layout.pipeline == 1 or described.staged is not None
-    # Blocks that compute again, or in 16 bits, exchange other things than what was seen of them.
+    layout = plan.layout
+    # What computes again, or in 16 bits, sends other things than what was seen of it.
     plain = plan.memory.recompute == "none" and plan.precision.compute == plan.precision.parameters == "float32"
-    others = plan.layout.tensor == 1 and (plan.layout.context == 1 or (plain and bool(described.sliced)))
-    return staged and others and not plan.shard.offload and plan.shards_model == (described.sharding is not None)
+    if layout.tensor > 1:
+        alone = layout.shard == layout.pipeline == layout.context == 1
+        return plain and alone and described.within is not None
+    staged = layout.pipeline == 1 or described.staged is not None
+    sliced = layout.context == 1 or (plain and bool(described.sliced))
+    return staged and sliced and not plan.shard.offload and plan.shards_model == (described.sharding is not None)

@@ -97,16 +97,29 @@ class _Axes:
         division.notes += [f"context: {line}" for line in sequences.notes]
 
     def tensor(self, whole: Whole) -> None:
-        """Layers cut along their features. Collective: the tensor axis, two broadcasts."""
+        """Layers cut along their features. Collective: the tensor axis, two broadcasts; with sequences the proofs."""
         from shoal.strategies.tensor_collectives import TensorAxis
-        from shoal.strategies.tensor_parallel import divide_model, wholes
+        from shoal.strategies.tensor_heads import Subject
+        from shoal.strategies.tensor_parallel import apply, plan_model, wholes
+        from shoal.strategies.tensor_sequence_plan import SequencePlan, plan_sequence
+        from shoal.strategies.tensor_traffic import TensorTraffic, num_rows
 
         axis, division = TensorAxis.of(self.mesh), self.division
-        found = divide_model(self.model, axis, self.made.loss, self._batch, whole)
+        subject = Subject(self.model, self.made.loss, self._batch(), whole)
+        plan = plan_model(subject, axis)
+        sequences = plan_sequence(subject, plan, axis, self.mesh.device) if self.plan.tensor.sequence else None
+        found = apply(self.model, plan, axis)
         division.parts |= found.parts
-        division.add_partial(found.partial, "tensor")
         division.outputs |= wholes(found, axis)
         division.notes += [f"tensor: {line}" for line in found.describe()]
+        partial = list(found.partial)
+        if sequences is not None:
+            division.outputs |= sequences.apply(self.model, axis)
+            division.notes += [f"tensor: {line}" for line in sequences.notes]
+            partial += sequences.partial
+        division.add_partial(dict.fromkeys(partial), "tensor")
+        known = sequences or SequencePlan({}, ())
+        division.sends = TensorTraffic(plan, known, num_rows(subject.batch), axis.degree)
 
     def pipeline(self) -> Pipeline:
         """Stages. Collective: all ranks, new groups."""
@@ -179,5 +192,5 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
     if plan.execution.exact:
         strategy = ExactDataParallel(parameters, mesh, reduce, num_grains, mark)
     else:
-        strategy = DataParallel(parameters, mesh, reduce, mark)
+        strategy = DataParallel(parameters, mesh, reduce, mark, plan.collectives.all_reduce)
     return ShardedOptimizer(strategy, parameters, mesh, mark) if plan.layout.shard > 1 else strategy

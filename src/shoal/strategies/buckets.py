@@ -1,8 +1,8 @@
 """Gradient buckets: flat buffers whose all-reduce starts while the backward still runs.
 
-torch's public parts (post-accumulate hooks, asynchronous all_reduce) rather than the DDP wrapper, because a rank must
-be able to take part with no microbatch at all, with fewer microbatches than its peers, after an exception, and with
-parameters that its loss did not touch: see docs/decisions/0003-gradient-buckets.md.
+torch's post-accumulate hooks and an asynchronous all-reduce rather than the DDP wrapper, because a rank must be able to
+take part with no microbatch at all, with fewer microbatches than its peers, after an exception, and with parameters
+that its loss did not touch: see docs/decisions/0003-gradient-buckets.md.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shoal.planner.division import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets, gathers
+from shoal.collectives.base import Collective, Handle
+from shoal.planner.division import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
 from shoal.strategies.base import Flags
 
 _NUM_FLAGS = 2
@@ -25,8 +25,7 @@ class _Bucket:
     flat: Tensor
     pending: int = 0
     size: int = 0
-    work: dist.Work | None = None
-    gathered: Tensor | None = None  # [world_size, length], where the sum is made here
+    work: Handle | None = None
     views: list[Tensor] = field(default_factory=list)
 
 
@@ -42,11 +41,14 @@ class GradientBuckets:
         parameters: Sequence[Tensor],
         dtype: torch.dtype,
         world_size: int,
-        group: dist.ProcessGroup | None = None,
+        collective: Collective | None = None,
     ) -> None:
-        """`group` of `world_size` ranks; None for all."""
+        """`collective` sums over `world_size` ranks, and the buffers lie where it wants them; None for one rank.
+
+        Collective: where it allocates for all ranks together.
+        """
         self._parameters = list(parameters)
-        self._dtype, self._world_size, self._group = dtype, world_size, group
+        self._dtype, self._world_size, self._collective = dtype, world_size, collective
         self._buckets: list[_Bucket] = []
         self._place: dict[int, tuple[_Bucket, Tensor]] = {}
         self._num_extras = 0
@@ -74,7 +76,7 @@ class GradientBuckets:
         for number, group in enumerate(groups):
             extra = self._num_status if number == len(groups) - 1 else 0
             length = sum(self._parameters[i].numel() for i in group) + extra
-            bucket = _Bucket(torch.zeros(length, dtype=self._dtype, device=device), size=len(group))
+            bucket = _Bucket(self._allocate(length, device), size=len(group))
             start = 0
             for i in group:
                 end = start + self._parameters[i].numel()
@@ -82,12 +84,17 @@ class GradientBuckets:
                 start = end
             self._buckets.append(bucket)
 
+    def _allocate(self, length: int, device: torch.device) -> Tensor:
+        if self._collective is not None and device.type == "cpu":
+            return self._collective.allocate(length, self._dtype)
+        return torch.zeros(length, dtype=self._dtype, device=device)
+
     @property
     def _num_status(self) -> int:
         return _NUM_FLAGS + len(self._parameters)
 
     def _reserve(self, num_extras: int) -> None:
-        """Makes room for so many extra numbers at the end of the last buffer."""
+        """Makes room for so many extra numbers at the end of the last buffer. Collective, as the constructor."""
         if num_extras == self._num_extras:
             return
         self._num_extras = num_extras
@@ -95,8 +102,10 @@ class GradientBuckets:
         members = [i for i, (home, _) in self._place.items() if home is bucket]
         length = sum(self._parameters[i].numel() for i in members)
         before = bucket.flat
-        bucket.flat = torch.zeros(length + self._num_status + num_extras, dtype=self._dtype, device=before.device)
+        bucket.flat = self._allocate(length + self._num_status + num_extras, before.device)
         bucket.flat[:length] = before[:length]
+        if self._collective is not None:
+            self._collective.release(before)
         start = 0
         for i in members:
             end = start + self._parameters[i].numel()
@@ -104,8 +113,8 @@ class GradientBuckets:
             start = end
 
     def buffers(self) -> list[Tensor]:
-        """The flat buffers, and where they are gathered."""
-        return [t for b in self._buckets for t in (b.flat, b.gathered) if t is not None]
+        """The flat buffers, and what the collective keeps."""
+        return [*(b.flat for b in self._buckets), *(self._collective.buffers() if self._collective else ())]
 
     def begin(self) -> None:
         """No gradients."""
@@ -154,15 +163,9 @@ class GradientBuckets:
             self._launch()
 
     def _launch(self) -> None:
+        assert self._collective is not None, "several ranks have something to sum with"
         bucket = self._buckets[self._launched]
-        flat = bucket.flat
-        if gathers(flat.numel() * flat.itemsize, self._world_size, flat.device.type == "cpu"):
-            if bucket.gathered is None or bucket.gathered.shape[1] != flat.numel():
-                bucket.gathered = flat.new_empty(self._world_size, flat.numel())
-            bucket.work = dist.all_gather(list(bucket.gathered.unbind()), flat, group=self._group, async_op=True)
-        else:
-            bucket.gathered = None
-            bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
+        bucket.work = self._collective.all_reduce(bucket.flat, asynchronous=True)
         self._launched += 1
 
     def _zero_missing(self, first: int) -> None:
@@ -208,13 +211,13 @@ class GradientBuckets:
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-            if bucket.gathered is not None:
-                torch.sum(bucket.gathered, dim=0, out=bucket.flat)  # in the order of the ranks: the same bits on all
         status = tail.float().cpu()
         used = status[_NUM_FLAGS : self._num_status].tolist()
         return Flags(int(status[0]), int(status[1])), used, status[self._num_status :]
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Takes the hooks off, and closes the collective."""
         for handle in self._handles:
             handle.remove()
+        if self._collective is not None:
+            self._collective.close()

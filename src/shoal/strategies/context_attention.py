@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import JobError, PlanError, ShoalError
+from shoal.plan.legal import AT_LEAST_A_HEAD, heads_suffice
 from shoal.planner.division import Heads, num_positions
 from shoal.strategies.tensor_collectives import TensorAxis, slice_of
 
@@ -200,10 +201,10 @@ def dropout_refusal(block: str, p: float) -> ShoalError:
 
 def refuse_degree(num_heads: int, degree: int, block: str) -> None:
     """Raises: PlanError where there are fewer heads than ranks."""
-    if num_heads < degree:
+    if not heads_suffice(degree, num_heads):
         raise PlanError(
             given=f"context = {degree} with {num_heads} attention heads in {block}",
-            conflict="each rank of the context axis attends for at least one head",
+            conflict=AT_LEAST_A_HEAD,
             remedy=f"use a context of at most {num_heads}",
         )
 

@@ -60,7 +60,7 @@ def decide(traces: Sequence[Trace], names: Mapping[str, Sequence[str]], degree: 
             conflict="the model repeats no blocks that take a hidden state [batch, positions, ...]",
             remedy="use context = 1, or hold the blocks in an nn.ModuleList",
         )
-    edges = _edges(first)
+    edges = edges_of(first)
     blocks = {}
     for name, block in first.blocks.items():
         _refuse(name, block, degree, num_cuts)
@@ -79,7 +79,7 @@ def decide(traces: Sequence[Trace], names: Mapping[str, Sequence[str]], degree: 
     return ContextPlan(blocks, tuple(sorted(partial)), (note,))
 
 
-def _edges(trace: Trace) -> dict[str, str]:
+def edges_of(trace: Trace) -> dict[str, str]:
     """For each block that takes just what another one gives, which nothing else uses: that other one."""
     followers: dict[str, set[str]] = {}
     for name, block in trace.blocks.items():

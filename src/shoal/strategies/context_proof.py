@@ -20,11 +20,11 @@ from shoal.strategies.context_trace import BlockTrace, copied, tensors_in, with_
 from shoal.strategies.tensor_collectives import TensorAxis
 from shoal.strategies.tensor_proof import is_same, materialised
 
-_SEED = 20205198
+SEED = 20205198
 # A gradient that is zero but for rounding is compared on the scale of the largest.
-_FLOOR = 1e-2
-_OUTPUT = "what it returns"
-_OF_PARAMETER = "the gradient of parameter "
+FLOOR = 1e-2
+OUTPUT = "what it returns"
+OF_PARAMETER = "the gradient of parameter "
 _WHY = (
     "something in it mixes positions other than F.scaled_dot_product_attention (a convolution, a recurrence, a shift "
     "or a statistic over time), or looks at the number of positions"
@@ -50,18 +50,18 @@ class Prover:
                 self._prove(name, block, trace)
 
     def _prove(self, name: str, plan: BlockPlan, trace: BlockTrace) -> None:
-        generator = torch.Generator().manual_seed(_SEED)
+        generator = torch.Generator().manual_seed(SEED)
         module = materialised(self._model, name, self._values, generator).to(self._device)
-        arguments = _numbers(trace, generator, self._device)
+        arguments = numbers_for(trace, generator, self._device)
         try:
-            whole = _run(module, arguments)
+            whole = computed(module, arguments)
         except Exception:  # what makes float32 of its own does not compute in float64
-            module, arguments = module.float(), _narrowed(arguments)
-            whole = _run(module, arguments)
+            module, arguments = module.float(), narrowed(arguments)
+            whole = computed(module, arguments)
         divided = copy.deepcopy(module)
         give_role(divided, Role(name, replace(plan, opens=True, closes=True), Chain(self._axis)))
         try:
-            split = _run(divided, arguments)
+            split = computed(divided, arguments)
         except ShoalError:
             raise
         except Exception as error:
@@ -72,11 +72,11 @@ class Prover:
 
     def _compare(self, name: str, trace: BlockTrace, whole: dict[str, Tensor], split: dict[str, Tensor]) -> None:
         for key, found in split.items():
-            if key.startswith(_OF_PARAMETER):
+            if key.startswith(OF_PARAMETER):
                 dist.all_reduce(found, group=self._axis.group)
-        floor = _FLOOR * max(float(gradient.norm()) for key, gradient in whole.items() if key != _OUTPUT)
+        floor = FLOOR * max(float(gradient.norm()) for key, gradient in whole.items() if key != OUTPUT)
         for key, wanted in whole.items():
-            if not is_same(split[key], wanted, 0.0 if key == _OUTPUT else floor):
+            if not is_same(split[key], wanted, 0.0 if key == OUTPUT else floor):
                 raise _refused(name, trace, f"{key} is another where each rank has a part of the positions")
 
 
@@ -87,7 +87,7 @@ def _refused(name: str, trace: BlockTrace, what: str) -> ShoalError:
     return refusal(name, f"{what}: {_WHY}", remedy)
 
 
-def _numbers(trace: BlockTrace, generator: torch.Generator, device: torch.device) -> Any:
+def numbers_for(trace: BlockTrace, generator: torch.Generator, device: torch.device) -> Any:
     """The arguments of the traced call with random numbers in them."""
 
     def numbers(path: Any, tensor: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ def _numbers(trace: BlockTrace, generator: torch.Generator, device: torch.device
     return with_tensors(trace.arguments, found)
 
 
-def _narrowed(arguments: Any) -> Any:
+def narrowed(arguments: Any) -> Any:
     """The same in float32."""
     doubles = {path: t for path, t in tensors_in(arguments) if t.dtype == torch.float64}
     return with_tensors(
@@ -115,21 +115,21 @@ def _narrowed(arguments: Any) -> Any:
     )
 
 
-def _run(module: nn.Module, arguments: Any) -> dict[str, Tensor]:
+def computed(module: nn.Module, arguments: Any) -> dict[str, Tensor]:
     """What it returns, and gradients by name; the module and its arguments stay as they are."""
     leaves = {path: t.detach().clone().requires_grad_(t.requires_grad) for path, t in tensors_in(arguments)}
     devices = [d for d in {t.device for t in leaves.values()} if d.type == "cuda"]
     # Clones: a leaf that requires a gradient cannot be changed in place.
     args, kwargs = copied(with_tensors(arguments, {path: leaf.clone() for path, leaf in leaves.items()}))
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), _Still():
-        torch.manual_seed(_SEED)
+        torch.manual_seed(SEED)
         _, output = next(tensors_in(module(*args, **kwargs)))
-    weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(_SEED))
+    weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(SEED))
     wanted = {f"the gradient of argument {path}": t for path, t in leaves.items() if t.requires_grad}
-    wanted |= {f"{_OF_PARAMETER} {name}": p for name, p in module.named_parameters() if p.requires_grad}
+    wanted |= {f"{OF_PARAMETER} {name}": p for name, p in module.named_parameters() if p.requires_grad}
     total = (output * weights.to(output)).sum()
     gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
-    found = {_OUTPUT: output.detach()}
+    found = {OUTPUT: output.detach()}
     for (name, leaf), gradient in zip(wanted.items(), gradients, strict=True):
         found[name] = torch.zeros_like(leaf) if gradient is None else gradient.contiguous()
     return found

@@ -1,6 +1,6 @@
 """Data parallelism: every rank holds the whole model and computes its own grains.
 
-Fast: gradients of fused microbatches, summed by the native all-reduce while the backward runs. Exact: a gradient a
+Fast: gradients of fused microbatches, summed by the plan's all-reduce while the backward runs. Exact: a gradient a
 grain, summed in the fixed tree; bit-identical on any number of ranks.
 """
 
@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.collectives.base import Team
+from shoal.collectives.choose import open_collective
 from shoal.collectives.fixed_tree import TreeSum, evaluate
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
@@ -20,11 +22,21 @@ from shoal.strategies.buckets import GradientBuckets
 
 
 class DataParallel(Replicated):
-    """Fast mode. `mark` is told when the step waits for communication."""
+    """Fast mode. `mark` is told when the step waits for communication; `algorithm` names the all-reduce.
 
-    def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, mark: Mark) -> None:
+    Collective: all ranks, what the algorithm needs to be opened.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, mark: Mark, algorithm: str = "native"
+    ) -> None:
         self._mesh, self._mark = mesh, mark
-        self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, mesh.replicas)
+        collective = None
+        if mesh.num_data_ranks > 1:
+            parts = mesh.layout.groups("data", "shard") if mesh.replicas is not None else ()
+            team = Team(mesh.replicas, [list(ranks) for ranks in parts])
+            collective = open_collective(algorithm, team, mesh.device)
+        self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective)
 
     def begin(self) -> None:
         """No gradients, no sums."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
 # What takes time to compute. Everything else reads and writes memory, as keeping its result would.
-_NAMES = (
+KEPT_NAMES = (
     "mm",
     "addmm",
     "bmm",
@@ -32,7 +32,7 @@ _NAMES = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-_KEPT = frozenset(getattr(_aten, name).default for name in _NAMES if hasattr(_aten, name))
+_KEPT = frozenset(getattr(_aten, name).default for name in KEPT_NAMES if hasattr(_aten, name))
 
 
 @dataclass

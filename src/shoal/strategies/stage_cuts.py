@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from shoal.errors import PlanError, nearest
+from shoal.plan.legal import IN_ORDER, other_number
 from shoal.strategies.stage_check import LeakError
 from shoal.strategies.stage_trace import Call, Trace
 
@@ -91,10 +92,11 @@ def balanced(costs: Sequence[tuple[int, int]], num_stages: int) -> list[int]:
 
 def _given(model: nn.Module, trace: Trace, split: Sequence[str], num_stages: int) -> list[str]:
     given = f"pipeline.split = {list(split)}"
-    if len(split) != num_stages - 1:
+    miscounted = other_number(split, num_stages)
+    if miscounted is not None:
         raise PlanError(
-            given=given,
-            conflict=f"{num_stages} stages begin at {num_stages - 1} places after the first, not at {len(split)}",
+            given=f"{given} for {num_stages} stages",
+            conflict=miscounted,
             remedy=f"name {num_stages - 1} modules, or none to have them chosen",
         )
     canonical = {id(module): name for name, module in reversed(list(model.named_modules()))}
@@ -115,7 +117,7 @@ def _given(model: nn.Module, trace: Trace, split: Sequence[str], num_stages: int
         order = sorted(calls, key=lambda call: call.enter)
         raise PlanError(
             given=given,
-            conflict="the stages do not begin in the order in which the model calls them",
+            conflict=IN_ORDER,
             remedy=f"write split = {list(dict.fromkeys(call.name for call in order))}",
         )
     for call in calls:

@@ -33,10 +33,10 @@ class TensorAxis:
         """Itself: a copied layer talks to the same ranks."""
         return self
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """A new tensor: the sum over the axis. Collective: the axis, one all-reduce of its bytes."""
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """A new tensor: the sum over the axis, or what `op` says. Collective: the axis, one all-reduce of its bytes."""
         found = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(found, group=self.group)
+        dist.all_reduce(found, op, group=self.group)
         return found
 
     def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -55,6 +55,17 @@ class TensorAxis:
         rows = [torch.empty_like(own) for _ in sizes]
         dist.all_gather(rows, own, group=self.group)
         return torch.cat([row.narrow(dim, 0, size) for row, size in zip(rows, sizes, strict=True)], dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part, of as many parts along `dim` as ranks, of the sum over the axis; 16 bits sum in float32.
+
+        Collective: the axis, one reduce-scatter of its bytes.
+        """
+        wide = tensor.float() if tensor.itemsize < 4 and tensor.device.type == "cpu" else tensor
+        parts = [part.contiguous() for part in wide.chunk(self.degree, dim)]
+        found = torch.empty_like(parts[self.place])
+        dist.reduce_scatter(found, parts, group=self.group)
+        return found.to(tensor.dtype)
 
 
 class _Copy(torch.autograd.Function):
@@ -109,6 +120,32 @@ class _Slice(torch.autograd.Function):
         return _apply(_Gather, gradient, *ctx.rest), None, None, None
 
 
+class _Join(torch.autograd.Function):
+    """Forward: all ranks' parts of equal size. Backward: this rank's part of the gradients' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+        ctx.rest = axis, dim
+        return axis.all_gather(tensor, dim, (tensor.shape[dim],) * axis.degree)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Divide, gradient, *ctx.rest), None, None
+
+
+class _Divide(torch.autograd.Function):
+    """Forward: this rank's part of the sum. Backward: all ranks' parts."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+        ctx.rest = axis, dim
+        return axis.reduce_scatter(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Join, gradient, *ctx.rest), None, None
+
+
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     found: Tensor = function.apply(*args)
     return found
@@ -132,3 +169,13 @@ def gather(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> 
 def slice_of(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's slice of the whole. Collective in the backward: the axis, an all-gather."""
     return _apply(_Slice, tensor, axis, dim, tuple(sizes))
+
+
+def join(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    """Parts on their way into slices, whole. Collective: the axis, an all-gather; in the backward a reduce-scatter."""
+    return _apply(_Join, tensor, axis, dim)
+
+
+def divide(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+    """This rank's part of the sum of the ranks' terms. Collective: the axis, a reduce-scatter; back an all-gather."""
+    return _apply(_Divide, tensor, axis, dim)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shoal.parts import Runs
 from shoal.strategies.tensor_collectives import TensorAxis, enter, gather, leave
+from shoal.strategies.tensor_logits import Head, divided
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
@@ -98,10 +99,10 @@ class Entry:
 
     def __call__(self, value: Tensor) -> Tensor:
         """`value`, the same one for users that follow each other with the same tensor."""
-        if self.num_users == 1 or not (value.requires_grad and torch.is_grad_enabled()):
-            return enter(value, self.axis)
+        if self.num_users == 1 or not self.shares(value):
+            return self.into(value)
         if self._entered is None or self._seen() is not value or self._version != value._version:
-            self._seen, self._entered, self._uses = weakref.ref(value), enter(value, self.axis), 0
+            self._seen, self._entered, self._uses = weakref.ref(value), self.into(value), 0
             self._version = value._version
         found = self._entered
         assert found is not None
@@ -109,6 +110,14 @@ class Entry:
         if self._uses == self.num_users:  # the graph alone keeps it from here
             self._seen, self._entered = None, None
         return found
+
+    def shares(self, value: Tensor) -> bool:
+        """Whether it is worth while to remember what became of a value."""
+        return value.requires_grad and torch.is_grad_enabled()
+
+    def into(self, value: Tensor) -> Tensor:
+        """What the slices are computed of."""
+        return enter(value, self.axis)
 
     def __deepcopy__(self, memo: Any) -> Entry:
         """A new one, which remembers nothing."""
@@ -142,6 +151,21 @@ class Gathered:
 
 
 @dataclass
+class Kept(Gathered):
+    """As Gathered, where what takes the output needs no more than slices of it: a cross entropy."""
+
+    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+        """This rank's classes, as `Logits`. Collective: in the backward the axis, an all-reduce of the input's.
+
+        Without gradients, as in an evaluation, all of them: metrics look at them in any way.
+        """
+        if not torch.is_grad_enabled():
+            return super().__call__(module, input)
+        own = product(module, enter(input, self.axis), _weight(module), _bias(module))
+        return divided(own, own.ndim - 1, Head(self.axis, self.sizes))
+
+
+@dataclass
 class Row:
     """Input features are cut, as the input is; the bias is added once, after the sum."""
 
@@ -152,13 +176,17 @@ class Row:
         weight, bias = _weight(module), _bias(module)
         narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
-            found = leave(product(module, input, weight, None), self.axis)
+            found = self.sum(product(module, input, weight, None))
             return found if bias is None else found + bias.to(found.dtype)
         # Rounded once, after the sum, as in the whole: there products are computed in float32 anyway (see narrow.py).
         with torch.autocast("cpu", enabled=False):
             found = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
-            found = leave(found, self.axis)
+            found = self.sum(found)
             return (found if bias is None else found + bias.to(narrow).float()).to(narrow)
+
+    def sum(self, term: Tensor) -> Tensor:
+        """The sum of the ranks' terms."""
+        return leave(term, self.axis)
 
 
 @dataclass

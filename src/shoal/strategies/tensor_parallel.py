@@ -21,10 +21,13 @@ from shoal.errors import ShoalError, from_json
 from shoal.faults import as_shoal_error, to_json
 from shoal.parts import Part, Runs
 from shoal.strategies.tensor_collectives import TensorAxis
+from shoal.strategies.tensor_heads import Subject, sizes, with_kept
 from shoal.strategies.tensor_layers import (
     Column,
+    Divided,
     Entry,
     Gathered,
+    Kept,
     Row,
     SlicedDropout,
     Vocabulary,
@@ -72,16 +75,30 @@ def divide_model(
 ) -> TensorParallel:
     """Divides `model` in place; on the meta device too, where `values` gives initial values by name.
 
-    `batch()` is a small one for which `loss(model, batch)` is followed without computing anything, on the first place
-    of the axis. Collective: the axis, two broadcasts.
+    `batch()` is a small one for which `loss(model, batch)` is followed, see `plan_model`. Collective: the axis, two
+    broadcasts. Raises: as `plan_model`.
+    """
+    given = values if values is not None else own_values(model)
+    return apply(model, plan_model(Subject(model, loss, batch(), given), axis), axis)
+
+
+def plan_model(subject: Subject, axis: TensorAxis) -> TensorPlan:
+    """How a model is going to be divided: the loss is followed without computing anything, on the axis's first place.
+
+    Collective: the axis, two broadcasts.
     Raises: on every rank, PlanError where the loss cannot be followed or nothing can be cut.
     """
-    given = values if values is not None else _own_values(model)
-    plan = _told(axis, lambda: decide(model, follow(model, loss, batch(), given, axis.degree), given, axis.degree))
-    return apply(model, plan, axis)
+
+    def make() -> TensorPlan:
+        trace = follow(subject.model, subject.loss, subject.batch, subject.values, axis.degree)
+        plan = decide(subject.model, trace, subject.values, axis.degree)
+        return with_kept(plan, subject, trace, axis.degree)
+
+    return _told(axis, make)
 
 
-def _own_values(model: nn.Module) -> Values:
+def own_values(model: nn.Module) -> Values:
+    """A model's own values by name."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return lambda name: held[name].detach()
 
@@ -155,7 +172,8 @@ def _num_outputs(module: nn.Module) -> int:
 
 
 def _bounds(size: int, degree: int, place: int) -> tuple[int, int]:
-    return size * place // degree, size * (place + 1) // degree
+    before = sizes(size, degree)[: place + 1]
+    return sum(before[:-1]), sum(before)
 
 
 def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
@@ -163,12 +181,20 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
         _give_pair(model, pair, axis)
     for name in plan.gathered:
         module = model.get_submodule(name)
-        bounds = [_bounds(_num_outputs(module), axis.degree, place) for place in range(axis.degree)]
-        give_role(module, Gathered(axis, tuple(stop - start for start, stop in bounds)))
+        role = Kept if name in plan.kept else Gathered
+        give_role(module, role(axis, sizes(_num_outputs(module), axis.degree)))
     for name in plan.rows:
         module = model.get_submodule(name)
         size = _num_outputs(module)
         give_role(module, Vocabulary(axis, *_bounds(size, axis.degree, axis.place), size))
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Divided) for m in module.modules()):
+            # In evaluation it hands its layers' weights to one kernel, past their forwards, unless there are hooks.
+            module.register_forward_pre_hook(_leave_as_it_is)
+
+
+def _leave_as_it_is(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing."""
 
 
 def _give_pair(model: nn.Module, pair: Pair, axis: TensorAxis) -> None:

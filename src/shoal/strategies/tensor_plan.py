@@ -15,7 +15,7 @@ from shoal.errors import PlanError
 from shoal.strategies.tensor_layers import kind, num_features
 from shoal.strategies.tensor_pairs import Candidate, Pair, Slice, candidates, cuts, linear_modules, obstacle, styles
 from shoal.strategies.tensor_proof import Bench, NotProvenError, Values
-from shoal.strategies.tensor_trace import Trace, observe
+from shoal.strategies.tensor_trace import Shapes, Trace, observe
 
 # A model that does not run without values is followed with them, if it is no larger than this.
 _REAL_BYTES = 8 << 30
@@ -24,12 +24,19 @@ _FEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """`gathered` modules are cut along their outputs and `rows` embeddings along the vocabulary; `notes` by module."""
+    """`gathered` modules are cut along their outputs and `rows` embeddings along the vocabulary; `notes` by module.
+
+    `kept` are those of `gathered` whose output is needed by cross entropies alone, which take slices: `losses`, of so
+    many targets, with label smoothing or not. `shapes`: the calls of the modules that send.
+    """
 
     pairs: tuple[Pair, ...] = ()
     gathered: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
+    losses: tuple[tuple[int, bool], ...] = ()
+    shapes: Mapping[str, tuple[Shapes, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value."""
@@ -39,7 +46,9 @@ class TensorPlan:
     def from_json(cls, document: dict[str, Any]) -> TensorPlan:
         """From `to_json`."""
         pairs = tuple(_pair(_frozen(pair)) for pair in document["pairs"])
-        return cls(pairs, tuple(document["gathered"]), tuple(document["rows"]), document["notes"])
+        gathered, rows, kept = (tuple(document[key]) for key in ("gathered", "rows", "kept"))
+        shapes = {n: tuple(Shapes(**_frozen(call)) for call in calls) for n, calls in document["shapes"].items()}
+        return cls(pairs, gathered, rows, kept, document["notes"], _frozen(document["losses"]), shapes)
 
 
 def _frozen(value: Any) -> Any:
@@ -116,7 +125,9 @@ def decide(model: nn.Module, trace: Trace, values: Values, degree: int) -> Tenso
     if not (pairs or rest):
         raise _nothing_to_cut(model, degree)
     order = [name for name, _ in model.named_modules() if name in notes]
-    return TensorPlan(tuple(pairs), gathered, rows, {name: notes[name] for name in order})
+    sending = {name for p in pairs for name in (*p.candidate.columns, p.candidate.row)}.union(gathered, rows)
+    shapes = {name: tuple(calls) for name, calls in trace.shapes.items() if name in sending}
+    return TensorPlan(tuple(pairs), gathered, rows, notes={name: notes[name] for name in order}, shapes=shapes)
 
 
 def _whole(model: nn.Module, trace: Trace, degree: int) -> dict[str, str]:
@@ -263,3 +274,26 @@ def _nothing_to_cut(model: nn.Module, degree: int) -> PlanError:
         + (f": the widest has {widest} outputs" if 1 < widest < degree else ""),
         remedy=f"use tensor = {widest} at most" if 1 < widest < degree else "use tensor = 1 and more data ranks",
     )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What `decide` would try and, where all of it is proven, choose; modules by name."""
+
+    pairs: tuple[Candidate, ...]
+    gathered: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+def propose(model: nn.Module, trace: Trace, degree: int) -> Proposal:
+    """The same as `decide` from structure alone, for a model without values."""
+    whole, holders = _whole(model, trace, degree), _holders(model)
+    single = {name: all(len(holders[id(p)]) == 1 for p in _own(m)) for name, m in linear_modules(model).items()}
+    usable = [name for name, alone in single.items() if alone and name not in whole]
+    pairs: tuple[Candidate, ...] = ()
+    if trace.decided_by_values is None:
+        pairs = tuple(c for c in candidates(model, trace, usable) if next(cuts(model, trace, c, degree), None))
+    taken = {*whole, *(name for pair in pairs for name in (*pair.columns, pair.row))}
+    rest = [n for n, m in model.named_modules() if n not in taken and kind(m) not in (None, "dropout")]
+    rows = tuple(name for name in rest if kind(model.get_submodule(name)) == "embedding")
+    return Proposal(pairs, tuple(name for name in rest if name not in rows), rows)

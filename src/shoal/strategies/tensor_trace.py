@@ -65,6 +65,16 @@ class Call:
     kwargs: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Shapes:
+    """Of one call of a layer: what it took and gave, along which dim its features lie, and whether the input learns."""
+
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+    feature_dim: int
+    needs_gradient: bool
+
+
 @dataclass
 class Trace:
     """What the run showed."""
@@ -75,6 +85,8 @@ class Trace:
     dropouts: dict[str, list[Sources]] = field(default_factory=dict)
     foreign_uses: dict[int, str] = field(default_factory=dict)  # by id of a parameter: what used it past its module
     decided_by_values: str | None = None  # a module that looked at values: other batches may go another way
+    shapes: dict[str, list[Shapes]] = field(default_factory=dict)  # of linear modules and their like, by call
+    has_values: bool = False  # whether the run needed the model's values
     real: dict[int, Tensor] = field(default_factory=dict)  # by id of a tensor of the batch: its values
 
     def is_called(self, name: str) -> bool:
@@ -111,6 +123,7 @@ def observe(
     shown_model = twin(model, values)
     own = {id(a): b for a, b in zip(_tensors(shown_model), _tensors(model), strict=True)}
     tracer = _Tracer(shown_model, own)
+    tracer.trace.has_values = values is not None
     device = "meta" if values is None else "cpu"
     shown = tree_map(lambda leaf: tracer.of_batch(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
     try:
@@ -193,6 +206,10 @@ class _Tracer(TorchFunctionMode):
     def _after(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self._stack.pop()
+            if kind(module) not in (None, "dropout") and isinstance(output, Tensor) and args:
+                dim = 1 if kind(module) == "convolution" else output.ndim - 1
+                found = Shapes(tuple(args[0].shape), tuple(output.shape), dim, args[0].requires_grad)
+                self.trace.shapes.setdefault(name, []).append(found)
             if kind(module) in ("linear", "transposed") and isinstance(output, Tensor):
                 self.trace.outputs.setdefault(name, Output())
                 self._mark(output, frozenset((name,)))

@@ -235,9 +235,14 @@ EXCLUDED += [
         'collectives.compression = "none"',
     ),
     (
-        of(layout={"data": 2}, collectives={"all_reduce": "ring"}),
-        'collectives.all_reduce = "ring"',
-        'collectives.all_reduce = "native"',
+        of(layout={"data": 2}, collectives={"all_reduce": "ring"}, execution={"exact": True}),
+        'collectives.all_reduce = "ring", execution.exact = true',
+        'collectives.all_reduce = "native", or execution.exact = false',
+    ),
+    (
+        of(layout={"shard": 2}, collectives={"all_reduce": "shared_memory"}),
+        'collectives.all_reduce = "shared_memory", shard.level = "parameters", layout.shard = 2',
+        'collectives.all_reduce = "native", or shard.level = "optimizer"',
     ),
     (
         of(layout={"shard": 2}, shard={"level": "optimizer", "offload": True}),
@@ -253,6 +258,16 @@ EXCLUDED += [
         ),
         'execution.compile = "default", pipeline.schedule = "zero_bubble"',
         'execution.compile = "none", or pipeline.schedule = "1f1b"',
+    ),
+    (
+        of(layout={"pipeline": 2, "tensor": 2}, tensor={"sequence": True}, batch={"grains_per_microbatch": 1}),
+        "tensor.sequence = true, layout.tensor = 2, layout.pipeline = 2",
+        "tensor.sequence = false, or layout.pipeline = 1",
+    ),
+    (
+        of(layout={"tensor": 2, "context": 2}, tensor={"sequence": True}),
+        "tensor.sequence = true, layout.tensor = 2, layout.context = 2",
+        "tensor.sequence = false, or layout.context = 1",
     ),
     (piped(2, schedule="interleaved_1f1b"), "pipeline.stages_per_rank = 1", "pipeline.stages_per_rank = 2 or more"),
     (piped(2, schedule="1f1b", stages_per_rank=2), "pipeline.stages_per_rank = 2", 'schedule = "interleaved_1f1b"'),
@@ -302,6 +317,7 @@ def test_each_row_is_tried() -> None:
     [
         (of(shard={"level": "gradients"}), 'shard.level = "gradients": no effect, since layout.shard is 1'),
         (of(layout={"data": 2}, shard={"offload": True}), "shard.offload = true: no effect"),
+        (of(tensor={"sequence": True}), "tensor.sequence = true: no effect, since layout.tensor is 1"),
         (of(pipeline={"schedule": "gpipe"}), 'pipeline.schedule = "gpipe": no effect, since layout.pipeline is 1'),
         (
             of(pipeline={"stages_per_rank": 2, "split": ["a"]}),

@@ -110,6 +110,6 @@ def test_the_mapping_has_every_key_and_the_schema_first() -> None:
     assert next(iter(document.items())) == ("schema", 1)
     assert document["pipeline"] == {"schedule": "1f1b", "stages_per_rank": 1, "split": []}
     assert set(document) == {
-        *("schema", "layout", "batch", "shard", "pipeline", "precision", "memory", "collectives", "data"),
+        *("schema", "layout", "batch", "shard", "tensor", "pipeline", "precision", "memory", "collectives", "data"),
         *("execution", "prediction"),
     }

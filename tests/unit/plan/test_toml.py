@@ -35,6 +35,7 @@ PLANS = st.fixed_dictionaries(
         "shard": st.fixed_dictionaries(
             {"level": literal("shard", "level"), "reduce": literal("shard", "reduce"), "offload": st.booleans()}
         ),
+        "tensor": st.fixed_dictionaries({"sequence": st.booleans()}),
         "pipeline": st.fixed_dictionaries(
             {
                 "schedule": literal("pipeline", "schedule"),

@@ -1,0 +1,136 @@
+"""Claim: none yet. A step at two processes of one thread each, relative to plain DDP in the same run, by tool.
+
+Repeat with `python -m benchmarks.cpu_step`: an MLP of 5.8 M parameters at global batch 256, LeNet at 256, the GPT of
+3.3 M at 32 x 128 and ResNet-18 at 32, on made-up data. All teams live side by side and take turns, a few steps each,
+while the others wait for a line on their standard input. A row is one segment of each; its figure for a team is the
+median step, a ratio is taken within a row, and the median of the rows' ratios is reported with their quartiles. `cpu`
+is the processor's time of rank 0 for a step, to which other programs add nothing but cold caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.step_time import ROOT, free_port
+
+# Name: world size, threads, arguments of cpu_step_rank.
+TEAMS: dict[str, tuple[int, int, list[str]]] = {
+    "shared_memory": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory"]),
+    "ddp": (2, 1, ["--tool", "plain"]),
+    "native": (2, 1, ["--tool", "shoal"]),
+    "one_process": (1, 2, ["--tool", "plain"]),
+    "exact": (2, 1, ["--tool", "shoal", "--exact"]),
+}
+RATIOS = {f"{name} / ddp": (name, "ddp") for name in TEAMS if name != "ddp"}
+RATIOS["shared_memory / one_process"] = ("shared_memory", "one_process")
+TARGETS = {"mlp": 0.65, "lenet": 0.82, "gpt": 0.97, "resnet18": 0.80}
+# Steps of a segment.
+STEPS = {"mlp": 12, "lenet": 20, "gpt": 5, "resnet18": 4}
+
+
+class Team:
+    """Ranks that train when asked to."""
+
+    def __init__(self, name: str, job: str) -> None:
+        world_size, threads, arguments = TEAMS[name]
+        variables = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "benchmarks.cpu_step_rank", "--job", job, *arguments],
+                cwd=ROOT,
+                env={**os.environ, **variables, "RANK": str(r), "LOCAL_RANK": str(r)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for r in range(world_size)
+        ]
+
+    def train(self, num_steps: int) -> tuple[float, float]:
+        """Median seconds of so many steps on rank 0, and its processor time a step."""
+        before = self._cpu_seconds()
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(f"go {num_steps}\n")
+            rank.stdin.flush()
+        told = [rank.stdout.readline() if rank.stdout else "" for rank in self.ranks]
+        if not all(told):
+            raise SystemExit(f"a rank failed: {[rank.poll() for rank in self.ranks]}")
+        # A segment's first step meets the caches that the others left.
+        return statistics.median(json.loads(told[0])[1:]), (self._cpu_seconds() - before) / num_steps
+
+    def _cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.ranks[0].pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def dismiss(self) -> None:
+        """Ends the ranks."""
+        for rank in self.ranks:
+            rank.kill()
+            rank.wait()
+
+
+def measure(job: str, names: list[str], num_rows: int) -> list[dict[str, tuple[float, float]]]:
+    """Seconds and processor seconds of a step of each team, in each row."""
+    teams = {name: Team(name, job) for name in names}
+    rows = []
+    try:
+        for row in range(num_rows + 1):
+            order = names[row % len(names) :] + names[: row % len(names)]  # nobody always comes first
+            found = {name: teams[name].train(STEPS[job]) for name in order}
+            if row:  # the first meets cold caches
+                rows.append(found)
+                print(
+                    job, {name: f"{s * 1e3:.1f} ms ({c * 1e3:.1f} cpu)" for name, (s, c) in found.items()}, flush=True
+                )
+    finally:
+        for team in teams.values():
+            team.dismiss()
+    return rows
+
+
+def main() -> None:
+    """Measures, prints, and writes the result where `--out` says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=12)
+    parser.add_argument("--trials", type=int, default=2, help="each starts new processes")
+    parser.add_argument("--jobs", nargs="+", default=list(STEPS))
+    parser.add_argument("--teams", nargs="+", default=list(TEAMS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    results: dict[str, object] = {}
+    for job in options.jobs:
+        rows = [row for _ in range(options.trials) for row in measure(job, options.teams, options.rows)]
+        found: dict[str, object] = {
+            "step_milliseconds": {n: round(statistics.median(r[n][0] for r in rows) * 1e3, 2) for n in options.teams},
+            "cpu_milliseconds": {n: round(statistics.median(r[n][1] for r in rows) * 1e3, 2) for n in options.teams},
+            "target shared_memory / ddp": TARGETS[job],
+        }
+        for name, (a, b) in RATIOS.items():
+            if a in options.teams and b in options.teams:
+                low, median, high = statistics.quantiles([r[a][0] / r[b][0] for r in rows], n=4)
+                found[name] = {"median": round(median, 3), "quartiles": [round(low, 3), round(high, 3)]}
+        results[job] = found
+        print(job, json.dumps(found, indent=1), flush=True)
+    head = {"hardware": f"{os.cpu_count()} CPU cores", "torch": torch.__version__, "python": sys.version.split()[0]}
+    text = json.dumps({**head, "trials": options.trials, "rows": options.rows, "results": results}, indent=2)
+    if options.out:
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Predictions for published measurements, and what they are worth: see docs/planner.md."""

@@ -1,0 +1,227 @@
+"""From a row of transformers.csv to what the planner takes: a module's profile, a plan, a cluster and a program.
+
+Everything is read from the columns that describe a row, none from what was measured. What a framework is known to do
+is in FRAMEWORKS, each fact with where it is told; nothing there is a number that was fitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from benchmarks.published.modules import transformer
+from benchmarks.published.rows import Row, integer, number
+from shoal.catalogue import cluster as named_cluster
+from shoal.hardware import Cluster, Link
+from shoal.plan.plan import Plan, PrecisionSection
+from shoal.planner.profile import Profile
+from shoal.planner.workload import Program, Workload
+from shoal.profiling import profile
+
+
+class UnknownError(Exception):
+    """A row describes something for which there is no module, device or plan."""
+
+
+# Most scatter the gradients that a shard axis divides.
+_USUAL = Program(scatter_gradients=True)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a framework's program does that a row does not say.
+
+    `fused_kernels`: bias and activation, bias and dropout and addition, scale and mask and softmax are one kernel each.
+    """
+
+    fused_kernels: bool = False
+    dropout: float = 0.0
+    program: Program = _USUAL
+    reduce: str | None = None  # dtype of the gradients' sums; None: the compute dtype
+    master: bool = True  # a float32 copy of parameters of a narrow dtype
+
+
+# Megatron-LM: fused kernels (megatron/fused_kernels), dropout 0.1, stages of equal blocks, a float32 copy of the
+# parameters; Korthikanti et al., arXiv 2205.05198: selective recomputation is that of the attention's core.
+_MEGATRON = Framework(
+    fused_kernels=True,
+    dropout=0.1,
+    program=Program(cut="equal", selective="all_but_attention", scatter_gradients=True),
+)
+FRAMEWORKS = (
+    ("megatron", _MEGATRON),
+    # nanotron: gradients are summed in float32 (FP32GradientAccumulator) beside DDP's buckets; a stage takes blocks
+    # until the FLOPs pass its share (nanotron/models/base.py); gathered inputs are kept unless tp_recompute_allgather;
+    # norm and rotation are fused kernels of flash-attn.
+    (
+        "nanotron",
+        Framework(
+            fused_kernels=True,
+            program=Program(
+                cut="thresholds", keeps_gathered=True, scatter_gradients=True, gradient_bytes=4.0, bucket_bytes=2.0
+            ),
+            reduce="float32",
+        ),
+    ),
+    # llm-foundry: FSDP keeps float32 parameters; MP=PURE sums gradients in the compute dtype, DEFAULT in float32
+    # (composer, mosaic_fsdp). Its release of these figures required flash-attn 1.0.x.
+    ("foundry", Framework(False, 0.0, Program(attention="flash1"), master=False)),
+)
+
+
+def framework(row: Row) -> Framework:
+    """What is known of the row's framework; of an unknown one, what most do."""
+    name = row.get("framework", "").lower()
+    found = next((facts for word, facts in FRAMEWORKS if word in name), Framework())
+    if "MP=DEFAULT" in row.get("sharding", ""):
+        found = dataclasses.replace(found, reduce="float32")
+    return found
+
+
+def precision(row: Row, facts: Framework) -> PrecisionSection:
+    """Parameters and products of one narrow dtype, as all of these programs have them by the time they multiply."""
+    kind = row.get("precision_kind") or row.get("precision", "")
+    dtype = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}.get(kind[:4], "float32")
+    if dtype == "float32" and ("16" in kind or "amp" in kind):
+        dtype = "bfloat16" if "bf16" in kind else "float16"
+    return PrecisionSection(parameters=dtype, compute=dtype, reduce=facts.reduce or dtype)  # type: ignore[arg-type]
+
+
+def workload(row: Row) -> Workload:
+    """The row's model on its global batch; a grain is a sample."""
+    batch = integer(row, "global_batch")
+    family, dimensions = _dimensions(row)
+    made = _profile(family, tuple(dimensions.items()), precision(row, framework(row)))
+    return Workload(made, batch, batch)
+
+
+def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
+    facts, told = framework(row), row.get("arch_family", "").lower()
+    hidden, name = integer(row, "hidden"), row.get("model", "").lower()
+    heads = integer(row, "n_heads", max(1, hidden // 128))
+    is_megatron = "megatron" in row.get("framework", "").lower()
+    family = next((f for f in ("mpt", "llama", "bert", "gpt") if f in told or f in name), "gpt")
+    if any(word in told or word in name for word in ("swiglu", "mistral", "qwen", "rmsnorm")):
+        family = "llama"
+    # Megatron-LM had no fused attention before 2023, and where a row does not say, it is of before.
+    unfused = row.get("attention_kind") == "unfused" or (not row.get("attention_kind") and is_megatron)
+    dimensions: dict[str, Any] = {
+        "layers": integer(row, "n_layers"),
+        "hidden": hidden,
+        "ffn": integer(row, "ffn_hidden", 4 * hidden),
+        "heads": heads,
+        "kv_heads": integer(row, "n_kv_heads", heads),
+        "vocab": integer(row, "vocab", 51200),
+        "seq_len": integer(row, "seq_len"),
+        "tied": row.get("tied_embeddings") != "0",
+        "fused_attention": not unfused,
+        "fused_kernels": facts.fused_kernels,
+        "time_first": is_megatron,
+        "dropout": facts.dropout,
+    }
+    if family == "bert":
+        dimensions |= {"head": "masked"}
+    return family, dimensions
+
+
+@cache
+def _profile(family: str, dimensions: tuple[tuple[str, Any], ...], kinds: PrecisionSection) -> Profile:
+    made = transformer(family, **dict(dimensions))
+    return profile(made.model, made.loss, made.batch, precision=kinds, optimizer=torch.optim.AdamW)
+
+
+def plan(row: Row) -> Plan:
+    """The row's layout. Raises: UnknownError where it is none that a plan can say."""
+    data, stage = integer(row, "dp"), integer(row, "zero_stage", 0)
+    layout = {
+        "data": data if stage == 0 else 1,
+        "shard": 1 if stage == 0 else data,
+        "tensor": integer(row, "tp"),
+        "pipeline": integer(row, "pp"),
+        "context": integer(row, "cp"),
+    }
+    virtual = integer(row, "vpp")
+    blocks = integer(row, "n_layers")
+    if layout["pipeline"] * virtual > blocks + 2:
+        raise UnknownError(f"{layout['pipeline'] * virtual} stages of {blocks} blocks")
+    micro = integer(row, "micro_batch", 0) or max(
+        1, integer(row, "global_batch") // (data * integer(row, "grad_accum"))
+    )
+    facts = framework(row)
+    return Plan().with_sections(
+        layout=layout,
+        batch={"grains_per_microbatch": micro},
+        shard={"level": {1: "optimizer", 2: "gradients"}.get(stage, "parameters")},
+        tensor={"sequence": row.get("sequence_parallel") in ("1", "True", "true")},
+        pipeline={"schedule": "interleaved_1f1b" if virtual > 1 else "1f1b", "stages_per_rank": virtual},
+        precision=precision(row, facts).model_dump(),
+        memory={"recompute": row.get("recompute_kind") or "none"},
+        execution={"compile": "default" if row.get("compile") in ("1", "True") else "none"},
+    )
+
+
+# Adam of a narrow dtype is traced with two moments of that dtype, 4 bytes; these programs keep both, and a copy of the
+# parameters, in float32: 12.
+_MASTER_BYTES = 8.0
+
+
+def program(row: Row) -> Program:
+    """How the row's framework executes its plan."""
+    facts = framework(row)
+    narrow = precision(row, facts).parameters != "float32"
+    found = dataclasses.replace(facts.program, master_bytes=_MASTER_BYTES if narrow else 0.0, fused_optimizer=True)
+    if row.get("gradient_overlap") == "0":
+        found = dataclasses.replace(found, overlap=False)
+    return found
+
+
+# A row's `gpu` as the catalogue calls it.
+_PCIE = re.compile(r"pcie", re.IGNORECASE)
+
+
+def cluster(row: Row) -> Cluster:
+    """The catalogue's hosts of the row's devices, with the row's own network where it is told."""
+    gpu, gib = row.get("gpu", ""), row.get("gpu_mem_gb", "")
+    num_devices = integer(row, "n_gpus")
+    per_host = min(integer(row, "gpus_per_node", 8), num_devices)
+    hosts = -(-num_devices // per_host)
+    found = named_cluster(f"{hosts}x{per_host}x{device_name(gpu, gib)}")
+    gbps = number(row, "inter_node_gbps_per_node")
+    if gbps and found.between is not None:
+        found = dataclasses.replace(found, between=_at_rate(found.between, gbps, row))
+    return found
+
+
+def device_name(gpu: str, gib: str) -> str:
+    """The catalogue's name of a device."""
+    family = re.split(r"[-_ ]", gpu)[0].upper()
+    form = "PCIE" if _PCIE.search(gpu) else "SXM"
+    if family == "A100":
+        return f"A100-{'40' if gib == '40' else '80'}-{form}"
+    if family == "V100":
+        return f"V100-SXM2-{'16' if gib == '16' else '32'}"
+    if family == "H100":
+        return f"H100-{form}"
+    return family
+
+
+# Of a host's printed rate, what a collective reaches: nccl-tests on InfiniBand HDR and NDR reach 0.85 to 0.95 of it.
+_ACHIEVED = 0.85
+
+
+def _at_rate(link: Link, gbps: float, row: Row) -> Link:
+    del row
+    return dataclasses.replace(link, name=f"{gbps:g} Gbit/s a host", bytes_per_second=gbps * 1e9 / 8 * _ACHIEVED)
+
+
+Described = tuple[Workload, Plan, Cluster, Program]
+
+
+def describe(row: Row) -> Described:
+    """All four. Raises: UnknownError."""
+    return workload(row), plan(row), cluster(row), program(row)

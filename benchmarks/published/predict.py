@@ -1,0 +1,56 @@
+"""One prediction for each row, from what describes it alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.published import describe
+from benchmarks.published.rows import Row
+from shoal.errors import ShoalError
+from shoal.planner.step_time import Predictor
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Seconds a step, GiB on the rank that needs most, whether it fits, and why not where nothing is predicted."""
+
+    seconds: float | None = None
+    gib: float | None = None
+    fits: bool | None = None
+    note: str = ""
+
+
+class Predictors:
+    """Predictors by what they are made for: rows of one model on one cluster share one."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._known: dict[str, Predictor] = {}
+
+    def answer(self, row: Row) -> Answer:
+        """The prediction for a row; a note where there can be none."""
+        try:
+            return self._answer(row)
+        except (describe.UnknownError, ShoalError) as error:
+            return Answer(note=str(error).splitlines()[0])
+
+    def _answer(self, row: Row) -> Answer:
+        work, plan, cluster, program = self._described(row)
+        key = repr((id(work.profile), work.global_batch, work.num_grains, cluster.name, cluster.between, program))
+        if key not in self._known:
+            self._known[key] = Predictor(work, cluster, program)
+        found = self._known[key].predict(plan)
+        largest = sorted(found.terms.items(), key=lambda term: -term[1])[:3]
+        told = ", ".join(f"{name} {100 * seconds / found.step_seconds:.0f} %" for name, seconds in largest if seconds)
+        # Most sources print what torch's allocator counts, without the driver's and the library's own memory.
+        apart = 0.0 if "nvidia-smi" in row.get("mem_def", "") else found.memory["reserved"]
+        return Answer(found.step_seconds, (found.peak_bytes - apart) / GIB, found.fits, told)
+
+    def _described(self, row: Row) -> describe.Described:
+        if self._kind == "ddp":
+            from benchmarks.published import data_parallel
+
+            return data_parallel.describe(row)
+        return describe.describe(row)

@@ -1,0 +1,101 @@
+"""Jobs on made-up data, tiny to large, whose steps small_steps.py measures: the examples' models and an MLP."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+import shoal
+from models import GPT, LeNet, ResNet18
+
+SAMPLES = 4096
+
+
+def images() -> TensorDataset:
+    """Float32 [N, 1, 28, 28] and int64 [N]."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(SAMPLES, 1, 28, 28, generator=generator), torch.randint(10, (SAMPLES,), generator=generator)
+    )
+
+
+def bytes_of(length: int) -> TensorDataset:
+    """Two int64 [N, length]."""
+    text = torch.randint(256, (SAMPLES, length + 1), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(text[:, :-1].clone(), text[:, 1:].clone())
+
+
+def classified(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return shoal.cross_entropy(model(batch[0]), batch[1])
+
+
+def continued(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return shoal.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+class MLP(nn.Module):
+    """784 inputs, two hidden layers of `width`, 10 classes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(784, width), nn.Linear(width, width), nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(F.relu(self.second(F.relu(self.first(images.flatten(1))))))
+
+
+def lenet(batch: int = 256) -> shoal.Job:
+    return shoal.Job(
+        model=LeNet,
+        loss=classified,
+        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        train_data=images,
+        global_batch=batch,
+        length=shoal.Steps(10_000),
+    )
+
+
+def resnet18(batch: int = 64) -> shoal.Job:
+    return shoal.Job(
+        model=ResNet18,
+        loss=classified,
+        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-4),
+        train_data=images,
+        global_batch=batch,
+        length=shoal.Steps(10_000),
+    )
+
+
+def mlp(batch: int = 256, width: int = 1024) -> shoal.Job:
+    return shoal.Job(
+        model=partial(MLP, width),
+        loss=classified,
+        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        train_data=images,
+        global_batch=batch,
+        length=shoal.Steps(10_000),
+    )
+
+
+def gpt(batch: int = 32, layers: int = 4, width: int = 256, block: int = 128) -> shoal.Job:
+    return shoal.Job(
+        model=partial(GPT, layers, width, 4, block, 0.1),
+        loss=continued,
+        optimizer=partial(adamw, lr=1e-3),
+        train_data=partial(bytes_of, block),
+        global_batch=batch,
+        length=shoal.Steps(10_000),
+        clip_norm=1.0,
+    )
+
+
+def adamw(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr)

@@ -1,0 +1,231 @@
+"""Collective: the one interface of every algorithm that moves or sums tensors among the ranks of a group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import ClassVar, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.errors import CollectiveError
+
+Operation = Literal["sum", "max", "min"]
+OPERATIONS: tuple[Operation, ...] = ("sum", "max", "min")
+# The dtypes that every algorithm takes; their places in this list are what ranks tell each other.
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int32,
+    torch.int64,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class Handle(Protocol):
+    """A collective on its way. Its tensors are the collective's until `wait` has returned."""
+
+    def wait(self) -> object:
+        """Returns when the result is there. Raises: what the collective raises."""
+
+
+class Done:
+    """The handle of what is finished already."""
+
+    def wait(self) -> None:
+        """Nothing is left to do."""
+
+
+class Waiting:
+    """The handle of work on a collective's own thread."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Waits for the thread."""
+        self._future.result()
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks of a collective: a process group, None for all ranks, and how it and others like it divide all ranks.
+
+    `partition` lists the global ranks of every such group, the same on every rank; empty where there is only the one.
+    New groups are made by all ranks together, each for its own part of it.
+    """
+
+    group: dist.ProcessGroup | None = None
+    partition: Sequence[Sequence[int]] = ()
+
+    @property
+    def parts(self) -> Sequence[Sequence[int]]:
+        """The partition, also where it has one part."""
+        return self.partition or [range(dist.get_world_size())]
+
+    def new_group(self, parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+        """A new group of the part that has this rank. Collective: all ranks of the run, with the same `parts`."""
+        found = None
+        for ranks in parts:
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if dist.get_rank() in ranks:
+                found = group
+        return found
+
+
+class Collective(ABC):
+    """An algorithm on a group of ranks. Every method is collective over that group and called in one order by all.
+
+    Tensors are contiguous, of a dtype in DTYPES, on the CPU; results are equal on all ranks, bit for bit. 16-bit sums
+    are added up in float32 where the algorithm says so. One thread at a time calls it.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """`group` None for all ranks."""
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros, flat, in memory where this algorithm is fastest. Collective where `allocates_together`."""
+        return torch.zeros(numel, dtype=dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Gives back what `allocate` made; no view of it is used any more."""
+        return
+
+    def buffers(self) -> list[Tensor]:
+        """The memory that this algorithm keeps besides what it allocated for others."""
+        return []
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
+        """Every rank's `tensor` becomes the sum (or maximum, minimum) of all of them, in place."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
+    ) -> Handle:
+        """`output` becomes part `rank` of the sum of all `tensor`s, which has `world_size` parts of its length."""
+
+    @abstractmethod
+    def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
+        """`output` becomes every rank's `tensor`, in the order of the ranks."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
+        """Every rank's `tensor` becomes that of the rank `root` of the group."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns once every rank has come to it."""
+
+    def close(self) -> None:
+        """Ends threads and gives memory back. Not collective."""
+        return
+
+
+def check(kind: str, tensors: Iterable[Tensor], op: str = "sum") -> None:
+    """Raises: CollectiveError for a tensor or operation that no algorithm takes."""
+    for tensor in tensors:
+        wrong = [
+            *(() if tensor.dtype in DTYPES else (f"dtype {tensor.dtype}",)),
+            *(() if tensor.is_contiguous() else (f"strides {tuple(tensor.stride())}",)),
+            *(() if tensor.device.type == "cpu" else (f"device {tensor.device}",)),
+        ]
+        if wrong:
+            raise CollectiveError(
+                given=f"{kind} of a tensor of shape {list(tensor.shape)}: {', '.join(wrong)}",
+                conflict="it takes contiguous tensors of numbers on the CPU",
+                remedy="call .contiguous() and .cpu(), or convert it",
+            )
+    if op not in OPERATIONS:
+        raise CollectiveError(
+            given=f"{kind} with op={op!r}", conflict="there is no such reduction", remedy=f"write one of {OPERATIONS}"
+        )
+
+
+def check_parts(kind: str, whole: Tensor, part: Tensor, world_size: int) -> None:
+    """Raises: CollectiveError where `whole` is not `world_size` times `part`."""
+    if whole.numel() != world_size * part.numel() or whole.dtype != part.dtype:
+        raise CollectiveError(
+            given=f"{kind} of {whole.numel()} elements of {whole.dtype} and {part.numel()} of {part.dtype}",
+            conflict=f"{world_size} ranks have {world_size} equal parts",
+            remedy=f"give {world_size * part.numel()} elements of {part.dtype}, padded where they do not divide",
+        )
+
+
+def combine(op: Operation, first: Tensor, second: Tensor, out: Tensor) -> None:
+    """out = first op second, elementwise; `out` may be one of them."""
+    if op == "sum":
+        torch.add(first, second, out=out)
+    elif op == "max":
+        torch.maximum(first, second, out=out)
+    else:
+        torch.minimum(first, second, out=out)
+
+
+def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tensor | None = None) -> None:
+    """out = values[0] op values[1] op ... from the left; `out` may be any one of the values.
+
+    `wide`: float32 memory of at least their length, for sums of more than two narrow values, rounded once.
+    """
+    if len(values) == 1:
+        out.copy_(values[0])
+        return
+    if wide is not None and op == "sum" and len(values) > 2 and out.dtype in NARROW:
+        total = wide[: out.numel()]
+        total.copy_(values[0])
+        for value in values[1:]:
+            total.add_(value)
+        out.copy_(total)
+        return
+    place = next((i for i, v in enumerate(values) if v.data_ptr() == out.data_ptr()), 0)
+    if place > 1:  # `out` is read later than it would first be written
+        total = values[0].clone()
+        for value in values[1:]:
+            combine(op, total, value, total)
+        out.copy_(total)
+        return
+    combine(op, values[0], values[1], out)
+    for value in values[2:]:
+        combine(op, out, value, out)
+
+
+class Threaded(Collective):
+    """An algorithm whose asynchronous calls run on a thread of its own, in the order of the calls."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__(group)
+        self._thread: ThreadPoolExecutor | None = None
+        self._last: Future[None] | None = None
+
+    def _start(self, work: Callable[[], None], asynchronous: bool) -> Handle:
+        """Does `work` now, after everything that was started before, or on the thread."""
+        if asynchronous:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shoal-{self.name}")
+            self._last = self._thread.submit(work)
+            return Waiting(self._last)
+        if self._last is not None:
+            self._last.exception()
+            self._last = None
+        work()
+        return Done()
+
+    def close(self) -> None:
+        """Ends the thread once its work is done or has failed."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None

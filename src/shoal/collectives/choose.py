@@ -1,0 +1,48 @@
+"""Choose: the collective of a name, opened for a group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+
+from shoal.collectives.base import Collective, Team
+from shoal.collectives.native import Native
+from shoal.errors import PlanError
+from shoal.mesh import COLLECTIVE_TIMEOUT
+
+
+def open_collective(name: str, team: Team, device: torch.device, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Collective:
+    """The algorithm `name` over the ranks of a team.
+
+    Collective: all ranks of the run.
+    Raises: PlanError for an algorithm that does not work on the device, LaunchError where ranks are not where it needs.
+    """
+    if name == "native":
+        return Native(team)
+    if device.type != "cpu":
+        raise PlanError(
+            given=f'collectives.all_reduce = "{name}" on {device.type}',
+            conflict="it sums on CPUs; between GPUs NCCL is faster than what passes through the host's memory",
+            remedy='collectives.all_reduce = "native"',
+        )
+    # What a plan does not ask for is not imported.
+    if name == "shared_memory":
+        from shoal.collectives.shared_memory import SharedMemory
+
+        return SharedMemory(team, timeout)
+    if name == "hierarchical":
+        from shoal.collectives.hierarchical import Hierarchical
+
+        return Hierarchical(team, timeout)
+    if name == "ring":
+        from shoal.collectives.ring import Ring
+
+        return Ring(team, timeout)
+    if name == "tree":
+        from shoal.collectives.tree import Tree
+
+        return Tree(team, timeout)
+    from shoal.collectives.recursive_doubling import RecursiveDoubling
+
+    return RecursiveDoubling(team, timeout)

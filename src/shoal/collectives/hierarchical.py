@@ -1,0 +1,154 @@
+"""Hierarchical: inside each host by shared memory, then between the hosts' first ranks by a ring, then inside again.
+
+Messages between hosts: those of a ring among the hosts, sent by the first rank of each; all other ranks send none.
+Bytes across a host's link: 2 N (H - 1) / H of H hosts, however many ranks each has, where a flat ring sends that for
+every rank whose neighbour is elsewhere, and takes 2 (P - 1) steps instead of 2 (H - 1). It wins wherever there are
+several ranks on each of several hosts. Sums over a host are made in the order of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.collectives.base import Collective, Handle, Operation, Team, Threaded, check, check_parts
+from shoal.collectives.region import place_of_process
+from shoal.collectives.ring import Ring
+from shoal.collectives.shared_memory import SharedMemory
+
+
+class Hierarchical(Threaded):
+    """Collectives in two levels. Collective: all ranks of the run, new groups and an all-gather of a few numbers."""
+
+    name = "hierarchical"
+
+    def __init__(self, team: Team, timeout: timedelta) -> None:
+        super().__init__(team.group)
+        by_host = _hosts()
+        divided = [_divide(part, by_host) for part in team.parts]
+        mine = next(hosts for hosts in divided if any(dist.get_rank() in host for host in hosts))
+        order = sorted(rank for host in mine for rank in host)
+        self.hosts = [[order.index(rank) for rank in host] for host in mine]
+        self._place = next(n for n, host in enumerate(self.hosts) if self.rank in host)
+        self._local: Collective | None = None
+        self._across: Collective | None = None
+        within = [host for hosts in divided for host in hosts]
+        local = team.new_group(within, timeout)
+        if len(self.hosts[self._place]) > 1:
+            self._local = SharedMemory(Team(local), timeout)
+        # Every rank is in a part: those that lead no host are by themselves.
+        leaders = [[host[0] for host in hosts] for hosts in divided]
+        across = [*leaders, *([rank] for host in within for rank in host[1:])]
+        group = team.new_group(across, timeout)
+        ring = Ring(Team(group, across), timeout)
+        if self.rank == self.hosts[self._place][0] and len(self.hosts) > 1:
+            self._across = ring
+        else:
+            ring.close()
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """In this rank's slot of its host's memory. Collective: the ranks of the host."""
+        return super().allocate(numel, dtype) if self._local is None else self._local.allocate(numel, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """As the host's."""
+        if self._local is not None:
+            self._local.release(tensor)
+
+    def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
+        """In place: sum of the host, sum of the hosts, and back."""
+        check("all_reduce", [tensor], op)
+
+        def work() -> None:
+            if self._local is not None:
+                self._local.all_reduce(tensor, op)
+            if self._across is not None:
+                self._across.all_reduce(tensor, op)
+            if self._local is not None and len(self.hosts) > 1:
+                self._local.broadcast(tensor, 0)
+
+        return self._start(work, asynchronous)
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
+    ) -> Handle:
+        """Its all-reduce, of which this rank keeps its part; `tensor` is left as it is."""
+        check("reduce_scatter", [output, tensor], op)
+        check_parts("reduce_scatter", tensor, output, self.world_size)
+
+        def work() -> None:
+            whole = tensor.clone().view(-1)
+            self.all_reduce(whole, op)
+            output.view(-1).copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
+
+        return self._start(work, asynchronous)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
+        """A broadcast from each rank."""
+        check("all_gather", [output, tensor])
+        check_parts("all_gather", output, tensor, self.world_size)
+
+        def work() -> None:
+            for root, part in enumerate(output.view(self.world_size, -1)):
+                if root == self.rank:
+                    part.copy_(tensor.view(-1))
+                self.broadcast(part, root)
+
+        return self._start(work, asynchronous)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
+        """On the root's host, from its first rank to the others', on each of those."""
+        check("broadcast", [tensor])
+        of = next(n for n, host in enumerate(self.hosts) if root in host)
+
+        def work() -> None:
+            if self._local is not None and self._place == of:
+                self._local.broadcast(tensor, self.hosts[of].index(root))
+            if self._across is not None:
+                self._across.broadcast(tensor, of)
+            if self._local is not None and self._place != of:
+                self._local.broadcast(tensor, 0)
+
+        return self._start(work, asynchronous)
+
+    def barrier(self) -> None:
+        """Inside, between, inside."""
+        self.all_reduce(torch.zeros(1, dtype=torch.int32))
+
+    def close(self) -> None:
+        """Ends both levels."""
+        super().close()
+        for level in (self._local, self._across):
+            if level is not None:
+                level.close()
+
+
+def _hosts() -> list[int]:
+    """The number of each rank's host. Collective: all ranks of the run, an all-gather of a few numbers.
+
+    A network namespace of its own counts as a host: what leaves it goes through a link.
+    """
+    try:
+        network = Path("/proc/self/ns/net").stat().st_ino
+    except OSError:
+        network = 0
+    place = place_of_process()
+    # Where memory cannot be shared every rank is a host by itself.
+    own = torch.tensor([*place, network] if place[0] else [0, dist.get_rank(), 0, 0], dtype=torch.int64)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    places = [tuple(row.tolist()) for row in rows]
+    return [places.index(place) for place in places]
+
+
+def _divide(part: Sequence[int], by_host: Sequence[int]) -> list[list[int]]:
+    """A group's ranks by host, hosts in the order of their first ranks."""
+    hosts: dict[int, list[int]] = {}
+    for rank in part:
+        hosts.setdefault(by_host[rank], []).append(rank)
+    return list(hosts.values())

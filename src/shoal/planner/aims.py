@@ -1,0 +1,107 @@
+"""Aims: what a search looks for, as an order of (devices, seconds) and a limit on them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from shoal.errors import CommandError, nearest
+
+# Two plans closer than this are a tie: far less than a prediction can tell apart. Ties go to fewer devices, then to
+# the simpler layout.
+TIE = 0.01
+AIMS = ("fastest", "cheapest", "deadline", "efficiency", "widest")
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+Key = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What is wanted of a plan; `value` is the deadline of the whole job in seconds, or the least efficiency.
+
+    fastest: the least time of a step. cheapest: the least device-seconds, and so the least money, of a step.
+    deadline: the cheapest that ends the job in time. efficiency: the fewest devices that keep at least this share of
+    the throughput per device that the cheapest layout has. widest: the most devices that keep it.
+    """
+
+    name: str = "fastest"
+    value: float = 0.0
+
+    def key(self, devices: int, seconds: float) -> Key:
+        """What is to be least; never smaller where `seconds` is larger."""
+        if self.name == "fastest":
+            return (seconds,)
+        if self.name == "efficiency":
+            return (devices, seconds)
+        if self.name == "widest":
+            return (-devices, seconds)
+        return (devices * seconds,)
+
+    def __str__(self) -> str:
+        """As the command line spells it."""
+        return f"{self.name}={self.value:g}" if self.name in ("deadline", "efficiency", "widest") else self.name
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it compares with the cheapest layout there is."""
+        return self.name in ("efficiency", "widest")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a layout may take: seconds of a step, and device-seconds of a step."""
+
+    seconds: float = float("inf")
+    device_seconds: float = float("inf")
+
+    def allows(self, devices: int, seconds: float) -> bool:
+        """Whether so many seconds of a step on so many devices are within it."""
+        return seconds <= self.seconds and devices * seconds <= self.device_seconds
+
+
+def tied(key: Key, best: Key) -> bool:
+    """Whether two keys are too close to tell apart."""
+    return key[:-1] == best[:-1] and key[-1] <= best[-1] * (1 + TIE)
+
+
+def parse(text: str) -> Aim:
+    """`fastest`, `cheapest`, `deadline=2h`, `efficiency=0.8`, `widest=80%`. Raises: CommandError."""
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if name not in AIMS:
+        raise CommandError(
+            given=f"--aim {text}",
+            conflict="there is no such aim",
+            remedy="write fastest, cheapest, deadline=2h, efficiency=0.8 or widest=0.8" + nearest(name, list(AIMS)),
+        )
+    if name in ("fastest", "cheapest"):
+        if equals:
+            raise CommandError(given=f"--aim {text}", conflict=f"{name} takes no value", remedy=f"write --aim {name}")
+        return Aim(name)
+    return Aim(name, _deadline(text, value) if name == "deadline" else _share(text, name, value))
+
+
+def _deadline(text: str, value: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", value.lower())
+    seconds = float(found[1]) * _UNITS.get(found[2], 0.0) if found else 0.0
+    if not seconds:
+        raise CommandError(
+            given=f"--aim {text}",
+            conflict="a deadline is the time of the whole job: a number of s, m, h or d",
+            remedy="write --aim deadline=2h, say",
+        )
+    return seconds
+
+
+def _share(text: str, name: str, value: str) -> float:
+    try:
+        share = float(value.removesuffix("%")) / (100.0 if value.endswith("%") else 1.0)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise CommandError(
+            given=f"--aim {text}",
+            conflict="an efficiency is a share in (0, 1]",
+            remedy=f"write --aim {name}=0.8 or {name}=80%",
+        )
+    return share

@@ -1,0 +1,215 @@
+"""Seconds of an operation on a device: a roofline whose two sides are curves over the operation's size.
+
+A GPU computes a matmul in waves of tiles: what the last wave leaves idle and what a short sum over k wastes is counted
+here; the catalogue says only how fast a large matmul is. See docs/planner.md for the formulas and their sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from shoal.hardware import Curve, Device, intensity
+from shoal.planner.profile import Body, Cut, Kind, Operation, Phase
+
+ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
+
+# Tiles that a GPU's matmul library chooses from, as (m, n), and the share of the large tile's rate that each reaches:
+# smaller tiles read more operands for each multiplication (NVIDIA, Matrix Multiplication Background, 2023, table 2).
+_TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (256, 64, 0.85), (64, 256, 0.85))
+_SMALL_TILES: Final = ((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
+# Steps of k that a tile takes before its multipliers are fed, and after: k_seconds is as if k were this much longer.
+_K_FILL: Final = 96
+_SPLITS: Final = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of the device, and of the host that starts the work; the slower of the two is what passes."""
+
+    device: float = 0.0
+    host: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.device + other.device, self.host + other.host)
+
+    def times(self, factor: float) -> Cost:
+        """So many times the same."""
+        return Cost(self.device * factor, self.host * factor)
+
+    @property
+    def seconds(self) -> float:
+        """What passes: the host runs ahead of the device, or the device waits for it."""
+        return max(self.device, self.host)
+
+
+NO_COST = Cost()
+
+
+@dataclass(frozen=True)
+class Share:
+    """How much of a body one rank computes: its microbatch in samples, and the degrees that divide each sample."""
+
+    samples: float
+    tensor: int = 1
+    sequence: bool = False
+    context: int = 1
+
+    @property
+    def local_samples(self) -> float:
+        """Samples, where a part of a sample's positions counts as that part of it."""
+        return self.samples / self.context
+
+
+def _divided(operation: Operation, share: Share) -> float:
+    """By how much tensor parallelism divides an operation's work as a whole."""
+    if operation.cut is Cut.NONE or (operation.cut is Cut.SEQUENCE and not share.sequence):
+        return 1.0
+    return float(share.tensor)
+
+
+def _sizes(operation: Operation, share: Share) -> tuple[float, float, float, float]:
+    """m, n, k and batch on one rank."""
+    samples, t = share.local_samples, share.tensor
+    sizes = {
+        Cut.M: operation.m.at(samples),
+        Cut.N: operation.n.at(samples),
+        Cut.K: operation.k.at(samples),
+        Cut.BATCH: operation.batch.at(samples),
+    }
+    cut = Cut.BATCH if operation.cut is Cut.ALL else operation.cut
+    if cut is Cut.SEQUENCE and share.sequence:
+        cut = Cut.M
+    if cut in sizes:
+        sizes[cut] = sizes[cut] / t if cut is Cut.BATCH else ceil(sizes[cut] / t)
+    return sizes[Cut.M], sizes[Cut.N], sizes[Cut.K], sizes[Cut.BATCH]
+
+
+def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dtype: str, curve: Curve) -> float:
+    """Seconds of `batch` matmuls of m x k by k x n, without their memory traffic."""
+    m, n, k, batch = sizes
+    flops = 2.0 * m * n * k * batch
+    if not device.multiprocessors:
+        return flops / (device.flops[dtype] * curve.at(flops) * device.sustained)
+    # The curve's rise is the waste of small products, which is counted here by itself; its top is that of large ones.
+    peak = device.flops[dtype] * max(share for _, share in curve.points) * device.sustained
+    per_tile = peak / device.multiprocessors
+    best = float("inf")
+    most, groups = int(k // (4 * _K_FILL)), max(1.0, batch)
+    for rows, columns, share in (*_TILES, *_SMALL_TILES):
+        tiles = ceil(m / rows) * ceil(n / columns) * groups
+        tile = 2.0 * rows * columns / (per_tile * share)
+        for split in _SPLITS:
+            if split > 1 and split > most:
+                break
+            waves = ceil(tiles * split / device.multiprocessors)
+            # Each part of a split sum is written and read once more in float32.
+            extra = 8.0 * m * n * batch * split / device.memory_bytes_per_second if split > 1 else 0.0
+            seconds = waves * tile * (k / split + _K_FILL) + extra
+            if seconds < best:
+                best = seconds
+    return best
+
+
+@dataclass(frozen=True)
+class Computer:
+    """A device with the way in which a program uses it."""
+
+    device: Device
+    fast_float32: bool = False  # float32 matmuls on tensor cores as tf32
+    attention: str = "flash2"  # which fused attention
+
+    def dtype(self, dtype: str) -> str:
+        """What multiplies numbers of a dtype: a device without it uses the next it has."""
+        flops = self.device.flops
+        if dtype == "float32" and self.fast_float32 and "tf32" in flops:
+            return "tf32"
+        return dtype if dtype in flops else "float32"
+
+    def operation(self, operation: Operation, share: Share) -> Cost:
+        """Seconds of one operation on one rank."""
+        device = self.device
+        host = operation.launches * device.dispatch_seconds
+        if not operation.launches:
+            return Cost(0.0, host)
+        samples, divided = share.local_samples, _divided(operation, share)
+        num_bytes = (operation.read_bytes.at(samples) + operation.written_bytes.at(samples)) / divided
+        compute = 0.0
+        if operation.kind in (Kind.MATMUL, Kind.CONVOLUTION):
+            sizes = _sizes(operation, share)
+            compute = self._product(operation, sizes)
+            if operation.kind is Kind.MATMUL:
+                m, n, k, batch = sizes
+                num_bytes = (m * k + k * n + m * n) * batch * ITEMSIZE.get(operation.dtype, 4)
+        elif operation.kind is Kind.ATTENTION:
+            compute = self._attention(operation, share, divided)
+        memory = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
+        return Cost(max(compute, memory) + operation.launches * device.launch_seconds, host)
+
+    def _product(self, operation: Operation, sizes: tuple[float, float, float, float]) -> float:
+        device, dtype = self.device, self.dtype(operation.dtype)
+        if operation.kind is Kind.CONVOLUTION and device.convolution:
+            phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
+            curve = device.convolution.get(f"{dtype}{phase}") or device.convolution.get(dtype)
+            if curve is not None:  # as measured: a library's convolutions depend on what they reuse
+                m, n, k, batch = sizes
+                return 2.0 * m * n * k * batch / (device.flops[dtype] * curve.at(intensity(m, n, k)))
+        return matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
+
+    def ideal(self, operation: Operation) -> float:
+        """Seconds of a sample's part of an operation at the best that the device does: a lower bound on one rank."""
+        device = self.device
+        if not operation.launches:
+            return 0.0
+        if operation.kind is Kind.MEMORY:
+            num_bytes = operation.read_bytes.per_sample + operation.written_bytes.per_sample
+            return num_bytes / (device.memory_bytes_per_second * _best(device.memory))
+        dtype = self.dtype(operation.dtype)
+        if operation.kind is Kind.ATTENTION:
+            best = max(device.attention.values(), default=0.5) * max(1.0, _FUSED[self.attention])
+            return operation.flops.per_sample / (device.flops[dtype] * best)
+        curves = [device.matmul.get(dtype) or Curve()]
+        if operation.kind is Kind.CONVOLUTION:
+            curves += [curve for name, curve in device.convolution.items() if name.startswith(dtype)]
+        return operation.flops.per_sample / (device.flops[dtype] * max(map(_best, curves)))
+
+    def _attention(self, operation: Operation, share: Share, divided: float) -> float:
+        device, dtype = self.device, self.dtype(operation.dtype)
+        phase = "forward" if operation.phase is Phase.FORWARD else "backward"
+        known = device.attention.get(f"{self.attention}_{phase}")
+        fraction = known or device.attention.get(f"flash2_{phase}", 0.5) * _FUSED[self.attention]
+        # The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
+        length = max(1.0, operation.n.at(share.local_samples))
+        width = operation.k.at(share.local_samples) or 128.0
+        if device.multiprocessors:
+            fraction *= length / (length + _ATTENTION_FILL) * min(1.0, float((width / 128.0) ** _NARROW_HEADS))
+        return operation.flops.at(share.local_samples) / divided / (device.flops[dtype] * fraction)
+
+    def total(self, operations: Iterable[Operation], share: Share) -> Cost:
+        """The sum over operations."""
+        cost = Cost()
+        for operation in operations:
+            cost += self.operation(operation, share)
+        return cost
+
+    def phases(self, body: Body, share: Share) -> dict[Phase, Cost]:
+        """Each phase of a body."""
+        found = dict.fromkeys(Phase, Cost())
+        for operation in body.operations:
+            found[operation.phase] += self.operation(operation, share)
+        return found
+
+
+def _best(curve: Curve) -> float:
+    return max(share for _, share in curve.points)
+
+
+# Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: from those of
+# Dao, arXiv 2307.08691 (causal, A100), and Shah et al., arXiv 2407.08608.
+_FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.5}
+# Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
+# from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
+_ATTENTION_FILL: Final = 512.0
+_NARROW_HEADS: Final = 0.25

@@ -1,0 +1,133 @@
+"""Peak bytes of one rank by category, from what its stage holds and how many microbatches are in flight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.plan.plan import Plan
+from shoal.planner.compute import ITEMSIZE, Share
+from shoal.planner.profile import Body, Cut, Operation, Phase, Profile, Unit
+from shoal.planner.workload import Program
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """Elements of a stage's parameters on one rank, of the largest unit, and bytes of activation a microbatch."""
+
+    numel: float
+    trainable: float
+    largest_unit: float
+    parameter_bytes: float
+    saved: float  # between the forward and the backward of a microbatch
+    transient: float  # beside what is saved, at the worst moment of the backward
+
+
+class Sizes:
+    """Bytes of bodies, each computed once for each share of a sample."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[tuple[int, Share, str], tuple[float, float]] = {}
+        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str], StageSize] = {}
+
+    def stage(self, units: Sequence[Unit], share: Share, plan: Plan) -> StageSize:
+        """The sizes of a stage."""
+        counts = tuple(Counter(unit.body for unit in units).items())
+        key = counts, share, plan.memory.recompute
+        if key not in self._stages:
+            self._stages[key] = self._stage(counts, share, plan.memory.recompute)
+        return self._stages[key]
+
+    def _stage(self, counts: Sequence[tuple[Body, int]], share: Share, recompute: str) -> StageSize:
+        numel = trainable = num_bytes = largest = saved = transient = 0.0
+        for body, count in counts:
+            own = sum(w.numel_of(share.tensor) for w in body.weights)
+            numel += count * own
+            trainable += count * sum(w.numel_of(share.tensor) for w in body.weights if w.trainable)
+            num_bytes += count * sum(w.numel_of(share.tensor) * w.itemsize for w in body.weights)
+            largest = max(largest, own)
+            kept, beside = self.body(body, share, recompute)
+            saved += count * kept
+            transient = max(transient, beside)
+        return StageSize(numel, trainable, largest, num_bytes, saved, transient)
+
+    def body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
+        """(what a unit keeps of a microbatch, what its backward needs beside that)."""
+        key = id(body), share, recompute
+        if key not in self._known:
+            self._known[key] = self._body(body, share, recompute)
+        return self._known[key]
+
+    def _body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
+        samples = share.local_samples
+        saved = sum(o.saved_bytes.at(samples) / _saved_divided(o, share, self._program) for o in body.operations)
+        working = max((self._working(o, share) for o in body.operations), default=0.0)
+        if not body.repeated or recompute == "none":
+            return saved, working
+        if recompute == "selective":
+            if self._program.selective == "products":
+                kept = sum(
+                    o.selected_bytes.at(samples) / _saved_divided(o, share, self._program) for o in body.operations
+                )
+            else:
+                kept = saved - sum(
+                    o.saved_bytes.at(samples) / _saved_divided(o, share, self._program)
+                    for o in _scores(body.operations)
+                )
+        else:
+            kept = body.input_bytes.at(samples) / (share.tensor if share.sequence else 1)
+        kept = min(kept, saved)
+        return kept, saved - kept + working
+
+    def _working(self, operation: Operation, share: Share) -> float:
+        """What an operation of the backward makes; its gradient is as large."""
+        if operation.phase is Phase.FORWARD:
+            return 0.0
+        return operation.written_bytes.at(share.local_samples) / _output_divided(operation, share)
+
+
+def _scores(operations: Sequence[Operation]) -> list[Operation]:
+    """From the attention's scores to their product with the values, where they are not fused."""
+    forward = [o for o in operations if o.phase is Phase.FORWARD]
+    places = [i for i, o in enumerate(forward) if o.flops.at(1) and o.batch.per_sample and o.k.at(1)]
+    return forward[places[0] + 1 : places[-1] + 1] if len(places) > 1 else []
+
+
+def _saved_divided(operation: Operation, share: Share, program: Program) -> float:
+    """A column-parallel layer keeps its whole input, a row-parallel one its part."""
+    if operation.cut in (Cut.K, Cut.ALL, Cut.BATCH):
+        return share.tensor
+    if operation.cut is Cut.N and program.keeps_gathered:
+        return 1
+    return share.tensor if share.sequence and operation.cut in (Cut.N, Cut.SEQUENCE) else 1
+
+
+def _output_divided(operation: Operation, share: Share) -> float:
+    if operation.cut in (Cut.M, Cut.N, Cut.ALL, Cut.BATCH):
+        return share.tensor
+    return share.tensor if share.sequence and operation.cut is Cut.SEQUENCE else 1
+
+
+def state_bytes(plan: Plan, profile: Profile, size: StageSize, program: Program) -> dict[str, float]:
+    """Bytes of parameters, gathered parameters, gradients and optimizer state of a rank with such a stage."""
+    level, shards = plan.shard.level, plan.layout.shard
+    reduce = ITEMSIZE[plan.precision.reduce]
+    per_gradient = float(reduce) if program.gradient_bytes is None else program.gradient_bytes
+    cut = shards if level != "optimizer" else 1
+    parameters, gathered = size.parameter_bytes, 0.0
+    compute = ITEMSIZE[plan.precision.compute]
+    if cut > 1:
+        parameters = size.parameter_bytes / shards
+        gathered = size.numel * compute if level == "gradients" else 2 * size.largest_unit * compute
+    gradients = size.trainable * per_gradient / cut
+    if cut > 1:  # a unit's whole gradients, before they are scattered
+        gradients += size.largest_unit * (compute + reduce)
+    per_element = profile.state_bytes_per_element + program.master_bytes
+    return {
+        "parameters": parameters,
+        "gathered": gathered,
+        "gradients": gradients,
+        "optimizer": size.trainable * per_element / shards,
+    }

@@ -1,0 +1,61 @@
+"""Goodput: what failures and checkpoints leave of a run's time, and the interval at which most is left.
+
+Sources: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17 (1974); J. T. Daly, A
+higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equations 20 and 37.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp, expm1, inf, isinf, sqrt
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How a run fails: `mtbf_seconds` of all its devices together; of a checkpoint, and of a restart."""
+
+    mtbf_seconds: float
+    checkpoint_seconds: float
+    restart_seconds: float
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The interval between checkpoints in seconds, and the share of the time that goes into training."""
+
+    interval_seconds: float
+    share: float
+    failures_per_day: float
+
+
+def young(failures: Failures) -> float:
+    """The interval in seconds to first order: sqrt(2 x checkpoint x MTBF)."""
+    return sqrt(2.0 * failures.checkpoint_seconds * failures.mtbf_seconds)
+
+
+def daly(failures: Failures) -> float:
+    """The interval in seconds to higher order; the MTBF itself where a checkpoint takes twice that or more."""
+    cost, mtbf = failures.checkpoint_seconds, failures.mtbf_seconds
+    if cost >= 2.0 * mtbf:
+        return mtbf
+    ratio = cost / (2.0 * mtbf)
+    return sqrt(2.0 * cost * mtbf) * (1.0 + sqrt(ratio) / 3.0 + ratio / 9.0) - cost
+
+
+def share_left(interval: float, failures: Failures) -> float:
+    """Training over wall time: failures are Poisson, and may come in a checkpoint or a restart too."""
+    mtbf = failures.mtbf_seconds
+    if isinf(mtbf):
+        return interval / (interval + failures.checkpoint_seconds)
+    lost = (interval + failures.checkpoint_seconds) / mtbf
+    if lost + failures.restart_seconds / mtbf > 700.0:  # exp of more is no float: nothing is left
+        return 0.0
+    return interval / (mtbf * exp(failures.restart_seconds / mtbf) * expm1(lost))
+
+
+def goodput(failures: Failures) -> Goodput:
+    """The best interval and what it leaves."""
+    interval = daly(failures) if failures.checkpoint_seconds > 0.0 else 1.0
+    if isinf(interval):
+        return Goodput(inf, 1.0, 0.0)
+    return Goodput(interval, share_left(interval, failures), 86400.0 / failures.mtbf_seconds)

@@ -1,0 +1,34 @@
+"""How much of a collective stays visible when it runs beside the computation that can hide it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def gathered(computes: Sequence[float], gathers: Sequence[float], scatters: Sequence[float], slowed: float) -> float:
+    """Seconds of units one after another, each gathered before it computes and scattered after, minus nothing hidden.
+
+    One unit is gathered ahead while another computes, as fully_shard prefetches; collectives are one after another on a
+    stream of their own. Compute beside a collective takes `slowed` of the collective's time longer.
+    """
+    computed = stream = 0.0
+    ready = gathers[0] if gathers else 0.0
+    stream = ready
+    for number, compute in enumerate(computes):
+        start = max(computed, ready)
+        beside = 0.0
+        if number + 1 < len(computes):
+            stream = max(stream, start) + gathers[number + 1]
+            ready = stream
+            beside += gathers[number + 1]
+        if number and scatters[number - 1]:
+            beside += scatters[number - 1]
+        computed = start + compute + slowed * min(beside, compute)
+        if scatters[number]:
+            stream = max(stream, computed) + scatters[number]
+    return max(computed, stream if scatters and scatters[-1] else computed)
+
+
+def hidden(total: float, last: float, behind: float) -> float:
+    """What shows of `total` seconds of bucketed sums behind `behind` seconds of backward: at least the last bucket."""
+    return max(min(last, total), total - behind) if total else 0.0

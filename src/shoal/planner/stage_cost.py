@@ -1,0 +1,198 @@
+"""Seconds of one stage for one microbatch: its units' operations, and the exchanges inside of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shoal.plan.plan import Plan
+from shoal.planner.compute import NO_COST, Computer, Cost, Share
+from shoal.planner.exchange_time import Group, Network
+from shoal.planner.profile import Body, Kind, Phase, Unit
+from shoal.planner.workload import Program
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a unit or a stage, forward or backward: seconds by what they are spent on."""
+
+    work: Cost = NO_COST
+    again: Cost = NO_COST  # the forward repeated
+    tensor: float = 0.0
+    context: float = 0.0
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(
+            self.work + other.work, self.again + other.again, self.tensor + other.tensor, self.context + other.context
+        )
+
+    @cached_property
+    def seconds(self) -> float:
+        """What passes: exchanges wait for the device's work and that for them; the host runs beside all of it."""
+        return max(self.work.device + self.again.device + self.tensor + self.context, self.host)
+
+    @property
+    def host(self) -> float:
+        """The host's seconds."""
+        return self.work.host + self.again.host
+
+
+NO_PASS = Pass()
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The three passes of a microbatch; the gradients of weights may be put off."""
+
+    forward: Pass = NO_PASS
+    backward_input: Pass = NO_PASS
+    backward_weight: Pass = NO_PASS
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(
+            self.forward + other.forward,
+            self.backward_input + other.backward_input,
+            self.backward_weight + other.backward_weight,
+        )
+
+    @cached_property
+    def backward(self) -> Pass:
+        """Both parts of the backward as one."""
+        return self.backward_input + self.backward_weight
+
+    @cached_property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward.seconds + self.backward.seconds
+
+
+class StageCosts:
+    """Costs of bodies on one device under one program, each computed once for each share of a sample."""
+
+    def __init__(self, computer: Computer, network: Network, program: Program) -> None:
+        self._computer, self._network, self._program = computer, network, program
+        self._known: dict[tuple[int, Share, str, bool], Passes] = {}
+        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str, bool], Passes] = {}
+        self._phases: dict[tuple[int, Share], dict[Phase, Cost]] = {}
+        # By the identity of the units, which are kept with their passes so that it stays theirs.
+        self._of_units: dict[tuple[int, Share, str, bool], tuple[Sequence[Unit], Passes]] = {}
+
+    def stage(self, units: Sequence[Unit], share: Share, plan: Plan, adds: bool) -> Passes:
+        """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
+        same = id(units), share, plan.memory.recompute, adds
+        if same in self._of_units:
+            return self._of_units[same][1]
+        counts = tuple(Counter(unit.body for unit in units).items())
+        key = counts, share, plan.memory.recompute, adds
+        if key not in self._stages:
+            total = Passes()
+            for body, count in counts:
+                total += _times(self.body(body, share, plan, adds), count)
+            self._stages[key] = total
+        self._of_units[same] = units, self._stages[key]
+        return self._stages[key]
+
+    def body(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
+        """The passes of one unit."""
+        key = id(body), share, plan.memory.recompute, adds
+        if key not in self._known:
+            self._known[key] = self._passes(body, share, plan, adds)
+        return self._known[key]
+
+    def _passes(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
+        phases = self._phases.get((id(body), share))
+        if phases is None:
+            phases = self._phases[id(body), share] = self._computer.phases(body, share)
+        again, regions = Cost(), 0.0
+        if body.repeated and plan.memory.recompute != "none":
+            full = plan.memory.recompute == "full"
+            again = phases[Phase.FORWARD] if full else self._again(body, share)
+            regions = self._program.region_seconds
+            again += self._calls(body, share, Phase.FORWARD) if full else NO_COST
+        tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
+        calls = {phase: self._calls(body, share, phase) for phase in Phase}
+        if again.device and plan.memory.recompute == "full":
+            tensor[Phase.BACKWARD_INPUT] += tensor[Phase.FORWARD]
+        context = self._context(body, share)
+        return Passes(
+            Pass(
+                phases[Phase.FORWARD] + Cost(0, regions) + calls[Phase.FORWARD], NO_COST, tensor[Phase.FORWARD], context
+            ),
+            Pass(
+                phases[Phase.BACKWARD_INPUT] + calls[Phase.BACKWARD_INPUT],
+                again + Cost(0, regions),
+                tensor[Phase.BACKWARD_INPUT],
+                context * (2 if again.device and plan.memory.recompute == "full" else 1),
+            ),
+            Pass(
+                phases[Phase.BACKWARD_WEIGHT] + (self._added(body, share) if adds else NO_COST),
+                NO_COST,
+                tensor[Phase.BACKWARD_WEIGHT],
+            ),
+        )
+
+    def _added(self, body: Body, share: Share) -> Cost:
+        """Adding the gradients to those of the microbatches before: one read of each, one write."""
+        held = self._program.gradient_bytes
+        weights = [w for w in body.weights if w.trainable]
+        num_bytes = sum(w.numel_of(share.tensor) * (w.itemsize + 2 * (held or w.itemsize)) for w in weights)
+        device = self._computer.device
+        seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
+        return Cost(seconds + len(weights) * device.launch_seconds, len(weights) * device.dispatch_seconds)
+
+    def _again(self, body: Body, share: Share) -> Cost:
+        """What selective recomputation computes again."""
+        forward = [o for o in body.operations if o.phase is Phase.FORWARD]
+        if self._program.selective == "products":  # the others are cheap, and computed again
+            forward = [o for o in forward if o.kind is Kind.MEMORY]
+        else:  # between the scores and their product with the values
+            places = [i for i, o in enumerate(forward) if o.kind is Kind.MATMUL and o.batch.per_sample]
+            fused = [o for o in forward if o.kind is Kind.ATTENTION]
+            forward = forward[places[0] : places[-1] + 1] if places else fused
+        return self._computer.total(forward, share)
+
+    def _tensor(self, body: Body, share: Share, phase: Phase) -> float:
+        if share.tensor == 1:
+            return 0.0
+        group, total = self.tensor_group(share), 0.0
+        for exchange in body.exchanges:
+            if exchange.phase is not phase:
+                continue
+            num_bytes = exchange.bytes.at(share.local_samples)
+            if share.sequence and exchange.kind == "all_reduce" and exchange.bytes.per_sample:
+                for kind in ("reduce_scatter", "all_gather"):
+                    total += self._network.seconds(kind, num_bytes, group)
+            else:
+                total += self._network.seconds(exchange.kind, num_bytes, group)
+        return total
+
+    def _calls(self, body: Body, share: Share, phase: Phase) -> Cost:
+        """The host's time for starting a unit's exchanges."""
+        if share.tensor == 1:
+            return NO_COST
+        count = sum(exchange.phase is phase for exchange in body.exchanges) * (2 if share.sequence else 1)
+        return Cost(0.0, count * self._program.call_seconds)
+
+    def tensor_group(self, share: Share) -> Group:
+        """Neighbouring ranks: the tensor axis is the innermost."""
+        return self._network.group(share.tensor, 1)
+
+    def _context(self, body: Body, share: Share) -> float:
+        """Four all_to_alls over the heads for each attention: queries, keys, values and the output."""
+        if share.context == 1:
+            return 0.0
+        group, total = self._network.group(share.context, share.tensor), 0.0
+        for operation in body.operations:
+            if operation.kind is Kind.ATTENTION and operation.phase is Phase.FORWARD:
+                moved = operation.read_bytes.at(share.local_samples) + operation.written_bytes.at(share.local_samples)
+                total += 4 * self._network.seconds("all_to_all", moved / share.tensor / 4, group)
+        return total
+
+
+def _times(passes: Passes, count: int) -> Passes:
+    def times(one: Pass) -> Pass:
+        return Pass(one.work.times(count), one.again.times(count), one.tensor * count, one.context * count)
+
+    return Passes(times(passes.forward), times(passes.backward_input), times(passes.backward_weight))

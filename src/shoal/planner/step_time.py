@@ -1,0 +1,393 @@
+"""Seconds and bytes of a step under a plan, each term by its name. The formulas are in docs/planner.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from shoal.hardware import Cluster, Device
+from shoal.plan.plan import Plan
+from shoal.plan.schedule import Action, Kind, actions, most_in_flight, simulate
+from shoal.planner import stage_units
+from shoal.planner.compute import ITEMSIZE, Computer, Share
+from shoal.planner.exchange_time import Network
+from shoal.planner.footprint import Sizes, StageSize, state_bytes
+from shoal.planner.overlap import gathered, hidden
+from shoal.planner.profile import Unit
+from shoal.planner.stage_cost import Pass, Passes, StageCosts
+from shoal.planner.workload import CATEGORIES, TERMS, Prediction, Program, Workload
+
+# Gradients are summed in buckets of about this many bytes.
+_BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank of the pipeline: its stages, their costs and sizes, and its microbatches."""
+
+    stages: tuple[tuple[Unit, ...], ...]
+    passes: tuple[Passes, ...]
+    size: StageSize
+    in_flight: float  # microbatches whose activations are held, of all of its stages together
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """All ranks of the pipeline; `fullest` has of each size the one that holds most microbatches."""
+
+    share: Share
+    microbatches: int
+    every: tuple[_Rank, ...]
+    busiest: _Rank
+    fullest: tuple[_Rank, ...]
+
+
+class Predictor:
+    """Predicts plans of one workload on one cluster; what bodies cost is computed once for all of them."""
+
+    def __init__(self, work: Workload, cluster: Cluster, program: Program | None = None) -> None:
+        self.work, self.cluster, self.program = work, cluster, program or Program()
+        self._network = Network(cluster)
+        self._costs_on: dict[int, StageCosts] = {}
+        self._sizes = Sizes(self.program)
+        self._stages: dict[tuple[object, ...], stage_units.Stages] = {}
+        self._simulated: dict[tuple[object, ...], float] = {}
+        self._whole: stage_units.Stages = (work.profile.units,)
+        self._shares: dict[tuple[int, int, bool, int], Share] = {}
+        self._passes: dict[tuple[object, ...], tuple[stage_units.Stages, tuple[Passes, ...]]] = {}
+        self._least: dict[tuple[object, ...], float] = {}
+        self._known_ranks: dict[tuple[object, ...], _Ranks] = {}
+
+    def _device(self, plan: Plan) -> Device:
+        if not self.cluster.alternatives:
+            return self.cluster.device
+        return self.cluster.device_for(min(self.cluster.devices_per_host, plan.layout.world_size))
+
+    def _costs(self, plan: Plan) -> StageCosts:
+        device = self._device(plan)
+        if id(device) not in self._costs_on:
+            computer = Computer(device, self.program.fast_float32, self.program.attention)
+            self._costs_on[id(device)] = StageCosts(computer, self._network, self.program)
+        return self._costs_on[id(device)]
+
+    # ------------------------------------------------------------------------------------------------------- the bounds
+
+    def ideal_seconds(self, num_devices: int) -> float:
+        """Seconds of a sample that no plan on so many devices goes below if one rank computes all of it.
+
+        Every operation as fast as the best of its kind; what does not grow with the samples is left out.
+        """
+        device = self.cluster.device_for(min(self.cluster.devices_per_host, num_devices))
+        computer = Computer(device, self.program.fast_float32, self.program.attention)
+        bodies = Counter(unit.body for unit in self.work.profile.units)
+        return sum(computer.ideal(o) * count for body, count in bodies.items() for o in body.operations)
+
+    def least_seconds(self, plan: Plan) -> float:
+        """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
+
+        The last rank waits for the first microbatch to come down all stages before its first, and the step ends when
+        its last gradient has gone up them again.
+        """
+        key = *self._key(plan), plan.pipeline.schedule == "zero_bubble"
+        if key not in self._least:
+            _, microbatches = self._share(plan)
+            whole = [passes.seconds for passes in self._of_stages(plan)]
+            busy = [sum(whole[rank :: plan.layout.pipeline]) for rank in range(plan.layout.pipeline)]
+            self._least[key] = max(microbatches * max(busy), self._filled(plan))
+        return self._least[key]
+
+    def _of_stages(self, plan: Plan) -> tuple[Passes, ...]:
+        stages = self._cut(plan)
+        share, microbatches = self._share(plan)
+        key = id(stages), id(self._device(plan)), share, microbatches > 1, plan.memory.recompute
+        if key not in self._passes:
+            costs = self._costs(plan)
+            self._passes[key] = stages, tuple(costs.stage(stage, share, plan, microbatches > 1) for stage in stages)
+        return self._passes[key][1]
+
+    def _filled(self, plan: Plan, message: float = 0.0) -> float:
+        """The last rank's microbatches and its waits before and after."""
+        _, microbatches = self._share(plan)
+        passes, ranks, per = self._of_stages(plan), plan.layout.pipeline, plan.pipeline.stages_per_rank
+        before = passes[: ranks - 1]
+        down = sum(one.forward.seconds for one in before) + message * len(before)
+        up = sum(one.backward.seconds for one in before) + message * len(before)
+        own = microbatches * (sum(one.seconds for one in passes[ranks - 1 :: ranks]) + 2 * message * per)
+        if plan.pipeline.schedule != "zero_bubble":
+            return down + own + up
+        # The gradients of weights may be put off, here and above: then nothing waits for them.
+        up -= sum(one.backward_weight.seconds for one in before)
+        late = min(microbatches, ranks) * passes[-1].backward_weight.seconds
+        return down + own + max(0.0, up - late)
+
+    def least_bytes(self, plan: Plan) -> float:
+        """The peak, of the rank that needs most: exact, since it is cheap."""
+        return max(sum(self._bytes(plan, rank).values()) for rank in self._ranks(plan).fullest)
+
+    def without_waits(self, plan: Plan) -> float:
+        """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
+        if plan.layout.pipeline == 1:
+            return self.predict(plan).step_seconds
+        ranks = self._ranks(plan)
+        makespan = self._filled(plan, self._message(plan, ranks.share))
+        return sum(self._seconds(plan, ranks, makespan).values())
+
+    # -------------------------------------------------------------------------------------------------------- the whole
+
+    def predict(self, plan: Plan) -> Prediction:
+        """What a step of the plan takes."""
+        ranks = self._ranks(plan)
+        terms = self._seconds(plan, ranks)
+        memory = max((self._bytes(plan, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))
+        seconds, peak = sum(terms.values()), sum(memory.values())
+        missing = max(0.0, peak - self._device(plan).memory_bytes)
+        samples = self.work.global_batch
+        flops = self.work.profile.flops(samples) / plan.layout.world_size
+        device = self._device(plan)
+        peak_flops = device.flops.get(plan.precision.compute) or device.flops["float32"]
+        return Prediction(
+            step_seconds=seconds,
+            terms=terms,
+            memory=memory,
+            peak_bytes=peak,
+            fits=missing == 0,
+            missing_bytes=missing,
+            bubble=terms["bubble"] / seconds if seconds else 0.0,
+            flops_per_device=flops,
+            mfu=flops / seconds / peak_flops if seconds else None,
+        )
+
+    def _share(self, plan: Plan) -> tuple[Share, int]:
+        """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""
+        layout = plan.layout
+        grains = -(-self.work.num_grains // (layout.data * layout.shard))
+        per = min(plan.batch.grains_per_microbatch or grains, grains)
+        key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context
+        if key not in self._shares:
+            self._shares[key] = Share(per * self.work.grain_size, *key[1:])
+        return self._shares[key], -(-grains // per)
+
+    # ------------------------------------------------------------------------------------------------------- the stages
+
+    def _of_rank(self, plan: Plan, rank: int) -> tuple[tuple[Unit, ...], ...]:
+        stages = self._cut(plan)
+        return stages[rank :: plan.layout.pipeline]
+
+    def _cut(self, plan: Plan) -> stage_units.Stages:
+        units, num_stages = self.work.profile.units, plan.layout.pipeline * plan.pipeline.stages_per_rank
+        if num_stages == 1:
+            return self._whole
+        share, _ = self._share(plan)
+        key = (id(self._device(plan)), num_stages, share, plan.memory.recompute, plan.pipeline.split)
+        if key not in self._stages:
+            if plan.pipeline.split:
+                self._stages[key] = stage_units.by_names(units, plan.pipeline.split)
+            elif self.program.cut == "equal":
+                self._stages[key] = stage_units.equal(units, num_stages)
+            elif self.program.cut == "thresholds":
+                flops = [unit.body.flops(share.samples) for unit in units]
+                self._stages[key] = stage_units.thresholds(units, flops, num_stages)
+            else:
+                seconds = [self._costs(plan).body(unit.body, share, plan, True).seconds for unit in units]
+                self._stages[key] = stage_units.balanced(units, seconds, num_stages)
+        return self._stages[key]
+
+    def _size(self, plan: Plan, stages: Sequence[Sequence[Unit]], share: Share) -> StageSize:
+        return self._sizes.stage([unit for stage in stages for unit in stage], share, plan)
+
+    def _key(self, plan: Plan) -> tuple[object, ...]:
+        """What tells plans apart whose data and shard axes are not looked at."""
+        pipeline, device = plan.pipeline, id(self._device(plan))
+        shape = plan.layout.pipeline, pipeline.stages_per_rank, pipeline.split, plan.memory.recompute
+        return device, *self._share(plan), *shape
+
+    def _ranks(self, plan: Plan) -> _Ranks:
+        """The ranks of the pipeline; the same whatever data and shard divide."""
+        key = *self._key(plan), plan.pipeline.schedule
+        if key not in self._known_ranks:
+            share, microbatches = self._share(plan)
+            every = tuple(self._rank(plan, rank, share, microbatches) for rank in range(plan.layout.pipeline))
+            largest: dict[StageSize, _Rank] = {}
+            for rank in every:
+                other = largest.setdefault(rank.size, rank)
+                if rank.in_flight > other.in_flight:
+                    largest[rank.size] = rank
+            busiest = max(every, key=lambda rank: sum(p.seconds for p in rank.passes))
+            self._known_ranks[key] = _Ranks(share, microbatches, every, busiest, tuple(largest.values()))
+        return self._known_ranks[key]
+
+    def _rank(self, plan: Plan, rank: int, share: Share, microbatches: int) -> _Rank:
+        stages = self._of_rank(plan, rank)
+        passes = self._of_stages(plan)[rank :: plan.layout.pipeline]
+        in_flight = 1.0
+        if plan.layout.pipeline > 1:
+            per = plan.pipeline.stages_per_rank
+            in_flight = _in_flight(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank] / per
+        return _Rank(stages, passes, self._size(plan, stages, share), in_flight)
+
+    # ------------------------------------------------------------------------------------------------------ its seconds
+
+    def _seconds(self, plan: Plan, ranks: _Ranks, makespan: float | None = None) -> dict[str, float]:
+        """The terms; the pipeline is simulated where its makespan is not given."""
+        share, microbatches, busiest = ranks.share, ranks.microbatches, ranks.busiest
+        terms = dict.fromkeys(TERMS, 0.0)
+        forward, backward = _sum(busiest.passes)
+        for one in (forward, backward):
+            terms["compute"] += one.work.device * microbatches
+            terms["recompute"] += one.again.device * microbatches
+            terms["tensor"] += one.tensor * microbatches
+            terms["context"] += one.context * microbatches
+        busy = sum(p.forward.seconds + p.backward.seconds for p in busiest.passes) * microbatches
+        told = sum(terms.values())
+        terms["launch"] = max(0.0, busy - told)
+        terms["parameters"] = self._parameters(plan, busiest, share, microbatches)
+        if plan.layout.pipeline > 1:
+            message = self._message(plan, share)
+            if makespan is None:
+                makespan = self._makespan(plan, ranks.every, microbatches, message)
+            terms["pipeline"] = 2 * message * microbatches * plan.pipeline.stages_per_rank
+            terms["bubble"] = max(0.0, makespan - busy - terms["pipeline"])
+        last = sum(p.backward.seconds for p in busiest.passes)
+        terms["gradients"] = max(self._gradients(plan, rank, last) for rank in ranks.fullest)
+        terms["optimizer"] = max(self._optimizer(plan, rank) for rank in ranks.fullest)
+        terms["data"] = max(0.0, self.work.sample_seconds * share.samples * microbatches - busy)
+        terms["host"] = self.program.step_seconds + microbatches * self.program.microbatch_seconds
+        return terms
+
+    def _message(self, plan: Plan, share: Share) -> float:
+        """Seconds of handing one microbatch's activation to the next stage."""
+        cut = self._cut(plan)
+        num_bytes = max((stage[-1].body.output_bytes.at(share.local_samples) for stage in cut[:-1]), default=0.0)
+        stride = plan.layout.world_size // plan.layout.pipeline
+        parts = share.tensor if share.sequence else 1
+        return self._network.seconds("send", num_bytes / parts, self._network.group(2, stride))
+
+    def _makespan(self, plan: Plan, ranks: Sequence[_Rank], microbatches: int, message: float) -> float:
+        pipeline, per = plan.layout.pipeline, plan.pipeline.stages_per_rank
+        seconds = {}
+        for rank, held in enumerate(ranks):
+            for turn, passes in enumerate(held.passes):
+                stage = rank + turn * pipeline
+                weight = passes.backward_weight.seconds
+                whole = passes.backward.seconds
+                seconds[stage] = {
+                    Kind.FORWARD: passes.forward.seconds + message,
+                    Kind.BACKWARD: whole + message,
+                    Kind.BACKWARD_INPUT: whole - weight + message,
+                    Kind.BACKWARD_WEIGHT: weight,
+                }
+        key = (plan.pipeline.schedule, pipeline, per, microbatches, repr(seconds))
+        if key not in self._simulated:
+            lists = actions(plan.pipeline.schedule, pipeline, per, microbatches)
+
+            def of(action: Action) -> float:
+                return seconds[action.stage][action.kind]
+
+            self._simulated[key] = simulate(lists, of)[0]
+        return self._simulated[key]
+
+    def _parameters(self, plan: Plan, rank: _Rank, share: Share, microbatches: int) -> float:
+        """What gathering parameters and scattering gradients adds to the units that compute meanwhile."""
+        layout, level = plan.layout, plan.shard.level
+        if layout.shard == 1 or level == "optimizer":
+            return 0.0
+        group = self._network.group(layout.shard, layout.context * layout.tensor)
+        replicas = self._network.group(layout.data, layout.shard * layout.context * layout.tensor)
+        compute, reduce = ITEMSIZE[plan.precision.compute], ITEMSIZE[plan.precision.reduce]
+        units = [unit for stage in rank.stages for unit in stage]
+        numel = [sum(w.numel_of(layout.tensor) for w in unit.body.weights) for unit in units]
+        gathers = [self._network.seconds("all_gather", n * compute, group) for n in numel]
+        scatters = [
+            self._network.seconds("reduce_scatter", n * reduce, group)
+            + self._network.seconds("all_reduce", n * reduce / layout.shard, replicas)
+            for n in numel
+        ]
+        passes = [self._costs(plan).body(unit.body, share, plan, microbatches > 1) for unit in units]
+        forwards = [p.forward.seconds for p in passes]
+        backwards = [p.backward.seconds for p in passes]
+        nothing = [0.0] * len(units)
+        again = gathers if level == "parameters" else nothing
+        if not self.program.overlap_parameters:
+            first = sum(gathers) + sum(again) + sum(scatters)
+            return first * microbatches
+        slowed = self.program.contention
+        once = gathered(forwards, gathers, nothing, slowed) - sum(forwards)
+        reversed_ = list(reversed(again)), list(reversed(scatters))
+        back = gathered(list(reversed(backwards)), *reversed_, slowed) - sum(backwards)
+        if self.program.reduce_every_microbatch or microbatches == 1:
+            return (once + back) * microbatches
+        quiet = gathered(list(reversed(backwards)), reversed_[0], nothing, slowed) - sum(backwards)
+        return once * microbatches + back + quiet * (microbatches - 1)
+
+    def _gradients(self, plan: Plan, rank: _Rank, behind: float) -> float:
+        """What shows of the sums of gradients over data (and, under ZeRO-1, shard) ranks."""
+        layout = plan.layout
+        if plan.shards_model or layout.data * layout.shard == 1:
+            return 0.0
+        group = self._network.group(layout.data * layout.shard, layout.context * layout.tensor)
+        num_bytes = rank.size.trainable * ITEMSIZE[plan.precision.reduce]
+        kind = "reduce_scatter" if self.program.scatter_gradients and layout.shard > 1 else "all_reduce"
+        buckets = max(1, ceil(num_bytes / _BUCKET_BYTES))
+        total = buckets * self._network.seconds(kind, num_bytes / buckets, group)
+        if not self.program.overlap:
+            return self._network.seconds(kind, num_bytes, group)
+        shown = hidden(total, total / buckets, behind)
+        return shown + self.program.contention * (total - shown)
+
+    def _optimizer(self, plan: Plan, rank: _Rank) -> float:
+        """The update's reads and writes, and under ZeRO-1 the updated parameters handed out."""
+        profile, layout, device = self.work.profile, plan.layout, self._device(plan)
+        elements = rank.size.trainable / layout.shard
+        width = rank.size.parameter_bytes / rank.size.numel if rank.size.numel else 4.0
+        state = profile.state_bytes_per_element + self.program.master_bytes
+        per_element = width * profile.optimizer_passes
+        if self.program.fused_optimizer:
+            per_element = 2 * (width + state) + (self.program.gradient_bytes or width)
+        num_bytes = elements * per_element
+        seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
+        seconds = max(seconds + profile.optimizer_launches * device.launch_seconds, self._optimizer_host(device))
+        if layout.shard > 1 and plan.shard.level == "optimizer":
+            group = self._network.group(layout.shard, layout.context * layout.tensor)
+            seconds += self._network.seconds("all_gather", rank.size.parameter_bytes, group)
+        return seconds
+
+    def _optimizer_host(self, device: Device) -> float:
+        return self.work.profile.optimizer_launches * device.dispatch_seconds
+
+    # -------------------------------------------------------------------------------------------------------- its bytes
+
+    def _bytes(self, plan: Plan, rank: _Rank) -> dict[str, float]:
+        memory = dict.fromkeys(CATEGORIES, 0.0)
+        memory.update(state_bytes(plan, self.work.profile, rank.size, self.program))
+        memory["activations"] = rank.in_flight * rank.size.saved + rank.size.transient
+        memory["communication"] = self._buckets(plan, rank)
+        several = plan.layout.pipeline > 1
+        share = self.program.pipeline_fragmentation if several else self.program.fragmentation
+        memory["allocator"] = share * memory["activations"]
+        memory["reserved"] = float(self._device(plan).reserved_bytes)
+        return memory
+
+    def _buckets(self, plan: Plan, rank: _Rank) -> float:
+        sums = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
+        return rank.size.trainable * self.program.bucket_bytes if sums else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _in_flight(schedule: str, num_ranks: int, per: int, microbatches: int) -> tuple[int, ...]:
+    """The most microbatches that each rank holds, over all of its stages."""
+    return tuple(most_in_flight(own) for own in actions(schedule, num_ranks, per, microbatches))
+
+
+def _sum(passes: Sequence[Passes]) -> tuple[Pass, Pass]:
+    total = passes[0]
+    for one in passes[1:]:
+        total += one
+    return total.forward, total.backward
+
+
+def predict(plan: Plan, work: Workload, cluster: Cluster, program: Program | None = None) -> Prediction:
+    """What a step of one plan takes; for many plans make a Predictor."""
+    return Predictor(work, cluster, program).predict(plan)

@@ -1,0 +1,98 @@
+"""What is trained and by what program, as the planner sees it; and what it says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil
+
+from shoal.planner.profile import Profile
+
+# Seconds of a step by what they are spent on; they sum to the step.
+TERMS = (
+    "compute",
+    "launch",
+    "recompute",
+    "tensor",
+    "context",
+    "pipeline",
+    "bubble",
+    "gradients",
+    "parameters",
+    "optimizer",
+    "data",
+    "host",
+)
+# Bytes of the rank that needs most, at its peak; they sum to the peak.
+CATEGORIES = (
+    "parameters",
+    "gathered",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+    "allocator",
+    "reserved",
+)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step of a job: its profile, and the global batch in samples and grains. `sample_seconds`: to fetch a sample."""
+
+    profile: Profile
+    global_batch: int
+    num_grains: int
+    sample_seconds: float = 0.0
+
+    @property
+    def grain_size(self) -> int:
+        """Samples of a grain; the last one may have fewer."""
+        return ceil(self.global_batch / self.num_grains)
+
+
+@dataclass(frozen=True)
+class Program:
+    """How the program that executes the plan behaves. The defaults are shoal's own engine, in eager mode.
+
+    `gradient_bytes`: bytes an element of gradient and of the buffer that sums it, None for what the plan's precision
+    gives. `contention`: the share of a hidden collective's time by which it slows the compute that hides it.
+    `region_seconds`: the host's time for entering and leaving a recomputed region. `cut`: which blocks a stage has.
+    `fragmentation`, `pipeline_fragmentation`: what the allocator holds beside the activations, as a part of them.
+    """
+
+    overlap: bool = True  # gradients are summed while the backward goes on
+    overlap_parameters: bool = True  # the next unit is gathered while one computes
+    reduce_every_microbatch: bool = True  # ZeRO-2 and 3: else the last one only
+    scatter_gradients: bool = False  # ZeRO-1: reduce_scatter and all_gather; else all_reduce and broadcast
+    fast_float32: bool = False
+    attention: str = "flash2"
+    selective: str = "products"  # what selective recomputation keeps: products | all_but_attention
+    cut: str = "balanced"  # or "equal" blocks, or "thresholds" (stage_units.py)
+    keeps_gathered: bool = True  # under sequence parallelism, what a column-parallel layer gathered; else again
+    gradient_bytes: float | None = None
+    bucket_bytes: float = 0.0  # an element, in which gradients travel between ranks, beside the gradients
+    master_bytes: float = 0.0  # an element that the optimizer keeps beside the profile's state: a float32 copy
+    fused_optimizer: bool = False  # one kernel reads and writes everything once; else as the profile says
+    contention: float = 0.1
+    call_seconds: float = 55e-6  # of the host, to start one collective: vtrain-single, tensor 2 against 1
+    region_seconds: float = 0.0
+    step_seconds: float = 0.0  # of the host, each step, beside the operators
+    microbatch_seconds: float = 0.0  # likewise each microbatch
+    fragmentation: float = 0.04
+    pipeline_fragmentation: float = 0.25  # where the activations of several microbatches come and go
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes. `bubble` is a fraction of it; `flops_per_device` counts no recomputation."""
+
+    step_seconds: float
+    terms: dict[str, float]
+    memory: dict[str, float]
+    peak_bytes: float
+    fits: bool
+    missing_bytes: float
+    bubble: float
+    flops_per_device: float
+    mfu: float | None
+    notes: tuple[str, ...] = field(default=())

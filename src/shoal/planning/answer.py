@@ -1,0 +1,135 @@
+"""The answer of `shoal plan` as one value: what the tables, the page and the plan file are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal import __version__
+from shoal.plan.plan import Plan
+from shoal.planner.aims import Aim
+from shoal.planner.choice import Candidate, Choice, NothingFitsError, choose, gib
+from shoal.planner.comparison import section
+from shoal.planner.goodput import Goodput
+from shoal.planner.outlook import (
+    STORAGE_BYTES_PER_SECOND,
+    Case,
+    Change,
+    Curve,
+    curve,
+    expected_goodput,
+    failures,
+    sensitivity,
+)
+from shoal.planner.space import counts, described
+from shoal.planning.question import Question
+
+_LARGEST = 1024  # hosts, in the search for a cluster on which something fits
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A choice with its outlook; `goodput` where it is known how often a device fails."""
+
+    question: Question
+    choice: Choice
+    curve: Curve
+    changes: tuple[Change, ...]
+    goodput: Goodput | None
+    checkpoint_seconds: float | None
+    search_seconds: float
+    job: str
+
+    @property
+    def chosen(self) -> Candidate:
+        """The chosen plan and its prediction."""
+        return self.choice.chosen
+
+    @property
+    def price(self) -> float | None:
+        """US dollars of a device-hour."""
+        return self.question.case.cluster.device.price_per_hour
+
+    def job_seconds(self, seconds: float) -> float | None:
+        """Seconds of the whole job, where a step takes so many."""
+        return seconds * self.question.num_steps if self.question.num_steps else None
+
+    def cost(self, candidate: Candidate) -> float | None:
+        """US dollars of the whole job."""
+        seconds = self.job_seconds(candidate.seconds)
+        if self.price is None or seconds is None:
+            return None
+        return candidate.devices * seconds / 3600.0 * self.price
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan, complete, with its prediction."""
+        case = self.question.case
+        about: dict[str, Any] = {
+            "cluster": case.cluster.name,
+            "devices": self.chosen.devices,
+            "device": case.cluster.device.name,
+            "aim": str(self.choice.aim),
+            "planner": __version__,
+            "job": self.job,
+            "parameters": case.work.profile.num_parameters,
+            "flops_per_sample": case.work.profile.flops(1.0),
+            "factors": self.question.factors,
+        }
+        document = self.chosen.plan.to_mapping()
+        document["prediction"] = section(self.chosen.prediction, about)
+        return Plan.from_mapping(document, source="plan")
+
+
+def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
+    """The error with the smallest larger cluster of the kind on which a plan fits, if there is one."""
+    cluster, most = case.cluster, case.space.counts[-1]
+    hosts = cluster.num_hosts
+    while hosts <= _LARGEST:
+        devices = [n for n in counts(replace(cluster, num_hosts=hosts)) if n > most]
+        if hosts > 1 and cluster.between is None:
+            break
+        for number in devices[:: max(1, len(devices) // 8)] if devices else []:
+            larger = replace(case, cluster=replace(cluster, num_hosts=hosts), space=case.space.at(number))
+            found = next(larger.search().in_order(Aim()), None)
+            if found is not None:
+                words = (
+                    f"on {number} devices it fits ({described(found.plan)}, {gib(found.prediction.peak_bytes)} each)"
+                )
+                return NothingFitsError(
+                    given=error.given, conflict=error.conflict, remedy=f"{words}; or {error.remedy}"
+                )
+        hosts *= 2
+    return error
+
+
+def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> Answer:
+    """Searches, and looks around. Raises: PlanError where nothing serves the aim."""
+    case = question.case
+    began = clock()
+    search = case.search()
+    try:
+        choice = choose(search, aim, question.num_steps)
+    except NothingFitsError as error:
+        raise (error if aim.name == "deadline" else with_way_out(error, case)) from None
+    seconds = clock() - began
+    hours = device_hours or case.cluster.mean_hours_between_failures
+    devices = choice.chosen.devices
+    return Answer(
+        question=question,
+        choice=choice,
+        curve=curve(search, devices),
+        changes=sensitivity(case, choice.chosen),
+        goodput=expected_goodput(case, devices, hours) if hours else None,
+        checkpoint_seconds=failures(case, devices, hours).checkpoint_seconds if hours else None,
+        search_seconds=seconds,
+        job=job,
+    )
+
+
+def storage_known(answer: Answer) -> str:
+    """How fast checkpoints are assumed to be written, in words."""
+    rate = answer.question.case.cluster.storage_bytes_per_second
+    if rate:
+        return f"{rate / 1e9:.1f} GB/s a host"
+    return f"{STORAGE_BYTES_PER_SECOND / 1e9:.0f} GB/s a host, assumed: the cluster does not say"

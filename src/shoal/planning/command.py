@@ -1,0 +1,83 @@
+"""The `shoal plan` command."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from shoal.errors import CommandError, ExitCode
+from shoal.job_file import load, parse_target
+from shoal.plan.plan import Plan
+from shoal.plan.resolve import Wishes, apply_wishes
+from shoal.plan.toml import write as plan_text
+from shoal.planner.aims import parse
+from shoal.planning.answer import Answer, answer
+from shoal.planning.calibration import learn_from
+from shoal.planning.page import page
+from shoal.planning.question import question
+from shoal.planning.table import show
+from shoal.run_directory import write_file
+
+_WIDTH = 140  # of a table that is not written to a terminal
+
+
+def plan(options: argparse.Namespace) -> ExitCode:
+    """Answers the question in the options. Raises: ShoalError where there is no answer."""
+    if options.learn is not None:
+        learn_from(options.learn)
+        return ExitCode.DONE
+    if options.job is None:
+        raise CommandError(
+            given="shoal plan without a JOBFILE",
+            conflict="there is nothing to plan",
+            remedy="write shoal plan JOBFILE --cluster 8xH100, or shoal plan --learn RUNDIR",
+        )
+    aim = parse(options.aim)
+    most, hours = _positive("--max-devices", options.max_devices), _positive("--mtbf", options.mtbf)
+    for text in (options.output, options.html):
+        _refuse_folder(text)
+    base = apply_wishes(Plan(), Wishes(precision=options.precision), from_file=False)
+    target = parse_target(options.job, options.set)
+    loaded = load(target)
+    asked = question(loaded.job, base, options.cluster, int(most) if most else None)
+    found = answer(asked, aim, f"{target.path}:{loaded.function}", hours, time.perf_counter)
+    console = Console()
+    show(found, console if console.is_terminal else Console(width=_WIDTH))
+    _write(found, options)
+    return ExitCode.DONE
+
+
+def _write(found: Answer, options: argparse.Namespace) -> None:
+    if options.output:
+        write_file(Path(options.output), plan_text(found.plan))
+        print(f"\nplan written: shoal run {options.job} --plan {options.output}")
+    if options.html:
+        write_file(Path(options.html), page(found))
+        print(f"page written: {options.html}")
+
+
+def _positive(name: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf") or (name == "--max-devices" and value != int(value)):
+        kind = "a whole number" if name == "--max-devices" else "a number of hours"
+        raise CommandError(
+            given=f"{name} {text}", conflict=f"{name} takes {kind} above zero", remedy=f"write {name} 8, say"
+        )
+    return value
+
+
+def _refuse_folder(text: str | None) -> None:
+    if text and (Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
+        raise CommandError(
+            given=f"-o or --html {text}",
+            conflict="that is a folder" if Path(text).is_dir() else "there is no such folder",
+            remedy="give the name of a file in a folder that exists",
+        )

@@ -1,0 +1,79 @@
+"""The answer of `shoal plan` as an HTML page."""
+
+from __future__ import annotations
+
+from shoal.plan.toml import write as plan_text
+from shoal.planner.space import described
+from shoal.planning import words
+from shoal.planning.answer import Answer
+from shoal.report.drawing import Bar, Spot, curve, waterfall
+from shoal.report.page import Page, Part, Table, render
+
+
+def page(answer: Answer) -> str:
+    """The page as HTML."""
+    case, chosen = answer.question.case, answer.chosen
+    lead = [
+        f"Chosen: {described(chosen.plan)} on {chosen.devices} of {case.cluster.num_devices} devices, "
+        f"{words.seconds(chosen.seconds)} a step. {words.verdict(answer)}",
+        f"{case.work.profile.num_parameters:,} parameters; {case.work.global_batch} samples a step. {words.summary(answer)}.",
+        *case.cluster.notes,
+        *case.work.profile.notes,
+    ]
+    parts = [
+        Part("The best", table=Table(words.BEST_HEAD, words.best_rows(answer))),
+        Part("A step", drawing=_terms(answer), table=Table(["term", "time", "share"], words.term_rows(answer))),
+        Part(
+            "Memory of the fullest device",
+            drawing=_memory(answer),
+            table=Table(["category", "bytes", "share"], words.memory_rows(answer)),
+        ),
+        Part(
+            "By number of devices",
+            [words.verdict(answer), "Dashed: throughput growing as the devices."],
+            drawing=_curve(answer),
+            table=Table(words.CURVE_HEAD, words.curve_rows(answer)),
+        ),
+        Part("What would change it", table=Table(["change", "step", "effect"], words.change_rows(answer))),
+    ]
+    failures = words.goodput_lines(answer)
+    if failures:
+        parts.append(Part("Failures", failures))
+    rejected = Table(["layout", "reason"], words.rejected_rows(answer))
+    parts += [Part("Why not", table=rejected, folded=True), Part("The plan", code=plan_text(answer.plan))]
+    return render(Page(f"Plan of {answer.job} on {case.cluster.name}", lead, parts))
+
+
+def _terms(answer: Answer) -> str:
+    prediction = answer.chosen.prediction
+    bars = [
+        Bar(name, value / prediction.step_seconds, words.seconds(value))
+        for name, value in prediction.terms.items()
+        if value > 0
+    ]
+    return waterfall("Seconds of a step by term", bars)
+
+
+def _memory(answer: Answer) -> str:
+    prediction = answer.chosen.prediction
+    bars = [
+        Bar(name, value / prediction.peak_bytes, words.gib(value))
+        for name, value in prediction.memory.items()
+        if value > 0
+    ]
+    return waterfall("Bytes of the fullest device by category", bars)
+
+
+def _curve(answer: Answer) -> str:
+    batch, chosen = answer.question.case.work.global_batch, answer.chosen.devices
+    spots = [
+        Spot(
+            point.devices,
+            batch / point.best.seconds,
+            f"{point.devices} devices: {words.seconds(point.best.seconds)} a step, {described(point.best.plan)}",
+            point.devices == chosen,
+        )
+        for point in answer.curve.points
+        if point.best is not None
+    ]
+    return curve("Samples a second by devices", spots, ("devices", "samples a second"))

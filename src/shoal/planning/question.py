@@ -1,0 +1,77 @@
+"""The question that `shoal plan` answers: a job and a cluster as the planner's values."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from shoal.admission import one_grain, outline
+from shoal.catalogue import cluster as find_cluster
+from shoal.data.order import Order
+from shoal.data.source import MapSource, open_source
+from shoal.facts import facts_of
+from shoal.job import Epochs, Job, Samples
+from shoal.plan.legal import ModelFacts
+from shoal.plan.plan import Plan
+from shoal.planner.comparison import of_terms
+from shoal.planner.outlook import Case
+from shoal.planner.space import Space, counts
+from shoal.planner.workload import Workload
+from shoal.planning.calibration import read as read_factors
+from shoal.profiling import profile_job
+
+_TRIALS = 3
+
+
+@dataclass(frozen=True)
+class Question:
+    """A case, how many steps the job has (None: not known), and the factors by part that correct the predictions."""
+
+    case: Case
+    num_steps: int | None
+    factors: dict[str, float]
+
+
+def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Question:
+    """Everything about a job that a search needs; `base` has what it does not vary. Raises: HardwareError, UserCodeError."""
+    cluster = find_cluster(cluster_name)
+    device = "cuda" if cluster.device.kind == "gpu" else "cpu"
+    profile = profile_job(job, base, device=device)
+    work = Workload(profile, job.global_batch, job.grains, _sample_seconds(job))
+    factors = read_factors(cluster.name)
+    space = Space(base, _facts(job), counts(cluster, most), max_grains=None if job.fuse else 1)
+    return Question(Case(work, cluster, space, factors=of_terms(factors)), _num_steps(job), factors)
+
+
+def _facts(job: Job) -> ModelFacts:
+    model = outline(job)
+    if model is None:
+        return ModelFacts(job.grains, job.grain_size)
+    return facts_of(model, one_grain(job), num_grains=job.grains, grain_size=job.grain_size)
+
+
+def _sample_seconds(job: Job) -> float:
+    """Seconds in which this machine fetches a sample: the fastest of some grains; 0 of a stream, which is not begun."""
+    source = open_source("train_data", job.train_data, job.collate)
+    if not isinstance(source, MapSource):
+        return 0.0
+    rows = min(len(source), job.grain_size)
+    best = float("inf")
+    for trial in range(_TRIALS):
+        ids = (np.arange(rows) + trial * rows) % len(source)
+        began = time.perf_counter()
+        source.fetch([ids], [trial])
+        best = min(best, time.perf_counter() - began)
+    return best / rows
+
+
+def _num_steps(job: Job) -> int | None:
+    source = open_source("train_data", job.train_data, job.collate)
+    if isinstance(source, MapSource):
+        order = Order(len(source), job.global_batch, job.grains, job.seed, job.shuffle, job.length)
+        return order.num_steps
+    if isinstance(job.length, Epochs):
+        return None
+    return -(-job.length.count // job.global_batch) if isinstance(job.length, Samples) else job.length.count

@@ -1,0 +1,67 @@
+"""The answer of `shoal plan` in a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal.planning import words
+from shoal.planning.answer import Answer
+
+_BAR = 30
+_NUM_REJECTED = 8
+
+
+def show(answer: Answer, console: Console) -> None:
+    """Prints everything that there is to say."""
+    case = answer.question.case
+    console.print(
+        f"{answer.job} on {case.cluster.name}: {case.work.profile.num_parameters:,} parameters, "
+        f"{case.work.profile.flops(case.work.global_batch):.3g} FLOPs a step of {case.work.global_batch} samples",
+        highlight=False,
+    )
+    for note in (*case.cluster.notes, *case.work.profile.notes):
+        console.print(f"note: {note}", highlight=False, markup=False)
+    if answer.question.factors:
+        told = ", ".join(f"{part} x {factor:.2f}" for part, factor in answer.question.factors.items())
+        console.print(f"corrected by what runs have shown: {told}", highlight=False)
+    console.print(words.summary(answer), highlight=False)
+    _table(console, "The best", words.BEST_HEAD, words.best_rows(answer), right={0, 3, 4, 5, 6, 7, 8})
+    _bars(console, "A step of the first", words.term_rows(answer))
+    _bars(console, "Memory of its fullest device", words.memory_rows(answer))
+    _table(console, "By number of devices", words.CURVE_HEAD, words.curve_rows(answer), right={0, 1, 2, 3})
+    console.print(words.verdict(answer), highlight=False)
+    _table(console, "What would change it", ["change", "step", "effect"], words.change_rows(answer), right={1})
+    lines = words.goodput_lines(answer)
+    if lines:
+        console.print("\n[bold]Failures[/bold]")
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+    _table(console, "Why not", ["layout", "reason"], words.rejected_rows(answer, _NUM_REJECTED), right=set())
+
+
+def _table(console: Console, title: str, head: list[str], rows: words.Rows, right: set[int]) -> None:
+    if not rows:
+        return
+    console.print(f"\n[bold]{title}[/bold]")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for place, name in enumerate(head):
+        table.add_column(name, justify="right" if place in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table, highlight=False)
+
+
+def _bars(console: Console, title: str, rows: words.Rows) -> None:
+    """A waterfall: each bar begins where the one before it ends."""
+    console.print(f"\n[bold]{title}[/bold]")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify)  # type: ignore[arg-type]
+    done = 0.0
+    for name, value, share in rows:
+        part = float(share.rstrip("%")) / 100.0
+        start, end = round(done * _BAR), round((done + part) * _BAR)
+        done += part
+        table.add_row(name, value, share, " " * start + "█" * max(1, end - start))
+    console.print(table, highlight=False)

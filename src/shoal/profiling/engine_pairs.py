@@ -1,0 +1,124 @@
+"""Engine pairs: which parameters shoal's own tensor parallelism cuts, as its finder proposes before any proof."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.profiling.division import Division
+from shoal.profiling.events import Trace
+from shoal.strategies.tensor_layers import kind
+from shoal.strategies.tensor_plan import Proposal, propose
+from shoal.strategies.tensor_trace import observe
+
+# What a proposal asks of widths and heads: the smallest degree there is.
+_DEGREE = 2
+
+
+def outlined(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | None:
+    """The model without memory; None where its constructor computes with values."""
+    if isinstance(model, nn.Module):
+        return model
+    try:
+        with torch.device("meta"):
+            return model()
+    except Exception:
+        return None
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module | Callable[[], nn.Module], trace: Trace) -> Iterator[tuple[nn.Module, dict[str, str]]]:
+    """The outline of a model without the blocks that are like another one, {block: the one that it is like}.
+
+    Raises: ValueError where it cannot be had.
+    """
+    outline = outlined(model)
+    if outline is None:
+        raise ValueError("the model's constructor computes with values")
+    like: dict[str, str] = {}
+    for event in trace.events:
+        region = trace.regions[event.region]
+        if event.name != "stand_in" or event.is_backward or region.like is None or region.block is None:
+            continue
+        other = trace.regions[region.like].block
+        passes = len(event.outputs) == 1 and event.inputs and event.inputs[0].shape == event.outputs[0].shape
+        if passes and other is not None and other != region.block:
+            like[region.block] = other
+    held: list[tuple[nn.Module, str, Any]] = []
+    for name in like:
+        parent, _, key = name.rpartition(".")
+        holder = outline.get_submodule(parent)
+        held.append((holder, key, holder._modules[key]))
+        holder._modules[key] = _Pass()
+    try:
+        yield outline, like
+    finally:
+        for holder, key, module in held:
+            holder._modules[key] = module
+
+
+class _Pass(nn.Module):
+    """In a block's place, where what comes out looks like what goes in."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+
+
+def spread(found: Division, like: dict[str, str]) -> Division:
+    """A division of the blocks that there are, for those that are like them too."""
+    dims, gathered = dict(found.dims), set(found.gathered)
+    for name, other in like.items():
+        own = {key: f"{name}.{key.removeprefix(f'{other}.')}" for key in found.dims if key.startswith(f"{other}.")}
+        dims |= {new: found.dims[key] for key, new in own.items()}
+        gathered |= {new for key, new in own.items() if key in found.gathered}
+    return Division(dims, frozenset(gathered))
+
+
+def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Division:
+    """What shoal's own tensor parallelism cuts: what is in no pair too, gathered at once.
+
+    Raises: what the loss raises on the meta device.
+    """
+    found = _proposal(model, loss, batch)
+    names = {id(p): name for name, p in model.named_parameters()}
+    gathered = {names[id(model.get_submodule(name)._parameters["weight"])] for name in found.gathered}
+    return Division(_dims(model, found, found.gathered), frozenset(gathered))
+
+
+def _proposal(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Proposal:
+    def shown(leaf: Any) -> Any:
+        return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
+
+    return propose(model, observe(model.train(), loss, tree_map(shown, batch)), _DEGREE)
+
+
+def _dims(model: nn.Module, found: Proposal, columns: tuple[str, ...]) -> dict[str, int]:
+    """By parameter: the dim that is cut."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    dims: dict[str, int] = {}
+
+    def note(module: str, weight: int, bias: int | None) -> None:
+        own = model.get_submodule(module)._parameters
+        for key, dim in (("weight", weight), ("bias", bias)):
+            parameter = own.get(key)
+            if parameter is not None and dim is not None:
+                dims.setdefault(names[id(parameter)], dim)
+
+    def outer(module: str) -> int:
+        layer = model.get_submodule(module)
+        return 1 if kind(layer) == "transposed" or getattr(layer, "transposed", False) else 0
+
+    for pair in found.pairs:
+        for name in pair.columns:
+            note(name, outer(name), 0)
+        note(pair.row, 1 - outer(pair.row), None)
+    for name in found.rows:
+        note(name, 0, None)
+    for name in columns:
+        note(name, outer(name), 0)
+    return dims

@@ -1,0 +1,184 @@
+"""One rank of tests/ranks/test_collectives.py: does the scenario that it is told, and prints JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.catalogue.sums import ALGORITHMS
+from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Team, combine
+from shoal.collectives.choose import open_collective
+from shoal.errors import ShoalError
+from shoal.planner.algorithms import received, sent
+from shoal.traffic import Traffic
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CPU = torch.device("cpu")
+# Nothing, one, fewer than ranks, odd, one more than a mailbox holds, several staging areas.
+SIZES = (0, 1, 3, 1001, 16385, 600_001)
+
+
+def value(numel: int, dtype: torch.dtype, rank: int) -> Tensor:
+    """Small whole numbers: every order of summation gives the same."""
+    return ((torch.arange(numel) + rank) % (5 + rank)).to(dtype)
+
+
+def expected(numel: int, dtype: torch.dtype, op: Any) -> Tensor:
+    total = value(numel, dtype, 0)
+    for rank in range(1, WORLD):
+        combine(op, total, value(numel, dtype, rank), total)
+    return total
+
+
+def same(found: Tensor, wanted: Tensor, *what: Any) -> None:
+    assert torch.equal(found, wanted), (RANK, *what, found[:9].tolist(), wanted[:9].tolist())
+
+
+def everything(collective: Collective) -> None:
+    """Every operation, dtype and size, in place, asynchronous, and in allocated memory."""
+    for dtype in DTYPES[:1] if collective.name == "native" else DTYPES:
+        for numel in SIZES if dtype in DTYPES[:3] else SIZES[2:5]:
+            tensors = [torch.empty(numel, dtype=dtype), *([collective.allocate(numel, dtype)] if numel else [])]
+            for op in OPERATIONS:
+                for tensor in tensors:
+                    tensor.copy_(value(numel, dtype, RANK))
+                    collective.all_reduce(tensor, op, asynchronous=op == "sum").wait()
+                    same(tensor, expected(numel, dtype, op), "all_reduce", op, dtype, numel)
+            parts(collective, tensors, numel, dtype)
+            if numel:
+                collective.release(tensors.pop())
+    several(collective)
+
+
+def parts(collective: Collective, tensors: list[Tensor], numel: int, dtype: torch.dtype) -> None:
+    own = value(numel, dtype, RANK)
+    for tensor in tensors:
+        tensor.copy_(own)
+        whole = torch.empty(WORLD * numel, dtype=dtype)
+        collective.all_gather(whole, tensor)
+        same(whole, torch.cat([value(numel, dtype, r) for r in range(WORLD)]), "all_gather", dtype, numel)
+        same(tensor, own, "the input of all_gather")
+        for root in {0, WORLD - 1}:
+            tensor.copy_(own)
+            collective.broadcast(tensor, root)
+            same(tensor, value(numel, dtype, root), "broadcast", root, dtype, numel)
+    part = torch.empty(numel, dtype=dtype)
+    copies = own.repeat(WORLD)
+    collective.reduce_scatter(part, copies)
+    same(part, expected(numel, dtype, "sum"), "reduce_scatter", dtype, numel)
+    same(copies, own.repeat(WORLD), "the input of reduce_scatter")
+
+
+def several(collective: Collective) -> None:
+    """More calls at once than any ring of the algorithm has places for, large and small, waited for from the last."""
+    tensors = [torch.full((5000 * (n % 4) + 1,), float(n + RANK)) for n in range(150)]
+    handles = [collective.all_reduce(tensor, asynchronous=True) for tensor in tensors]
+    for handle in reversed(handles):
+        handle.wait()
+    for n, tensor in enumerate(tensors):
+        same(tensor, torch.full_like(tensor, float(n * WORLD + sum(range(WORLD)))), "call", n)
+    collective.barrier()
+
+
+def same_bits(collective: Collective) -> str:
+    """The bits of sums that depend on their order, which every rank must have alike."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    generator = torch.Generator().manual_seed(RANK)
+    for numel in (7, 5000, 300_001):
+        tensor = torch.randn(numel, generator=generator)
+        collective.all_reduce(tensor)
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def counted(collective: Collective) -> None:
+    """Messages and bytes of an all-reduce are the formula's."""
+    for numel in (1, 1001, 5000, 600_001):
+        tensor = torch.ones(numel)
+        with Traffic() as traffic:
+            collective.all_reduce(tensor)
+        for kind, formula in (("send", sent), ("recv", received)):
+            found = traffic.volumes.get(("world", kind))
+            assert found == formula(collective.name, numel, 4, RANK, WORLD), (collective.name, numel, kind, found)
+
+
+def scenario_all(*names: str) -> Iterator[Any]:
+    for name in names or ALGORITHMS:
+        collective = open_collective(name, Team(), CPU, timedelta(seconds=50))
+        everything(collective)
+        if name in ("ring", "tree", "recursive_doubling") and WORLD > 1:
+            counted(collective)
+        yield {name: same_bits(collective)}
+        collective.close()
+
+
+def scenario_teams() -> Iterator[Any]:
+    """Two groups of two ranks side by side."""
+    pairs = [[0, 2], [1, 3]]
+    team = Team(None, pairs)
+    group = team.new_group(pairs, timedelta(seconds=50))
+    for name in ALGORITHMS:
+        collective = open_collective(name, Team(group, pairs), CPU, timedelta(seconds=50))
+        tensor = torch.full((100_000,), float(RANK))
+        collective.all_reduce(tensor)
+        same(tensor, torch.full_like(tensor, 2.0 if RANK % 2 == 0 else 4.0), name)
+        collective.close()
+    yield "ok"
+
+
+def scenario_fault(name: str, what: str) -> Iterator[Any]:
+    """The last rank dies, stops or calls something else in its third call; the others say who it was."""
+    collective = open_collective(name, Team(), CPU, timedelta(seconds=3 if what == "stopped" else 50))
+    tensor = collective.allocate(400_000, torch.float32)
+    yield {"pid": os.getpid()}
+    for number in range(4):
+        if number == 2 and RANK == WORLD - 1:
+            if what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif what == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif what == "shape":
+                tensor = torch.ones(399_999)
+            else:
+                tensor = tensor.double()
+        began = time.monotonic()
+        try:
+            collective.all_reduce(tensor)
+        except ShoalError as error:
+            yield {"kind": type(error).__name__, "text": f"{error.given}; {error.conflict}", "call": number}
+            yield {"seconds": time.monotonic() - began}
+            os._exit(0)
+    yield "nothing happened"
+
+
+def scenario_forever(name: str) -> Iterator[Any]:
+    collective = open_collective(name, Team(), CPU, timedelta(seconds=50))
+    tensor = collective.allocate(400_000, torch.float32)
+    yield {"pid": os.getpid()}
+    while True:
+        collective.all_reduce(tensor)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=50))
+    scenario, *arguments = sys.argv[1:]
+    for found in globals()[f"scenario_{scenario}"](*arguments):
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Which all-reduce is chosen where nobody says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.catalogue import sums
+from shoal.catalogue.sums import ALGORITHMS, all_reduce_here, comparison_file, fastest
+from shoal.plan.plan import CollectivesSection
+
+
+def test_the_names_are_the_plans() -> None:
+    for name in ALGORITHMS:
+        assert CollectivesSection(all_reduce=name).all_reduce == name  # type: ignore[arg-type]
+
+
+def measured(**seconds: dict[str, float]) -> dict[str, object]:
+    return {"all_reduce_seconds": seconds}
+
+
+def test_the_fastest_at_a_size_between_those_measured() -> None:
+    found = measured(native={"1000": 1.0, "100000": 1.0}, ring={"1000": 10.0, "100000": 0.01})
+    assert fastest(found, 10) == "native"
+    assert fastest(found, 1000) == "native"
+    assert fastest(found, 90_000) == "ring"
+    assert fastest(found, 10**9) == "ring"
+    # The line of logarithms from 10 at 1e3 to 0.01 at 1e5 is at 1 where x = 1e3 * 100 ** (1 / 3).
+    assert fastest(found, 4500) == "native"
+    assert fastest(found, 5500) == "ring"
+
+
+def test_noise_does_not_choose_and_others_are_not_chosen() -> None:
+    assert fastest(measured(native={"10": 1.0}, tree={"10": 0.97}), 10) == "native"
+    assert fastest(measured(native={"10": 1.0}, **{"Open MPI": {"10": 0.1}}), 10) == "native"
+
+
+def test_by_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sums, "gpus", list)
+    monkeypatch.setattr(sums.sys, "platform", "linux")
+    assert all_reduce_here(2) == "shared_memory"
+    assert all_reduce_here(1) == "native"
+    comparison_file(2).parent.mkdir(parents=True)
+    for text, wanted in (
+        (json.dumps(measured(native={"10": 1.0}, ring={"10": 0.1})), "ring"),
+        ("not json", "shared_memory"),
+        ("{}", "shared_memory"),
+        ('{"all_reduce_seconds": {}}', "shared_memory"),
+    ):
+        comparison_file(2).write_text(text)
+        assert all_reduce_here(2) == wanted
+    assert all_reduce_here(3) == "shared_memory"
+    monkeypatch.setattr(sums, "gpus", lambda: ["a GPU"])
+    assert all_reduce_here(2) == "native"
+    monkeypatch.setattr(sums, "gpus", list)
+    monkeypatch.setattr(sums.sys, "platform", "darwin")
+    assert all_reduce_here(2) == "native"

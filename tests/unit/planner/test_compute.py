@@ -1,0 +1,101 @@
+"""Seconds of operations against what can be told in the head."""
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.hardware import Curve
+from shoal.planner.compute import Computer, Cost, Share, matmul_seconds
+from shoal.planner.profile import Amount, Cut, Kind, Operation, Phase
+from tests.unit.planner.made import DEVICE, block, flat, matmul
+
+TILED = replace(DEVICE, multiprocessors=10, tile=(128, 256))
+
+
+def seconds(operation: Operation, share: Share, device=DEVICE) -> float:
+    return Computer(device).operation(operation, share).device
+
+
+def test_a_matmul_takes_its_flops_over_the_peak():
+    assert seconds(matmul("x", 1000, 1000, 1000), Share(1)) == pytest.approx(2e-3)
+    assert seconds(matmul("x", 1000, 1000, 1000), Share(3)) == pytest.approx(6e-3)
+
+
+def test_a_matmul_of_few_flops_takes_its_bytes_over_the_bandwidth():
+    thin = matmul("x", 1, 1000, 1000)
+    assert seconds(thin, Share(1)) == pytest.approx((1000 + 10**6 + 1000) * 4 / 1e12)
+
+
+@pytest.mark.parametrize("cut", [Cut.M, Cut.N, Cut.K, Cut.BATCH, Cut.ALL])
+def test_tensor_parallelism_divides_what_is_cut(cut):
+    operation = matmul("x", 1000, 1000, 1000, cut=cut)
+    assert seconds(operation, Share(1, tensor=4)) == pytest.approx(2e-3 / 4)
+
+
+def test_what_lies_between_pairs_is_divided_under_sequence_parallelism_alone():
+    norm = Operation("norm", "", Kind.MEMORY, Phase.FORWARD, read_bytes=Amount(0, 4e9), cut=Cut.SEQUENCE)
+    assert seconds(norm, Share(1, tensor=4)) == pytest.approx(4e-3)
+    assert seconds(norm, Share(1, tensor=4, sequence=True)) == pytest.approx(1e-3)
+
+
+def test_a_context_axis_divides_each_sample():
+    operation = matmul("x", 1000, 1000, 1000)
+    assert seconds(operation, Share(2, context=2)) == pytest.approx(seconds(operation, Share(1)))
+
+
+def test_a_last_wave_of_tiles_takes_as_long_as_a_full_one():
+    full = matmul_seconds(TILED, (1280, 1280, 4096, 1), "float32", Curve())
+    one_more_row = matmul_seconds(TILED, (1281, 1280, 4096, 1), "float32", Curve())
+    assert one_more_row > 1.02 * full
+    large = matmul_seconds(TILED, (16384, 16384, 4096, 1), "float32", Curve())
+    assert large == pytest.approx(2 * 16384**2 * 4096 / 1e12, rel=0.05)
+
+
+def test_a_long_sum_is_split_where_there_are_few_tiles():
+    few = matmul_seconds(TILED, (128, 128, 65536, 1), "float32", Curve())
+    assert few < 2.0 * 128 * 128 * 65536 / (1e12 / 10) * 0.5  # not one multiprocessor by itself
+
+
+def test_a_gpu_reaches_the_top_of_its_curve_and_a_cpu_what_the_curve_says():
+    curve = Curve(((1e6, 0.1), (1e12, 0.5)))
+    size = (1000.0, 1000.0, 1000.0, 1.0)
+    assert matmul_seconds(DEVICE, size, "float32", curve) == pytest.approx(2e9 / 1e12 / curve.at(2e9))
+    assert matmul_seconds(TILED, (16384, 16384, 4096, 1), "float32", curve) == pytest.approx(
+        2 * 16384**2 * 4096 / 0.5e12, rel=0.05
+    )
+
+
+def test_the_slower_of_host_and_device_passes():
+    assert Cost(2.0, 1.0).seconds == 2.0
+    assert Cost(1.0, 3.0).seconds == 3.0
+    slow_host = replace(DEVICE, dispatch_seconds=1.0)
+    assert Computer(slow_host).operation(matmul("x", 10, 10, 10), Share(1)).seconds == 1.0
+
+
+def test_float32_takes_the_tensor_cores_only_where_the_program_lets_it():
+    device = replace(DEVICE, flops={"float32": 1e12, "tf32": 8e12})
+    operation = matmul("x", 1000, 1000, 1000)
+    assert Computer(device, fast_float32=True).operation(operation, Share(1)).device == pytest.approx(2e-3 / 8)
+    assert Computer(device).operation(operation, Share(1)).device == pytest.approx(2e-3)
+
+
+def test_a_dtype_that_the_device_does_not_have_is_multiplied_in_float32():
+    assert seconds(replace(matmul("x", 1000, 1000, 1000), dtype="bfloat16"), Share(1)) == pytest.approx(2e-3)
+
+
+def test_fused_attention_counts_its_flops_at_its_own_rate():
+    device = replace(DEVICE, attention={"flash2_forward": 0.5, "flash2_backward": 0.25})
+    attention = Operation("attention", "", Kind.ATTENTION, Phase.FORWARD, Amount(0, 1e12), n=Amount(512), k=Amount(64))
+    assert seconds(attention, Share(1), device) == pytest.approx(2.0)
+    assert seconds(replace(attention, phase=Phase.BACKWARD_INPUT), Share(1), device) == pytest.approx(4.0)
+
+
+def test_a_convolution_as_measured_follows_what_it_reuses():
+    device = replace(DEVICE, convolution={"float32": Curve(((10.0, 0.1), (100.0, 0.8)))})
+    convolution = replace(matmul("x", 10**6, 300, 300), kind=Kind.CONVOLUTION)
+    assert seconds(convolution, Share(1), device) == pytest.approx(2 * 10**6 * 300 * 300 / 0.8e12)
+
+
+def test_the_phases_of_a_body_sum_to_its_operations():
+    phases = Computer(replace(DEVICE, matmul={"float32": flat(0.5)})).phases(block(), Share(1))
+    assert [phases[p].device for p in Phase] == pytest.approx([8e-3, 8e-3, 8e-3])

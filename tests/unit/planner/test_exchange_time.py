@@ -1,0 +1,65 @@
+"""Seconds of collectives against alpha-beta by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.planner.exchange_time import Group, Network
+from tests.unit.planner.made import DEVICE, LINK, cluster
+
+FAST = Network(cluster(8))
+
+
+def test_where_a_group_sits():
+    two_hosts = Network(cluster(8, 4))
+    assert two_hosts.group(8, 1) == Group(8, 8, 1)
+    assert two_hosts.group(4, 8) == Group(4, 1, 8)  # data ranks, one a host: eight such rings leave each host
+    assert two_hosts.group(16, 1) == Group(16, 8, 1)
+    assert two_hosts.group(4, 2) == Group(4, 4, 2)
+
+
+def test_a_lone_rank_sends_nothing():
+    assert FAST.seconds("all_reduce", 1e9, FAST.group(1, 1)) == 0.0
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("all_reduce", 1.5), ("all_gather", 0.75), ("reduce_scatter", 0.75)])
+def test_a_ring_moves_its_part_of_the_bytes(kind, factor):
+    assert FAST.seconds(kind, 1e9, FAST.group(4, 1)) == pytest.approx(factor * 1e9 / 1e10)
+
+
+def test_a_ring_takes_as_many_hops_as_it_has_ranks_less_one():
+    slow = Network(cluster(8, link=replace(LINK, latency_seconds=1.0)))
+    assert slow.seconds("all_gather", 1.0, slow.group(8, 1)) == pytest.approx(7.0)
+    assert slow.seconds("all_reduce", 1.0, slow.group(8, 1)) == pytest.approx(14.0)
+
+
+def test_between_hosts_a_tree_wins_where_there_are_many_hops():
+    wide = Network(cluster(1, 64, link=replace(LINK, latency_seconds=1.0)))
+    assert wide.seconds("all_reduce", 1.0, wide.group(64, 1)) == pytest.approx(12.0)
+
+
+def test_rings_that_leave_a_host_at_once_share_its_network():
+    network = Network(cluster(8, 4))
+    alone, together = Group(4, 1, 1), network.group(4, 8)
+    assert network.seconds("all_gather", 1e9, together) == pytest.approx(
+        8 * network.seconds("all_gather", 1e9, alone), rel=1e-6
+    )
+
+
+def test_ranks_on_a_shared_link_share_its_bandwidth():
+    shared = Network(cluster(8, link=replace(LINK, shared=True)))
+    assert shared.seconds("all_gather", 1e9, shared.group(8, 1)) == pytest.approx(
+        8 * FAST.seconds("all_gather", 1e9, FAST.group(8, 1))
+    )
+
+
+def test_a_message_takes_its_bytes_over_the_link():
+    assert FAST.seconds("send", 1e9, FAST.group(2, 1)) == pytest.approx(0.1)
+    across = Network(cluster(1, 2))
+    assert across.seconds("send", 1e9, across.group(2, 1)) == pytest.approx(1.0)
+
+
+def test_a_lone_device_needs_no_link():
+    assert Network(replace(cluster(1), within=None, between=None, device=DEVICE)).seconds(
+        "all_reduce", 1e9, Group(1, 1)
+    ) == 0.0

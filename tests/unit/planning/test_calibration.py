@@ -1,0 +1,47 @@
+"""What runs taught is kept for the next plan."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import RunDirectoryError
+from shoal.planning.calibration import calibration_file, learn_from, read
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(folder: Path, predicted: float, measured: float, cluster: str | None = "8xH100") -> str:
+    folder.mkdir()
+    parts = {"compute": {"predicted": predicted, "measured": measured}}
+    seconds = {"predicted": predicted, "measured": measured}
+    found = {"cluster": cluster, "factors": {}, "step_seconds": seconds, "parts": parts}
+    (folder / "result.json").write_text(json.dumps({"prediction": found if cluster else None}))
+    return str(folder)
+
+
+def test_learned_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert read("8xH100") == {}
+    learn_from([run(tmp_path / "a", 1.0, 1.5), run(tmp_path / "b", 2.0, 3.0)])
+    assert read("8xH100") == pytest.approx({"compute": 1.5})
+    assert read("here") == {}
+    out = capsys.readouterr().out
+    assert "8xH100: 2 run(s)" in out
+    assert "wrong by 33.3% (median) before, on these runs by 0.0% after" in out
+
+
+def test_a_run_without_a_prediction(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="no prediction"):
+        learn_from([run(tmp_path / "a", 1.0, 1.0, cluster=None)])
+    with pytest.raises(RunDirectoryError, match=r"no result\.json"):
+        learn_from([str(tmp_path / "nowhere")])
+
+
+def test_a_damaged_file_corrects_nothing(tmp_path: Path) -> None:
+    path = calibration_file("8xH100")
+    path.parent.mkdir(parents=True)
+    path.write_text("not toml")
+    assert read("8xH100") == {}
