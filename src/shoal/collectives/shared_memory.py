@@ -49,7 +49,7 @@ class _Call:
     @property
     def staged(self) -> bool:
         """Whether its data go through the staging areas."""
-        return _HEADER.unpack(self.header)[4] == _STAGED
+        return bool(_HEADER.unpack(self.header)[4] == _STAGED)
 
 
 class _Pending:
@@ -101,9 +101,10 @@ class SharedMemory(Collective):
         Collective: two all-gathers of a few numbers, which may come between calls under way.
         """
         region = open_region(self._exchange, self.rank, self.world_size, numel * dtype.itemsize)
-        self._regions[region.base] = self._num_regions, region
+        tensor = region.own(self.rank, numel, dtype)
+        self._regions[tensor.untyped_storage().data_ptr()] = self._num_regions, region
         self._num_regions += 1
-        return region.tensor(self.rank, 0, numel, dtype)
+        return tensor
 
     def release(self, tensor: Tensor) -> None:
         """The memory goes when the tensor does. Not collective."""
