@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-
 from benchmarks.published import rows as published
 from benchmarks.published import score
 from benchmarks.published.predict import Predictors

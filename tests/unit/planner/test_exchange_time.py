@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from tests.unit.planner.made import DEVICE, LINK, cluster
 
 from shoal.planner.exchange_time import Group, Network
-from tests.unit.planner.made import DEVICE, LINK, cluster
 
 FAST = Network(cluster(8))
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.planner.made import DEVICE, block, cluster, work
 
 from shoal.plan.plan import Plan
 from shoal.planner.step_time import Predictor, predict
 from shoal.planner.workload import CATEGORIES, TERMS, Program
-from tests.unit.planner.made import DEVICE, block, cluster, work
 
 BLOCK = 12e-3  # seconds a sample
 QUIET = Program(contention=0.0, call_seconds=0.0, fragmentation=0.0)
