@@ -3,7 +3,8 @@
 Messages between hosts: those of a ring among the hosts, sent by the first rank of each; all other ranks send none.
 Bytes across a host's link: 2 N (H - 1) / H of H hosts, however many ranks each has, where a flat ring sends that for
 every rank whose neighbour is elsewhere, and takes 2 (P - 1) steps instead of 2 (H - 1). It wins wherever there are
-several ranks on each of several hosts. Sums over a host are made in the order of its ranks.
+several ranks on each of several hosts. Large tensors go in pieces, a ring's messages each, two of them on their way at
+a time. Sums over a host are made in the order of its ranks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from shoal.collectives.region import place_of_process
 from shoal.collectives.ring import Ring
 from shoal.collectives.shared_memory import SharedMemory
 
+# While pieces cross the link the host sums the next, and while one waits for an answer another one crosses.
+PIECE_BYTES = 4 << 20
+_NUM_RINGS = 2
+
 
 class Hierarchical(Threaded):
     """Collectives in two levels. Collective: all ranks of the run, new groups and an all-gather of a few numbers."""
@@ -36,7 +41,7 @@ class Hierarchical(Threaded):
         self.hosts = [[order.index(rank) for rank in host] for host in mine]
         self._place = next(n for n, host in enumerate(self.hosts) if self.rank in host)
         self._local: Collective | None = None
-        self._across: Collective | None = None
+        self._across: list[Collective] = []
         within = [host for hosts in divided for host in hosts]
         local = team.new_group(within, timeout)
         if len(self.hosts[self._place]) > 1:
@@ -44,12 +49,12 @@ class Hierarchical(Threaded):
         # Every rank is in a part: those that lead no host are by themselves.
         leaders = [[host[0] for host in hosts] for hosts in divided]
         across = [*leaders, *([rank] for host in within for rank in host[1:])]
-        group = team.new_group(across, timeout)
-        ring = Ring(Team(group, across), timeout)
-        if self.rank == self.hosts[self._place][0] and len(self.hosts) > 1:
-            self._across = ring
-        else:
-            ring.close()
+        for _ in range(_NUM_RINGS):
+            ring = Ring(Team(team.new_group(across, timeout), across), timeout)
+            if self.rank == self.hosts[self._place][0] and len(self.hosts) > 1:
+                self._across.append(ring)
+            else:
+                ring.close()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """In this rank's slot of its host's memory. Collective: the ranks of the host."""
@@ -65,12 +70,19 @@ class Hierarchical(Threaded):
         check("all_reduce", [tensor], op)
 
         def work() -> None:
-            if self._local is not None:
-                self._local.all_reduce(tensor, op)
-            if self._across is not None:
-                self._across.all_reduce(tensor, op)
-            if self._local is not None and len(self.hosts) > 1:
-                self._local.broadcast(tensor, 0)
+            pieces = tensor.view(-1).split(PIECE_BYTES // tensor.itemsize)
+            crossing: list[Handle] = []
+            for piece in pieces:
+                if self._local is not None:
+                    self._local.all_reduce(piece, op)
+                if self._across:
+                    ring = self._across[len(crossing) % _NUM_RINGS]
+                    crossing.append(ring.all_reduce(piece, op, asynchronous=True))
+            for number, piece in enumerate(pieces):
+                if crossing:
+                    crossing[number].wait()
+                if self._local is not None and len(self.hosts) > 1:
+                    self._local.broadcast(piece, 0)
 
         return self._start(work, asynchronous)
 
@@ -109,8 +121,8 @@ class Hierarchical(Threaded):
         def work() -> None:
             if self._local is not None and self._place == of:
                 self._local.broadcast(tensor, self.hosts[of].index(root))
-            if self._across is not None:
-                self._across.broadcast(tensor, of)
+            if self._across:
+                self._across[0].broadcast(tensor, of)
             if self._local is not None and self._place != of:
                 self._local.broadcast(tensor, 0)
 
@@ -123,7 +135,7 @@ class Hierarchical(Threaded):
     def close(self) -> None:
         """Ends both levels."""
         super().close()
-        for level in (self._local, self._across):
+        for level in (self._local, *self._across):
             if level is not None:
                 level.close()
 
