@@ -26,6 +26,7 @@ BUILT_INS = {
     "LaunchError": OSError,
     "RankLostError": ChildProcessError,
     "PeerError": ConnectionError,
+    "CollectiveError": ValueError,
     "CertificateError": ValueError,
     "NotDeterministicError": RuntimeError,
     "StorageError": OSError,
