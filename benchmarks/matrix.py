@@ -65,7 +65,7 @@ def sections(
     """A plan's sections. A pipeline takes grains one by one, so that there are microbatches to fill it with."""
     found: Sections = {"layout": layout}
     if layout.get("shard", 1) > 1:
-        # A pipeline's stages are divided over the shard axis by their optimizer's state only.
+        # Without a level the stages of a pipeline are divided by their optimizer's state only.
         found["shard"] = {"level": level or ("optimizer" if layout.get("pipeline", 1) > 1 else "parameters")}
     if layout.get("pipeline", 1) > 1:
         found["pipeline"] = {"schedule": schedule or "1f1b", "stages_per_rank": stages}
@@ -91,6 +91,9 @@ COLUMNS = {
     "data 2 x shard 2 x tensor 2": sections({"data": 2, "shard": 2, "tensor": 2}),
     "data 2 x shard 2 x pipeline 2": sections({"data": 2, "shard": 2, "pipeline": 2}),
     "shard 2 x tensor 2 x pipeline 2": sections({"shard": 2, "tensor": 2, "pipeline": 2}),
+    "ZeRO-3 x 1f1b": sections({"shard": 2, "pipeline": 2}, "parameters"),
+    "ZeRO-3 x zero bubble": sections({"shard": 2, "pipeline": 2}, "parameters", "zero_bubble"),
+    "context 2 x pipeline 2": sections({"context": 2, "pipeline": 2}),
 }
 GROUPS = {
     "Data and shards": ("data 2", "ZeRO-1", "ZeRO-2", "ZeRO-3", "hybrid"),

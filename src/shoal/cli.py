@@ -115,7 +115,7 @@ def _add_plan(commands: Any) -> None:
         "plan",
         allow_abbrev=False,
         help="how many devices, which layout, how long, how much memory, and why",
-        description="Search all layouts of a job on a cluster, without running anything on it, and say why the best is.",
+        description="Search all layouts of a job on a cluster, running nothing on it, and say why the best is.",
     )
     plan.add_argument(
         "job", metavar="JOBFILE[:FUNCTION]", nargs="?", help="a Python file and its job function (default: job)"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.buffers import StepBuffers
-from shoal.errors import LossError, ShoalError
+from shoal.errors import JobError, LossError, ShoalError
 from shoal.faults import is_lost_peer, is_out_of_memory, user_error
 from shoal.grains import random_key
 from shoal.job import Job
@@ -100,8 +100,22 @@ class Pair:
         except Exception as error:
             if is_out_of_memory(error) or is_lost_peer(error):
                 raise
+            if any(sign in str(error) for sign in _PAST_THE_MODEL):
+                raise _past_the_model(self.what) from error
             raise user_error("the model or loss" if self.what == "loss" else self.what, error) from error
         return check_pair(self.what, pair)
+
+
+# What torch says where a parameter that is cut over ranks is used and has not been gathered.
+_PAST_THE_MODEL = ("got mixed torch.Tensor and DTensor", "requires running forward through the root module first")
+
+
+def _past_the_model(what: str) -> JobError:
+    return JobError(
+        given=f"a {what} that uses parts of the model by themselves, where parameters are cut over the shard axis",
+        conflict="a rank has them whole while model(...) runs, each unit while it is called, and not outside of it",
+        remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
+    )
 
 
 # (function, batch) -> its pair of numbers, computed by all ranks of a pipeline.
@@ -123,7 +137,10 @@ class _Again(contextlib.AbstractContextManager[None]):
 
 
 class Computer:
-    """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's."""
+    """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
+
+    `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype.
+    """
 
     def __init__(
         self,
@@ -132,8 +149,11 @@ class Computer:
         precision: Precision,
         computation: Computation,
         evaluate: Evaluate | None = None,
+        *,
+        cut: bool = False,
     ) -> None:
         self._job, self._model, self._precision, self._evaluate = job, model, precision, evaluate
+        self._cut = cut
         self.pair = Pair(job.loss, precision)
         self.computation = computation
 
@@ -194,15 +214,15 @@ class Computer:
         """
         if self._precision.is_wide:
             return self._probe(microbatch, buffers)
-        try:
-            with _widened(self._model):
+        if not self._cut:
+            # Suppressed for a model that computes in its own dtype only, or one that raises in any.
+            with contextlib.suppress(ShoalError), _widened(self._model):
                 wide = self._precision.wide()
                 return Computer(self._job, self._model, wide, self.computation, self._evaluate)._probe(
                     microbatch, buffers
                 )
-        except ShoalError:  # a model that computes in its own dtype only, or one that raises in any
-            found = self._probe(microbatch, buffers)
-            return Finding(replace(found.computation, fuse=False), conclusive=True)
+        found = self._probe(microbatch, buffers)
+        return Finding(replace(found.computation, fuse=False), conclusive=True)
 
     def _probe(self, microbatch: Microbatch, buffers: StepBuffers) -> Finding:
         buffers.watch()

@@ -20,7 +20,7 @@ from shoal.computation import Computation, Computer, Evaluate, Pair
 from shoal.data.loader import Loader, MapLoader, Place
 from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source, small_batch
-from shoal.data.stream import StreamLoader
+from shoal.data.stream import StreamLoader, no_lockstep
 from shoal.errors import JobError, ShoalError
 from shoal.evaluation import Evaluator
 from shoal.faults import user_error
@@ -109,7 +109,9 @@ class Engine:
             strategy=self.strategy,
             loader=self.loader,
             transfer=Transfer(self.mesh.device, self.precision.inputs),
-            computer=Computer(self.job, self.model, self.precision, computation, self._evaluate),
+            computer=Computer(
+                self.job, self.model, self.precision, computation, self._evaluate, cut=self.plan.shards_model
+            ),
             buffers=StepBuffers(self.model, self.holding.counts_buffer),
             clock=self.clock,
             note=around.note,
@@ -156,9 +158,10 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
+    together(mesh, lambda: _refuse_streams(source, plan))
     holding, pipeline = _hold(job, plan, mesh, precision, source)
     model = holding.model
-    together(mesh, lambda: compile_blocks(model, plan, precision))
+    together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
     together(mesh, lambda: refuse_on_parts(optimizer, holding))
@@ -167,7 +170,6 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, holding, exact=plan.execution.exact)
     evaluation = together(mesh, lambda: _evaluation_source(job))
-    is_map = isinstance(source, MapSource)
     order = Order(
         len(source) if isinstance(source, MapSource) else _ENDLESS,
         job.global_batch,
@@ -207,9 +209,14 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
         clock=clock,
         observer=options.observer,
         store=store,
-        num_train_samples=order.num_samples if is_map else None,
+        num_train_samples=order.num_samples if isinstance(source, MapSource) else None,
         records=RecordWriter(None),
     )
+
+
+def _refuse_streams(source: MapSource | Iterable[Any], plan: Plan) -> None:
+    if plan.shards_model and not isinstance(source, MapSource):
+        raise no_lockstep()
 
 
 def _hold(

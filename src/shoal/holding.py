@@ -14,6 +14,7 @@ from shoal.errors import JobError
 from shoal.mesh import Mesh
 from shoal.parts import Part
 from shoal.planner.communication import Volumes
+from shoal.planner.divided import SlicedBlock, Staged
 
 # Tensors under paths, each with the part that it is of a logical one.
 Held = dict[str, tuple[Part, Tensor]]
@@ -48,7 +49,9 @@ class Division:
     a partial sum over axes of the mesh, and these axes. `outputs`: modules that give other tensors than in the whole
     model, and what makes these of them, collectively over the ranks that compute the same grains. `is_elsewhere`:
     whether a forward is in modules that another rank computes. `sends`: what forwards and backwards of microbatches of
-    so many samples send, if there is a formula. `notes` say how and why, a line each.
+    so many samples send over a tensor axis, if there is a formula. `staged`: the stages of a pipeline, `sliced`: the
+    blocks of a context axis. `cut`: what a rank would have of a parameter of that shape, if it held any. `notes` say
+    how and why, a line each.
     """
 
     parts: dict[str, Part] = field(default_factory=dict)
@@ -56,6 +59,9 @@ class Division:
     partial: dict[str, tuple[str, ...]] = field(default_factory=dict)
     outputs: dict[str, Output | None] = field(default_factory=dict)
     is_elsewhere: Callable[[], bool] = lambda: False
+    staged: Staged | None = None
+    sliced: tuple[SlicedBlock, ...] = ()
+    cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
     sends: Callable[[Sequence[int]], Volumes | None] | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -206,7 +212,8 @@ class Holding:
         """Adds up a gradient over a group, in float32 at least: 16 bits would lose what autograd kept."""
         dtype = torch.float32 if parameter.itemsize < 4 else parameter.dtype
         if parameter.is_meta:  # its stages are elsewhere: this rank adds nothing
-            dist.all_reduce(torch.zeros(parameter.shape, dtype=dtype, device=self.mesh.device), group=group)
+            shape = self.division.cut(tuple(parameter.shape))
+            dist.all_reduce(torch.zeros(shape, dtype=dtype, device=self.mesh.device), group=group)
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

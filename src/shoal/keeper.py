@@ -183,7 +183,7 @@ class Keeper:
 
     def _take_up(self, store: Store, saved: Saved | None, step: int, loss_scale: LossScale) -> RunState:
         try:
-            return self._restore(saved or store.read(step), loss_scale)
+            return self._restore(saved or store.open(step), loss_scale)
         except (ManifestError, OSError) as error:
             if isinstance(error, ShoalError):
                 raise

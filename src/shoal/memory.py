@@ -5,7 +5,7 @@ Storages are counted, each once, so that a view costs nothing and a parameter cu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -139,6 +139,28 @@ class Gathered:
         self.peak = max(self.peak, storage_bytes([*self.parameters(), *buffers, *arriving]))
 
 
+class _After:
+    """Something called after each call of an object's method, until `remove`."""
+
+    def __init__(self, owner: Any, name: str, then: Callable[[], None]) -> None:
+        self._owner, self._name = owner, name
+        method = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = method(*args, **kwargs)
+            then()
+            return found
+
+        setattr(owner, name, call)
+
+    def remove(self) -> None:
+        delattr(self._owner, self._name)
+
+
+# Axes whose collectives carry activations, and no parameters.
+_OF_ACTIVATIONS = ("tensor", "context", "pipeline")
+
+
 class MemoryMeter:
     """Measures a step of one model: peak bytes by category between `start` and `stop`.
 
@@ -158,18 +180,18 @@ class MemoryMeter:
         self._gradients, self._gathered.peak = 0, 0
         self._saved.exclude(self._parameters())
         self._saved.exclude(self._gathered.parameters())
-        for module in self._gathered.modules:
-            self._handles.append(module.register_forward_pre_hook(self._unsharded))
+        for group in self._gathered.groups:  # not a hook of the module, which pipeline stages gather within
+            self._handles.append(_After(group, "wait_for_unshard", self._unsharded))
         self._saved.start()
 
-    def _unsharded(self, *_: Any) -> None:
+    def _unsharded(self) -> None:
         """After a unit was gathered: what autograd keeps of it is no activation."""
         self._saved.exclude(self._gathered.parameters())
         self._gathered.look()
 
     def collective(self, kind: str, group: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         """A listener of Traffic."""
-        if not self._gathered.modules:
+        if not self._gathered.modules or group in _OF_ACTIVATIONS:
             return
         if kind == "all_gather":
             self._gathered.look(outputs)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.grains import Grain, share
-from shoal.holding import Holding
+from shoal.grains import Grain, microbatches, share
+from shoal.holding import Holding, local
 from shoal.memory import Gathered, MemoryMeter
-from shoal.mesh import Mesh
 from shoal.observation import Observer
 from shoal.plan.layout import Layout
 from shoal.plan.plan import Plan
 from shoal.planner.communication import Array, Gradients, Sharding, Volumes
+from shoal.planner.divided import Partial, SlicedBlock
 from shoal.planner.memory import Footprint, StateShape, state_shape
 from shoal.planner.rank import Described, memory, traffic
 from shoal.precision import Precision
@@ -45,10 +47,16 @@ class StepMeter(Observer):
         self._memory: MemoryMeter | None = None
         self._strategy: Strategy | None = None
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, mesh: Mesh) -> None:
-        """What is measured, before the first step."""
-        self._memory, self._strategy = MemoryMeter(model, optimizer), strategy
-        self._traffic = Traffic(mesh.groups, self._memory.collective)
+    def attach(
+        self,
+        holding: Holding,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        wires: Iterable[dist.ProcessGroup] = (),
+    ) -> None:
+        """What is measured, before the first step; `wires` carry messages between stages."""
+        self._memory, self._strategy = MemoryMeter(holding.model, optimizer), strategy
+        self._traffic = Traffic(holding.mesh.groups, self._memory.collective, wires)
         self._left = MEASURED_STEPS
 
     @property
@@ -130,11 +138,14 @@ class Shares:
         parts = [share(list(self.grains), p.data * layout.shard + p.shard, layout.divides_grains) for p in places]
         return [[grain.index for grain in part] for part in parts]
 
-    def microbatches(self, layout: Layout, rank: int) -> list[int]:
-        """The samples of each microbatch of a rank."""
-        sizes = {grain.index: grain.size for grain in self.grains}
-        own, per = self.held(layout)[rank], self.grains_per_microbatch
-        return [sum(sizes[index] for index in own[i : i + per]) for i in range(0, len(own), per)]
+    def samples(self, layout: Layout, rank: int, lockstep: bool) -> list[int]:
+        """The samples of each microbatch of a rank; in lockstep with those that fill up to the most of any."""
+        parts = [share(list(self.grains), part, layout.divides_grains) for part in range(layout.divides_grains)]
+        sizes = [[sum(g.size for g in run) for run in microbatches(p, self.grains_per_microbatch)] for p in parts]
+        place = layout.coordinate(rank)
+        own = sizes[place.data * layout.shard + place.shard]
+        filler = next(found[0] for found in sizes if found)
+        return own + [filler] * ((max(map(len, sizes)) - len(own)) if lockstep else 0)
 
 
 def describe(
@@ -149,23 +160,49 @@ def describe(
         on_cpu=precision.device.type == "cpu",
         buffer_numel=sum(known[name].numel() for name in shares.buffers),
     )
-    division, mesh = holding.division, holding.mesh
-    sends = division.sends(shares.microbatches(plan.degrees, mesh.rank)) if division.sends is not None else None
-    summed = [holding.model.get_parameter(name) for name, axes in division.partial.items() if "tensor" in axes]
+    layout, division, rank = plan.degrees, holding.division, holding.mesh.rank
+    samples = tuple(shares.samples(layout, rank, plan.shards_model))
     return Described(
         gradients,
         frozen=tuple(array(p) for _, p in holding.parameters() if not p.requires_grad),
         state=optimizer_shape(optimizer),
         num_grains=shares.num_grains,
         held=held,
-        sharding=sharding(holding.model, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
-        within=sends,
-        partial=tuple(array(p) for p in summed if p.requires_grad),
+        sharding=sharding(holding, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
+        within=division.sends(samples) if division.sends is not None else None,
+        staged=division.staged,
+        sliced=_sliced(holding),
+        samples=samples,
+        partial=partial(holding),
+        num_cut=sum(p.requires_grad and p.ndim > 0 for p in holding.model.parameters()),
     )
 
 
-def sharding(model: nn.Module, plan: Plan, precision: Precision, microbatches: int) -> Sharding | None:
-    """How fully_shard cuts a model; None where it does not."""
+def _sliced(holding: Holding) -> tuple[SlicedBlock, ...]:
+    """The blocks of a context axis that this rank computes."""
+    here = {name.rpartition(".")[0] for name, _ in holding.parameters()}
+    return tuple(b for b in holding.division.sliced if any(f"{name}.".startswith(f"{b.name}.") for name in here))
+
+
+def partial(holding: Holding) -> tuple[Partial, ...]:
+    """The gradients that are summed after the backward, by axis."""
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, axes in holding.division.partial.items():
+        parameter = holding.model.get_parameter(name)
+        for axis in axes if parameter.requires_grad else ():
+            found.setdefault(axis, []).append((name, parameter))
+    told = []
+    for axis, named in sorted(found.items()):
+        here = [p for _, p in named if axis == "pipeline" or not p.is_meta]
+        shapes = [holding.division.cut(tuple(p.shape)) if p.is_meta else tuple(local(p).shape) for p in here]
+        sizes = tuple((prod(shape), p.itemsize) for shape, p in zip(shapes, here, strict=True))
+        told.append(Partial(axis, len(named), sizes))
+    return tuple(told)
+
+
+def sharding(holding: Holding, plan: Plan, precision: Precision, count: int) -> Sharding | None:
+    """How fully_shard cuts a model of which `count` microbatches are computed; None where it does not."""
+    model, staged = holding.model, holding.division.staged
     groups = Gathered(model).groups
     if not groups:
         return None
@@ -173,15 +210,25 @@ def sharding(model: nn.Module, plan: Plan, precision: Precision, microbatches: i
     inner = [group for group in groups if model not in group.modules]
     own = [p for group in groups if model in group.modules for p in group.fsdp_params]
     last = max((places[m] for group in inner for unit in group.modules for m in unit.modules()), default=-1)
-    units = [[array(p.sharded_param) for p in params] for params in [*(group.fsdp_params for group in inner), own]]
+    params = [*(group.fsdp_params for group in inner), own]
+    units = [[array(p.sharded_param) for p in unit] for unit in params]
+    names = {id(p): name for name, p in model.named_parameters()}
+    uses = [
+        sum(any(names.get(id(p.sharded_param)) in used for p in unit) for used in staged.used.values()) if staged else 1
+        for unit in params
+    ]
     return Sharding(
         tuple(map(tuple, units)),
         degree=plan.layout.shard,
         replicas=plan.layout.data,
-        microbatches=microbatches,
+        microbatches=count,
         kept=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
         gather_itemsize=precision.parameters.itemsize,
         reduce_itemsize=precision.reduce.itemsize,
+        resharded=staged is None or plan.shard.level != "gradients",
+        uses=tuple(uses),
+        halves=staged is not None and staged.halves,
+        reduce_every=plan.shard.reduce == "every_microbatch",
         root_early=sum(array(p.sharded_param).numel for p in own if places[p._module_info.module] > last),
     )
 

@@ -95,7 +95,8 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
         engine = build(loaded.job, plan, mesh, options)
         try:
             if request.telemetry:
-                meter.attach(engine.model, engine.updater.optimizer, engine.strategy, mesh)
+                wires = engine.pipeline.groups if engine.pipeline is not None else []
+                meter.attach(engine.holding, engine.updater.optimizer, engine.strategy, wires)
             return _train_built(engine, loaded, request, signals, course)
         finally:
             meter.close()

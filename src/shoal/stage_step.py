@@ -25,25 +25,28 @@ class StageStep:
     buffers: StepBuffers
     observer: Observer
     speaks: bool  # whether this rank, of those with the same grains, counts their losses
+    own: int  # microbatches that count; those after them fill up, in step with ranks that have more
 
     def run(self, pipeline: Pipeline, microbatches: list[Microbatch], batches: list[Any], factor: float) -> None:
         """Adds the gradients and sums of these microbatches; loss totals are multiplied by `factor`.
 
         Raises: what fails on this rank, after its part for the others; RedoError. Collective: the pipeline's ranks.
         """
-        if self.computer.computation.randomness == "opaque":
-            raise JobError(
-                given="a model that draws at random in ways that cannot be told apart by grain, in pipeline stages",
-                conflict="a stage does not compute the modules before it, and cannot tell what they would have drawn",
-                remedy="draw with torch's functions on tensors whose first dim is the samples, or use "
-                "layout.pipeline = 1",
-            )
+        self._refuse_opaque()
         done = [0] * len(microbatches)
 
         def begins(number: int) -> None:
-            self.observer.microbatch(microbatches[number], batches[number])
+            if number < self.own:
+                self.observer.microbatch(microbatches[number], batches[number])
+
+        def filled(result: Any) -> Tensor | None:
+            self.buffers.restore()
+            self.strategy.add(buffer_sums(self.buffers.weighted(0)))
+            return None if result is None else result[0] * 0.0
 
         def forwarded(number: int, result: Any) -> Tensor | None:
+            if number >= self.own:
+                return filled(result)
             microbatch = microbatches[number]
             self.computer.check_buffers(self.buffers)
             buffers = self.buffers.weighted(microbatch.num_samples)
@@ -57,10 +60,8 @@ class StageStep:
                 return None
             total, weight = result
             check_gradient(total)
-            if self.speaks:
-                self.strategy.add(microbatch_sums(microbatch, total, weight, buffers))
-            else:
-                self.strategy.add(buffer_sums(buffers))
+            own = microbatch_sums(microbatch, total, weight, buffers) if self.speaks else buffer_sums(buffers)
+            self.strategy.add(own)
             self.observer.loss(total.detach(), weight)
             scaled: Tensor = total * factor if factor != 1.0 else total
             return scaled
@@ -85,3 +86,12 @@ class StageStep:
             ),
         )
         self.observer.computed()
+
+    def _refuse_opaque(self) -> None:
+        if self.computer.computation.randomness == "opaque":
+            raise JobError(
+                given="a model that draws at random in ways that cannot be told apart by grain, in pipeline stages",
+                conflict="a stage does not compute the modules before it, and cannot tell what they would have drawn",
+                remedy="draw with torch's functions on tensors whose first dim is the samples, or use "
+                "layout.pipeline = 1",
+            )

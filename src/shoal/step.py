@@ -220,17 +220,8 @@ class StepRunner:
         try:
             if parts.pipeline is not None:
                 self._in_stages(parts.pipeline, data)
-                data = None
-            own = data.num_microbatches if data is not None else 0
-            most = parts.loader.most_microbatches(self._step) if parts.strategy.lockstep else own
-            for number in range(most):
-                parts.clock.mark("data_wait")
-                if data is not None and number < own:
-                    microbatch = next(data.microbatches)
-                    self.seen.append(replace(microbatch, batch=None))
-                    self._microbatch(microbatch, last=number == most - 1)
-                else:
-                    self._fill(parts.loader.filler(self._step), last=number == most - 1)
+            else:
+                self._in_turn(data)
         except RedoError as redo:
             if parts.strategy.lockstep:  # the others may be in a collective of this microbatch, and not do so
                 raise JobError(
@@ -249,26 +240,44 @@ class StepRunner:
                 self._ahead = self._step + 1, self._read(self._step + 1)
         return parts.strategy.finish(flags, NUM_SUMS + self._parts.buffers.num_values, self._next_row())
 
+    def _in_turn(self, data: StepData | None) -> None:
+        """All microbatches, one after the other."""
+        parts = self._parts
+        own = data.num_microbatches if data is not None else 0
+        most = parts.loader.most_microbatches(self._step) if parts.strategy.lockstep else own
+        for number in range(most):
+            parts.clock.mark("data_wait")
+            if data is not None and number < own:
+                microbatch = next(data.microbatches)
+                self.seen.append(replace(microbatch, batch=None))
+                self._microbatch(microbatch, last=number == most - 1)
+            else:
+                self._fill(parts.loader.filler(self._step), last=number == most - 1)
+
     def _ends_at_once(self, error: Exception) -> bool:
         """Whether this rank cannot tell the others what it failed of, in a model that they compute together."""
-        layout = self._parts.mesh.layout
-        told = self._parts.pipeline is not None and layout.tensor * layout.context == 1 and not is_lost_peer(error)
+        pipeline = self._parts.pipeline
+        told = pipeline is not None and pipeline.alone and not is_lost_peer(error)
         return self._parts.holding.divided and not told
 
     def _in_stages(self, pipeline: Pipeline, data: StepData | None) -> None:
         """All microbatches through this rank's stages. Collective: the pipeline's ranks, which have the same data."""
         parts = self._parts
-        if data is None or not data.num_microbatches:
+        microbatches = list(data.microbatches) if data is not None else []
+        own = len(microbatches)
+        if parts.strategy.lockstep:
+            most = parts.loader.most_microbatches(self._step)
+            microbatches += [parts.loader.filler(self._step)] * (most - own)
+        if not microbatches:
             return
         from shoal.stage_step import StageStep  # half a second of torch, which other plans do not need
 
-        microbatches = list(data.microbatches)
         first, self._first = self._first, None
         batches = [first() if first is not None else parts.precision.inputs(microbatches[0].batch)]
         batches += [parts.precision.inputs(microbatch.batch) for microbatch in microbatches[1:]]
-        self.seen = [replace(microbatch, batch=None) for microbatch in microbatches]
+        self.seen = [replace(microbatch, batch=None) for microbatch in microbatches[:own]]
         parts.clock.mark("forward")
-        step = StageStep(parts.computer, parts.strategy, parts.buffers, parts.observer, parts.mesh.speaks)
+        step = StageStep(parts.computer, parts.strategy, parts.buffers, parts.observer, parts.mesh.speaks, own)
         step.run(pipeline, microbatches, batches, self._factor)
 
     def _failed(self, error: Exception) -> Flags:

@@ -30,12 +30,15 @@ _CLIP_EPSILON = 1e-6
 
 
 class Parameters(list[nn.Parameter]):
-    """The trainable parameters that a rank holds, each once; `named` gives them with their names, in the same order."""
+    """The trainable parameters that a rank holds, each once; `named` gives them with their names, in the same order.
+
+    None on a rank whose stages of a pipeline are frozen.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
         super().__init__(p for _, p in self._named)
-        if not self:
+        if not any(p.requires_grad for p in model.parameters()):
             raise JobError(
                 given=f"a {type(model).__name__} without trainable parameters",
                 conflict="there is nothing to train",
@@ -52,7 +55,7 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
     """The job's optimizer. Raises: JobError or UserCodeError where it is none that can be stepped once a step."""
     try:
         with compiler_deferred():
-            optimizer = make(parameters)
+            optimizer = make(parameters) if parameters else _empty(make)
     except ShoalError:
         raise
     except Exception as error:
@@ -79,6 +82,22 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             remedy="build it from the list that the optimizer function is given",
         )
     return optimizer
+
+
+def _empty(make: Callable[[Any], Any]) -> Any:
+    """An optimizer of nothing: torch's refuse to be made without a parameter, so that one is given and taken."""
+    optimizer = make(_Nothing())
+    for group in getattr(optimizer, "param_groups", ()):
+        group["params"].clear()
+    return optimizer
+
+
+class _Nothing(list[nn.Parameter]):
+    """A list of one parameter without elements, none of which has a name."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Parameter(torch.empty(0))])
+        self.named: Iterator[tuple[str, nn.Parameter]] = iter(())
 
 
 def refuse_on_parts(optimizer: torch.optim.Optimizer, holding: Holding) -> None:
@@ -125,7 +144,7 @@ class Updater:
         named = [(name, p) for name, p in holding.parameters() if p.requires_grad]
         self._parameters = [p for _, p in named]
         self._counted = [p for name, p in named if holding.counts(name)]
-        self._job, self._observer = job, observer
+        self._job, self._observer, self._judged = job, observer, False
         self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
             raise JobError(
@@ -160,7 +179,17 @@ class Updater:
         self._observer.clipped(norm)
         seed_everything(random_key(self._job.seed, "optimizer", progress.step))  # some add noise: the same on all ranks
         self._strategy.update(self._step_optimizer)
+        if not self._judged:
+            self._refuse_whole_state()
+            self._judged = True
         return Update(norm, rate, None)
+
+    def _refuse_whole_state(self) -> None:
+        """Raises: JobError for state of a part of a parameter that is not such a part, and would go with no layout."""
+        state = self.optimizer.state
+        made = [(name, state[p]) for name, p in self._holding.parameters() if p in state]
+        held = {f"{name}/{key}": v for name, values in made for key, v in values.items() if isinstance(v, Tensor)}
+        self._holding.state({path: local(tensor) for path, tensor in held.items()})
 
     def _step_optimizer(self) -> None:
         before = all_generators() if self._holding.divides_state else None

@@ -25,7 +25,9 @@ class Use:
 
     def plan(self, ranks: int, further: dict[str, dict[str, Any]]) -> shoal.Plan:
         """The plan on so many ranks; `further` are the case's own sections."""
-        return shoal.Plan().with_sections(layout={self.axis: ranks}, **{**self.sections, **further})
+        sections = {**self.sections, **further}
+        layout = {**sections.pop("layout", {}), self.axis: ranks}
+        return shoal.Plan().with_sections(layout=layout, **sections)
 
 
 EXACT = {"execution": {"exact": True}}
@@ -59,6 +61,17 @@ BLOCKS = frozenset({"blocks", "blocks in bf16", "blocks computed again", RECOMPU
 UNEVEN = frozenset({"empty rank", "frozen, unused, conditional"})
 
 
+def sharded_stages(schedule: str, level: str) -> Use:
+    """Two pipeline stages a group, and two ranks that divide what each holds."""
+    sections: dict[str, dict[str, Any]] = {
+        "layout": {"pipeline": 2},
+        "pipeline": {"schedule": schedule},
+        "shard": {"level": level},
+    }
+    usual = frozenset({"dropout"} if schedule == "1f1b" else set())
+    return Use("FullySharded", "shard", sections, STAGED, 2, usual)
+
+
 def staged(schedule: str) -> Use:
     """Two pipeline stages, one a rank."""
     usual = frozenset({"batch normalisation", "dropout", "accumulation of 3"} if schedule == "1f1b" else {"dropout"})
@@ -90,6 +103,12 @@ STRATEGIES: dict[str, Use] = {
         "DataParallel", "tensor", {"tensor": {"sequence": True}}, BLOCKS, usual=frozenset({RECOMPUTED})
     ),
     **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
+    "Pipeline 1f1b, parameters": sharded_stages("1f1b", "parameters"),
+    "Pipeline zero_bubble, parameters": sharded_stages("zero_bubble", "parameters"),
+    "Pipeline gpipe, gradients": sharded_stages("gpipe", "gradients"),
+    "context axis and pipeline": Use(
+        "DataParallel", "context", {"layout": {"pipeline": 2}}, num_ranks=2, usual=frozenset({"blocks"})
+    ),
     "context axis": Use("DataParallel", "context", usual=frozenset({"blocks"})),
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.
 }

@@ -64,13 +64,13 @@ def transformer(**changes: Any) -> shoal.Job:
         found = torch.randint(50, (samples, 9), generator=torch.Generator().manual_seed(seed))
         return found[:, :-1].contiguous(), found[:, 1:].contiguous()
 
+    defaults: dict[str, Any] = {"model": Transformer}
     return small(
-        model=Transformer,
         loss=lambda model, batch: shoal.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
         train_data=partial(data, 100),
         eval_data=None,
         metrics={},
-        **changes,
+        **{**defaults, **changes},
     )
 
 
@@ -92,6 +92,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero 1": {"layout": {"shard": 2}, "shard": {"level": "optimizer"}},
     "zero 2": {"layout": {"shard": 2}, "shard": {"level": "gradients"}, "batch": {"grains_per_microbatch": 2}},
     "zero 3": {"layout": {"shard": 3}, "shard": {"level": "parameters"}},
+    "zero 2, late": {
+        "layout": {"shard": 2},
+        "shard": {"level": "gradients", "reduce": "last_microbatch"},
+        "batch": {"grains_per_microbatch": 1},
+    },
+    "zero 3, late": {
+        "layout": {"data": 2, "shard": 2},
+        "shard": {"reduce": "last_microbatch"},
+        "batch": {"grains_per_microbatch": 1},
+    },
     "zero 3, hybrid": {"layout": {"data": 2, "shard": 2}, "shard": {"level": "parameters"}},
     "zero 1, exact": {"layout": {"data": 2, "shard": 2}, "shard": {"level": "optimizer"}, "execution": {"exact": True}},
 }
@@ -108,7 +118,8 @@ def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int 
             meter = StepMeter()
             engine = build(job, plan, mesh, Options(telemetry=False, observer=meter))
             try:
-                meter.attach(engine.model, engine.updater.optimizer, engine.strategy, mesh)
+                wires = engine.pipeline.groups if engine.pipeline is not None else []
+                meter.attach(engine.holding, engine.updater.optimizer, engine.strategy, wires)
                 outcome = engine.trainer(None, steps, around, RecordWriter(None)).train()
                 found = Computation.from_json(outcome.state.computation or {})
                 grains = engine.order.grains(meter.step or 0)
@@ -134,6 +145,42 @@ def test_a_step_sends_and_holds_what_the_formulas_say(job: Any, sections: dict[s
         assert found["traffic"] == wanted["traffic"]
         assert found["memory"] | {"activations": None} == wanted["memory"]
         assert found["memory"]["activations"] > 0
+
+
+ZERO_BUBBLE = {"schedule": "zero_bubble"}
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+STAGED: dict[str, dict[str, Any]] = {
+    "1f1b": {"layout": {"data": 2, "pipeline": 2}},
+    "zero bubble on 3": {"layout": {"pipeline": 3}, "pipeline": ZERO_BUBBLE},
+    "zero 1": {"layout": {"shard": 2, "pipeline": 2}, "shard": {"level": "optimizer"}},
+    "zero 2": {"layout": {"shard": 2, "pipeline": 2}, "shard": {"level": "gradients"}, "pipeline": ZERO_BUBBLE},
+    "zero 3": {"layout": {"shard": 2, "pipeline": 2}, "pipeline": INTERLEAVED},
+    "zero 3, zero bubble": {"layout": {"shard": 2, "pipeline": 2}, "pipeline": ZERO_BUBBLE},
+    "zero 3, late": {
+        "layout": {"shard": 3, "pipeline": 2},
+        "shard": {"reduce": "last_microbatch"},
+        "batch": {"grains_per_microbatch": 1},
+    },
+}
+
+
+SLICED: dict[str, dict[str, Any]] = {
+    "context": {"layout": {"context": 2}, "batch": {"grains_per_microbatch": 2}},
+    "context, data": {"layout": {"data": 2, "context": 2}},
+    "context, pipeline": {"layout": {"context": 2, "pipeline": 2}},
+    "context, zero 3": {"layout": {"context": 2, "shard": 2}},
+}
+STAGED |= SLICED
+
+
+@pytest.mark.parametrize("sections", STAGED.values(), ids=STAGED.keys())
+def test_stages_send_and_hold_what_the_formulas_say(sections: dict[str, Any], tmp_path: Path) -> None:
+    for told in measured(transformer(optimizer=adamw, model=partial(Transformer, blocks=4)), sections, tmp_path / "r"):
+        found, wanted = told["measured"], told["predicted"]
+        assert found["traffic"] == wanted["traffic"]
+        known = {kind: size for kind, size in wanted["memory"].items() if size is not None}
+        assert {kind: found["memory"][kind] for kind in known} == known
+        assert {"parameters", "optimizer"} <= known.keys()
 
 
 TENSOR: dict[str, dict[str, Any]] = {

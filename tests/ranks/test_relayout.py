@@ -24,6 +24,8 @@ AFTER: dict[str, dict[str, dict[str, Any]]] = {
     "tensor 2": {"layout": {"tensor": 2}},
     "pipeline 2": {"layout": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}},
     "context 2": {"layout": {"context": 2}},
+    "shard 2 x pipeline 2": {"layout": {"shard": 2, "pipeline": 2}, "shard": {"level": "parameters"}},
+    "context 2 x pipeline 2": {"layout": {"context": 2, "pipeline": 2}},
     "shard 2, optimizer, x tensor 2": {"layout": {"shard": 2, "tensor": 2}, "shard": {"level": "optimizer"}},
 }
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # of a model so small two take longer
@@ -45,11 +47,11 @@ def plan(path: Path, sections: dict[str, dict[str, Any]]) -> tuple[str, ...]:
     return ("--plan", str(path))
 
 
-def resumed(undisturbed: Ended, out: Path, sections: dict[str, dict[str, Any]]) -> Run:
+def resumed(undisturbed: Ended, out: Path, sections: dict[str, dict[str, Any]], after: int = CHANGED) -> Run:
     """From a copy of the run as it was when the checkpoint in its middle was its newest."""
     shutil.copytree(undisturbed.out, out)
     (out / "result.json").unlink()
-    kept = out / "checkpoints" / f"step-{CHANGED:08d}"
+    kept = out / "checkpoints" / f"step-{after:08d}"
     for other in (out / "checkpoints").iterdir():
         if other != kept:
             shutil.rmtree(other) if other.is_dir() else other.unlink()
@@ -69,7 +71,7 @@ def farthest(found: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.slow  # seven runs, each of which imports torch on two or four ranks
+@pytest.mark.slow  # nine runs, each of which imports torch on two or four ranks
 @pytest.mark.timeout(500)
 def test_resumed_under_every_other_layout(tmp_path: Path) -> None:
     arguments = (*plan(tmp_path / "before.toml", BEFORE), "--checkpoint-every", str(CHANGED))
@@ -90,3 +92,18 @@ def test_resumed_under_every_other_layout(tmp_path: Path) -> None:
         assert farthest(column(one, "loss")[CHANGED:], losses[CHANGED:]) <= TOLERANCE, name
         assert one.result["metrics"].keys() == result["metrics"].keys(), name
         assert farthest(list(one.result["metrics"].values()), list(result["metrics"].values())) <= TOLERANCE, name
+
+
+def test_what_divided_stages_wrote_one_process_takes_up(tmp_path: Path) -> None:
+    """Parameters cut over the shard axis in each stage; in the other direction: above."""
+    staged = AFTER["shard 2 x pipeline 2"]
+    short = ("--steps", "6")
+    arguments = (*plan(tmp_path / "before.toml", staged), "--checkpoint-every", "3", *short)
+    undisturbed = run(Run(JOB, tmp_path / "before", None, arguments=arguments, environment=ONE_THREAD), LIMIT).expect(0)
+    wanted = resumed(undisturbed, tmp_path / "after", AFTER["one process"], 3)
+    wanted.arguments = (*wanted.arguments, *short)
+    ended = run(wanted, LIMIT).expect(0)
+    assert ended.result["sample_digest"] == undisturbed.result["sample_digest"]
+    losses = [[record["loss"] for record in one.records] for one in (ended, undisturbed)]
+    assert len(losses[0]) == 6
+    assert farthest(*losses) <= TOLERANCE

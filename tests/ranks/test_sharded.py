@@ -77,18 +77,20 @@ def test_resumed_under_another_layout(
 # --------------------------------------------------------------------------------------------- from inside of the ranks
 
 
-def in_ranks(job: Callable[[], shoal.Job], layout: dict[str, int], folder: Path) -> list[Any]:
-    """Trains two steps on forked ranks; each rank's elements of optimizer state and of parameters."""
+def in_ranks(
+    job: Callable[[], shoal.Job], layout: dict[str, int], folder: Path, level: str = "optimizer", steps: int = 2
+) -> list[Any]:
+    """Trains some steps on forked ranks; each rank's elements of optimizer state and of parameters."""
 
     def work(environment: Environment) -> None:
         made = job()
-        sections: dict[str, Any] = {"layout": layout, "shard": {"level": "optimizer"}}
+        sections: dict[str, Any] = {"layout": layout, "shard": {"level": level}}
         wanted = complete(shoal.Plan().with_sections(**sections), made.grains, made.grain_size)
         around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
         with open_mesh(environment, wanted.degrees) as mesh:
             engine = build(made, wanted, mesh, Options(telemetry=False))
             try:
-                engine.trainer(None, 2, around, RecordWriter(None)).train()
+                engine.trainer(None, steps, around, RecordWriter(None)).train()
                 state = engine.updater.optimizer.state
                 counted = [sum(v.numel() for v in s.values() if isinstance(v, Tensor)) for s in state.values()]
                 told = {"state": sum(counted), "parameters": engine.num_parameters}
@@ -165,4 +167,60 @@ def test_parameters_of_any_kind_arrive(tmp_path: Path) -> None:
     job = small(model=Kinds, optimizer=partial(torch.optim.AdamW, lr=0.001))
     sections: dict[str, Any] = {"layout": {"shard": 4}, "shard": {"level": "optimizer"}}
     verdict = shoal.verify(job, shoal.Plan().with_sections(**sections), steps=2)
+    assert verdict.verified, verdict.render()
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def by_parts(model: Any, batch: Any) -> Any:
+    return shoal.cross_entropy(model[2](torch.tanh(model[0](batch[0]))), batch[1])
+
+
+def test_a_loss_that_calls_parts_of_a_sharded_model_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="uses parts of the model by themselves") as caught:
+        in_ranks(partial(small, loss=by_parts), {"shard": 2}, tmp_path / "ranks", "parameters", 1)
+    assert "call the whole model" in caught.value.remedy
+
+
+class Rows(torch.optim.SGD):
+    """Keeps a number a row: of a parameter cut by rows not the parameter's part."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("rows", torch.zeros(parameter.shape[0]))
+        return super().step()
+
+
+def test_state_that_cannot_be_cut_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="this rank holds a part of shape"):
+        in_ranks(partial(small, optimizer=partial(Rows, lr=0.1)), {"shard": 2}, tmp_path / "ranks", "gradients", 1)
+
+
+def test_a_stream_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter([(torch.zeros(6), torch.tensor(0))] * 40)
+
+    job = partial(small, train_data=Stream(), length=shoal.Steps(2))
+    with pytest.raises(JobError, match="of a stream none knows the others' share"):
+        in_ranks(job, {"shard": 2}, tmp_path / "ranks", "parameters", 0)  # not one step
+
+
+class Frozen(nn.Sequential):
+    """The first half is not trained: in two stages, the first one has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)), nn.Linear(6, 3))
+        for part in list(self)[:2]:
+            part.requires_grad_(False)
+
+
+@pytest.mark.parametrize("shard", [{}, {"level": "parameters"}])
+def test_a_stage_without_anything_to_train(shard: dict[str, Any]) -> None:
+    job = small(model=Frozen, optimizer=partial(torch.optim.AdamW, lr=0.01), clip_norm=0.1)
+    layout = {"pipeline": 2, "shard": 2 if shard else 1}
+    plan = shoal.Plan().with_sections(layout=layout, shard=shard, pipeline={"split": ["2"]})
+    verdict = shoal.verify(job, plan, steps=2)
     assert verdict.verified, verdict.render()

@@ -261,6 +261,20 @@ def test_an_optimizer_that_draws_noise_draws_the_same_everywhere() -> None:
     assert torch.equal(*found)
 
 
+def test_a_rank_of_frozen_stages_has_an_optimizer_of_nothing() -> None:
+    made = model().requires_grad_(False)
+    elsewhere = nn.Linear(2, 2, device="meta")
+    parameters = Parameters(nn.ModuleList([made, elsewhere]))
+    assert parameters == []
+    optimizer = build_optimizer(lambda p: torch.optim.AdamW(p, lr=0.1), parameters)
+    optimizer.step()
+    assert [group["params"] for group in optimizer.param_groups] == [[]]
+    grouped = build_optimizer(lambda p: torch.optim.SGD([{"params": [q for _, q in p.named]}], lr=0.1), parameters)
+    assert [group["params"] for group in grouped.param_groups] == [[]]
+    with pytest.raises(JobError, match="nothing to train"):
+        Parameters(made)
+
+
 # --------------------------------------------------------------------------------------------------------------- fused
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

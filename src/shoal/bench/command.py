@@ -49,8 +49,8 @@ def bench(options: argparse.Namespace, started_at: float) -> int:
         from shoal.bench.collectives import bench_collectives
 
         code = bench_collectives(ranks, options.sizes, out, started_at)
-        for note in busy.notes():
-            print(f"note: {note}")
+        if busy.share() >= _BUSY_SHARE:
+            print(f"note: other programs used {busy.share():.0%} of the cores meanwhile; run it again when they are idle")
         return code
     session = _Session(bool(options.quick), started_at)
     measured = session.on_gpus(ranks) if found_gpus else session.on_cores(ranks)

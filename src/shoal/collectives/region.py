@@ -39,6 +39,12 @@ class Region:
         bytes_of_it: Tensor = self.slots[rank][offset : offset + numel * dtype.itemsize]
         return bytes_of_it.view(dtype)
 
+    def own(self, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """As `tensor` from the slot's beginning, with a storage of that size: what a rank counts as its memory."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=rank * self.slot_bytes)
+
     def offset_in(self, rank: int, tensor: Tensor) -> int | None:
         """The byte of the rank's slot at which a tensor begins; None where it is elsewhere."""
         start = tensor.data_ptr() - self.base - rank * self.slot_bytes

@@ -1,7 +1,7 @@
 """Shared memory: the ranks of one host reduce each other's tensors where they lie.
 
-Every call is posted: its data are ready, its header says what it is. The first wait for it does this rank's part of
-the work, once all ranks have posted. Three ways, by where the data are and how much:
+Every call is posted: its data are ready, its header says what it is. This rank's part of the work is done once all
+ranks have posted: at this rank's next call, or at the wait for it. Three ways, by where the data are and how much:
 
 - up to ONE_SHOT_BYTES a rank: copied to a mailbox, and every rank reduces all mailboxes: one exchange of words;
 - in a tensor from `allocate`: each rank reduces its part of all slots and writes it to all; nothing else is copied;
@@ -45,6 +45,11 @@ class _Call:
     work: Callable[[int], None]
     settles: bool  # whether it is over only when all ranks have done their part
     number: int = 0
+
+    @property
+    def staged(self) -> bool:
+        """Whether its data go through the staging areas."""
+        return bool(_HEADER.unpack(self.header)[4] == _STAGED)
 
 
 class _Pending:
@@ -96,9 +101,10 @@ class SharedMemory(Collective):
         Collective: two all-gathers of a few numbers, which may come between calls under way.
         """
         region = open_region(self._exchange, self.rank, self.world_size, numel * dtype.itemsize)
-        self._regions[region.base] = self._num_regions, region
+        tensor = region.own(self.rank, numel, dtype)
+        self._regions[tensor.untyped_storage().data_ptr()] = self._num_regions, region
         self._num_regions += 1
-        return region.tensor(self.rank, 0, numel, dtype)
+        return tensor
 
     def release(self, tensor: Tensor) -> None:
         """The memory goes when the tensor does. Not collective."""
@@ -190,7 +196,9 @@ class SharedMemory(Collective):
         self._state.backlog.append(call)
         self._post()
         handle = _Pending(self, call)
-        if not asynchronous:
+        if asynchronous:
+            self._work_on_ready()
+        else:
             handle.wait()
         return handle
 
@@ -221,11 +229,19 @@ class SharedMemory(Collective):
             self._post()
         while state.finished < call.number:
             self._work_on_next()
-        while state.queue and self._peers.reached(POSTED, state.finished + 1):
-            self._work_on_next()  # what is ready is done before this rank waits for the others
+        self._work_on_ready()  # before this rank waits for the others
         self._post()
         if call.settles:
             self._peers.wait(FINISHED, call.number, lambda: _describe(call.header))
+
+    def _work_on_ready(self) -> None:
+        """This rank's part of all that the others have posted too, while it is still in the caches; no wait.
+
+        A staged call waits for the others at each of its pieces: it is left for a wait of its own.
+        """
+        state = self._state
+        while state.queue and not state.queue[0].staged and self._peers.reached(POSTED, state.finished + 1):
+            self._work_on_next()
 
     def _work_on_next(self) -> None:
         """This rank's part of the oldest call that is not finished."""

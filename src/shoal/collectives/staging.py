@@ -69,6 +69,9 @@ class Workplace:
     def reduce(self, values: list[Tensor], out: Tensor, op: Operation) -> None:
         """out = the values in the order of the ranks; `out` is none of them, or the first."""
         step = CHUNK_BYTES // out.itemsize
+        if out.numel() <= step:
+            reduce_in_order(op, values, out, self._wide)
+            return
         for start in range(0, out.numel(), step):
             parts = [v[start : start + step] for v in values]
             reduce_in_order(op, parts, out[start : start + step], self._wide)

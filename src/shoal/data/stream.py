@@ -107,11 +107,11 @@ class StreamLoader:
 
     def most_microbatches(self, step: int) -> int:
         """Unknown. Raises: JobError."""
-        raise _no_lockstep()
+        raise no_lockstep()
 
     def filler(self, step: int) -> Microbatch:
         """None to be had. Raises: JobError."""
-        raise _no_lockstep()
+        raise no_lockstep()
 
     def commit(self) -> None:
         """Notes the readers' places."""
@@ -182,7 +182,8 @@ class StreamLoader:
         """Nothing is held open."""
 
 
-def _no_lockstep() -> JobError:
+def no_lockstep() -> JobError:
+    """The error for a stream where ranks compute as many microbatches as each other."""
     return JobError(
         given="a stream as train_data, with shard.level = 'gradients' or 'parameters'",
         conflict="ranks compute as many microbatches as each other there, and of a stream none knows the others' share",

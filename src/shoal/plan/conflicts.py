@@ -107,16 +107,10 @@ CONFLICTS: tuple[Rule, ...] = (
         'shard.offload = false, or shard.level = "gradients" or "parameters"',
     ),
     Rule(
-        lambda plan: _wide(plan, "pipeline") and plan.shards_model,
-        ("shard.level", "layout.shard", "layout.pipeline"),
-        "this version divides a stage's optimizer state over the shard axis, and not its gradients or parameters",
-        'shard.level = "optimizer", or layout.pipeline = 1',
-    ),
-    Rule(
-        lambda plan: _wide(plan, "pipeline") and _wide(plan, "context"),
-        ("layout.context", "layout.pipeline"),
-        "this version cuts sequences and stages at the same blocks, and not both at once",
-        "layout.context = 1, or layout.pipeline = 1",
+        lambda plan: _pipelined(plan, "zero_bubble") and plan.execution.compile != "none",
+        ("execution.compile", "pipeline.schedule"),
+        "the backward of a compiled block is one: it does not come in two halves",
+        'execution.compile = "none", or pipeline.schedule = "1f1b"',
     ),
     Rule(
         lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "pipeline"),
@@ -129,12 +123,6 @@ CONFLICTS: tuple[Rule, ...] = (
         ("tensor.sequence", "layout.tensor", "layout.context"),
         "both divide the positions of a sequence, and a rank would have a part of a part",
         "tensor.sequence = false, or layout.context = 1",
-    ),
-    Rule(
-        lambda plan: _wide(plan, "pipeline") and plan.execution.compile != "none",
-        ("execution.compile", "layout.pipeline"),
-        "a compiled block would take in what a stage receives and leaves out",
-        'execution.compile = "none", or layout.pipeline = 1',
     ),
     Rule(
         lambda plan: plan.collectives.all_reduce != "native" and plan.execution.exact,
@@ -157,13 +145,13 @@ CONFLICTS: tuple[Rule, ...] = (
     Rule(
         lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor"),
         ("execution.compile", "layout.tensor"),
-        "torch does not compile modules whose weights are divided along a tensor axis",
+        "layers that share an input know it by its version, to sum its gradient once: torch's compiler has none",
         'execution.compile = "none", or layout.tensor = 1',
     ),
     Rule(
         lambda plan: plan.execution.compile != "none" and _wide(plan, "context"),
         ("execution.compile", "layout.context"),
-        "blocks that exchange their keys and values with other ranks are not one graph",
+        "the exchange of heads has a backward of its own, which torch's compiler captures and then cannot compile",
         'execution.compile = "none", or layout.context = 1',
     ),
     Rule(
@@ -182,7 +170,12 @@ CONFLICTS: tuple[Rule, ...] = (
 
 # Each row is one warning, told where the settings are not what a plan says by default.
 WITHOUT_EFFECT: tuple[Idle, ...] = (
-    Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.offload"), "layout.shard is 1"),
+    Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.reduce", "shard.offload"), "layout.shard is 1"),
+    Idle(
+        lambda plan: _wide(plan, "shard") and not plan.shards_model,
+        ("shard.reduce",),
+        'shard.level = "optimizer" leaves gradients whole, and they are summed with the last microbatch',
+    ),
     Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
     Idle(
         lambda plan: plan.degrees.divides_grains == 1,

@@ -54,7 +54,7 @@ def check(plan: Plan, facts: ModelFacts | None = None, world: World | None = Non
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
     refuse(conflicts(plan, facts, world))
-    for sentence in idle(plan):
+    for sentence in (*idle(plan), *(_idle_reduction(plan, facts) if facts is not None else ())):
         warnings.warn(sentence, SettingWarning, stacklevel=2)
     return list(notes(plan, facts)) if facts is not None else []
 
@@ -94,6 +94,12 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     counts = num_microbatches(plan, facts)
     if plan.layout.pipeline > 1 and max(counts) == 1:
         yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"
+
+
+def _idle_reduction(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    """Where the only microbatch is the last."""
+    if plan.shards_model and plan.shard.reduce == "last_microbatch" and max(num_microbatches(plan, facts)) == 1:
+        yield f"{shown(plan, 'shard.reduce')}: no effect, since a rank computes one microbatch a step"
 
 
 # ------------------------------------------------------------------------------------------------------ numbers

@@ -40,9 +40,10 @@ class BatchSection(_Section):
 
 
 class ShardSection(_Section):
-    """What the shard axis divides: ZeRO-1, 2 or 3."""
+    """What the shard axis divides: ZeRO-1, 2 or 3; and after which microbatches divided gradients are summed."""
 
     level: Literal["optimizer", "gradients", "parameters"] = "parameters"
+    reduce: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
     offload: bool = False
 
 

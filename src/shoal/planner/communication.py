@@ -257,6 +257,8 @@ class Sharding:
     reduce_every: bool = True
     root_early: int | None = None
     resharded: bool = True  # after the backward, so that each microbatch gathers anew
+    uses: tuple[int, ...] = ()  # in how many stages of a rank each unit is used, where that is not one
+    halves: bool = False  # backwards come in two, and each gathers
     shard_group: str = "shard"
     replica_group: str = "data"
 
@@ -272,15 +274,16 @@ def fully_sharded(sharding: Sharding) -> Volumes:
     all_reduce over the replicas.
     """
     volumes = Volumes()
-    reductions = sharding.microbatches if sharding.reduce_every else 1
     for number, unit in enumerate(sharding.units):
         if not unit:
             continue
         numel = sharding.padded_numel(number)
+        computed = sharding.microbatches * (sharding.uses[number] if sharding.uses else 1)
+        reductions = computed if sharding.reduce_every else 1
         if sharding.degree > 1:
-            forwards = sharding.microbatches if sharding.resharded else 1
-            again = 0 if number in sharding.kept else sharding.microbatches
-            gathered = (forwards if number in sharding.kept else sharding.microbatches) + again
+            gathered = (computed if sharding.resharded else 1) if number in sharding.kept else computed * 2
+            if sharding.halves and number not in sharding.kept:
+                gathered += computed
             volumes.add(sharding.shard_group, "all_gather", numel * sharding.gather_itemsize, gathered)
             volumes.add(sharding.shard_group, "reduce_scatter", numel * sharding.reduce_itemsize, reductions)
         if sharding.replicas > 1:
@@ -356,16 +359,6 @@ def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> Volume
     """
     volumes = Volumes()
     volumes.add("tensor", "all_gather", positions.padded(hidden_bytes), 2 * microbatches)
-    return volumes
-
-
-def completed(partial: Sequence[Array]) -> Volumes:
-    """Gradients that are sums over the tensor axis, after the backward: a flag for each, then each, in float32."""
-    volumes = Volumes()
-    if partial:
-        volumes.add("tensor", "all_reduce", 4 * len(partial))
-    for array in partial:
-        volumes.add("tensor", "all_reduce", array.numel * max(array.itemsize, 4))
     return volumes
 
 

@@ -139,7 +139,7 @@ def _error(run: Mapping[str, Any], factors: Mapping[str, float]) -> float:
     """|predicted / measured - 1| of a run's step, where its parts had been corrected by `factors`."""
     old = run["factors"]
     predicted = sum(
-        values["predicted"] * (factors[part] / float(old.get(part, 1.0)) if part in factors else 1.0)
+        float(values["predicted"]) * (factors[part] / float(old.get(part, 1.0)) if part in factors else 1.0)
         for part, values in run["parts"].items()
     )
     return abs(predicted / float(run["step_seconds"]["measured"]) - 1.0)

@@ -6,6 +6,7 @@ The strategies divide tensors by them, the formulas predict by them. Integers on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 # As DDP a small bucket first, so that the first all-reduce starts early, and unlike DDP a small one last: it is all
 # that the backward cannot hide. Between them 4 MiB over Gloo; NCCL needs DDP's 25 for its bandwidth.
@@ -93,3 +94,39 @@ def pieces(held: Iterable[int], num_grains: int) -> list[Range]:
         return visit(*left) + visit(*right)
 
     return visit(0, num_grains)
+
+
+# ------------------------------------------------------------------------------------------------------------ sequences
+
+# Code that looks at the length of a sequence takes one position for the next token of a text that is being written.
+FEWEST_POSITIONS = 2
+
+
+def num_positions(length: int, degree: int) -> int:
+    """The positions of a sequence on each of `degree` ranks; those behind its end are copies of its last."""
+    return max(-(-length // degree), FEWEST_POSITIONS)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How attention heads are dealt to `degree` ranks: rank i has those in `bounds(i)`, and reads `read(i)`."""
+
+    num_query: int
+    num_key: int
+    degree: int
+
+    def bounds(self, place: int) -> tuple[int, int]:
+        """The query heads [start, stop) of a rank."""
+        return self.num_query * place // self.degree, self.num_query * (place + 1) // self.degree
+
+    def read(self, place: int) -> tuple[int, int]:
+        """The key and value heads [start, stop) that these attend to; ranks may have some in common."""
+        start, stop = self.bounds(place)
+        group = self.num_query // self.num_key
+        return start // group, -(-stop // group)
+
+    def repeats(self, place: int) -> list[int] | None:
+        """For each query head of a rank the place of its key head among those that are read; None: one for one."""
+        (start, stop), (first, last) = self.bounds(place), self.read(place)
+        group = self.num_query // self.num_key
+        return None if stop - start == last - first else [head // group - first for head in range(start, stop)]

@@ -23,8 +23,8 @@ class Footprint:
     """
 
     parameters: int
-    gathered: int
-    gradients: int
+    gathered: int | None
+    gradients: int | None
     optimizer: int | None
     activations: int | None
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from shoal.hardware import Cluster, Device, Link
 from shoal.planner.aims import TIE, Aim, Limit
-from shoal.planner.choice import Candidate, gib, simplest
+from shoal.planner.choice import gib, simplest
 from shoal.planner.costs import costs_of
 from shoal.planner.goodput import Failures, Goodput, goodput
-from shoal.planner.search import Search, Seen
+from shoal.planner.search import Candidate, Search, Seen
 from shoal.planner.space import Space
 from shoal.planner.workload import Program, Workload
 
@@ -125,20 +125,24 @@ def _limits(before: Candidate, after: Candidate) -> str:
 def sensitivity(case: Case, chosen: Candidate) -> tuple[Change, ...]:
     """What one more GiB, twice each link, and half or double the batch do."""
     changes = [_more_memory(case, chosen)]
-    for name in ("within", "between"):
-        link = getattr(case.cluster, name)
-        spans = chosen.devices > 1 if name == "within" else chosen.devices > case.cluster.devices_per_host
-        if link is not None and spans:
-            where = "a host" if name == "within" else "hosts"
-            faster: Link = replace(link, bytes_per_second=2 * link.bytes_per_second)
-            other = replace(case, cluster=replace(case.cluster, **{name: faster}))
-            changes.append(_predicted(other, chosen, f"twice the link {name} {where} ({link.name})"))
+    within, between = case.cluster.within, case.cluster.between
+    if within is not None and chosen.devices > 1:
+        cluster = replace(case.cluster, within=_twice(within))
+        changes.append(_predicted(replace(case, cluster=cluster), chosen, f"twice the link in a host ({within.name})"))
+    if between is not None and chosen.devices > case.cluster.devices_per_host:
+        cluster = replace(case.cluster, between=_twice(between))
+        what = f"twice the link between hosts ({between.name})"
+        changes.append(_predicted(replace(case, cluster=cluster), chosen, what))
     for factor, what in ((0.5, "half the batch"), (2.0, "twice the batch")):
         batch = int(case.work.global_batch * factor)
         if batch >= case.work.num_grains:
             other = replace(case, work=replace(case.work, global_batch=batch))
             changes.append(_predicted(other, chosen, f"{what} ({batch} samples)", factor))
     return tuple(changes)
+
+
+def _twice(link: Link) -> Link:
+    return replace(link, bytes_per_second=2 * link.bytes_per_second)
 
 
 def _more_memory(case: Case, chosen: Candidate) -> Change:

@@ -12,13 +12,13 @@ from shoal.planner.communication import (
     Gradients,
     Sharding,
     Volumes,
-    completed,
     exact_data_parallel,
     fully_sharded,
     norm,
     sharded_optimizer,
     sums,
 )
+from shoal.planner.divided import Partial, SlicedBlock, Staged, completed, exchanges, messages
 from shoal.planner.memory import (
     Footprint,
     StateShape,
@@ -40,8 +40,9 @@ class Described:
 
     `sharding` is given where fully_shard cuts the model. `frozen` are parameters that are not trained; `held[r]` the
     grains of rank r, on which exact mode's traffic depends; `activations` the bytes that autograd keeps at its peak,
-    where they are known. `within`: what forwards and backwards send where a tensor axis divides the model, and
-    `partial` the parameters whose gradients are summed over it afterwards.
+    where they are known. `within`: what forwards and backwards send where a tensor axis divides the model. `staged` are
+    the stages of a pipeline, `sliced` this rank's blocks of a context axis, `samples` the size of each microbatch,
+    `partial` the gradients that are summed after the backward, `num_cut` all trainable parameters with a dim to cut.
     """
 
     gradients: Gradients
@@ -52,7 +53,11 @@ class Described:
     activations: int | None = None
     sharding: Sharding | None = None
     within: Volumes | None = None
-    partial: tuple[Array, ...] = ()
+    staged: Staged | None = None
+    samples: Sequence[int] = ()
+    sliced: Sequence[SlicedBlock] = ()
+    partial: Sequence[Partial] = ()
+    num_cut: int = 0
 
 
 def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
@@ -60,8 +65,17 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if not _is_known(plan, described):
         return None
     layout, gradients = plan.degrees, described.gradients
+    divided = completed(described.partial)
+    if layout.shares_grains > 1 or described.sharding is not None:
+        divided = divided.plus(norm())
+    if described.within is not None:
+        divided = divided.plus(described.within)
+    if described.sliced:
+        divided = divided.plus(exchanges(described.sliced, layout, rank, described.samples))
+    if described.staged is not None:
+        divided = divided.plus(messages(described.staged, described.samples))
     if described.sharding is not None:
-        return fully_sharded(described.sharding).plus(sums(gradients, len(gradients.parameters)), norm())
+        return fully_sharded(described.sharding).plus(sums(gradients, described.num_cut), divided)
     if plan.execution.exact:
         reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
@@ -69,9 +83,7 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
         if summed is None:
             return None
         reduced = summed
-    if described.within is not None:
-        return reduced.plus(described.within, completed(described.partial), norm())
-    return reduced.plus(sharded_optimizer(gradients, layout))
+    return reduced.plus(sharded_optimizer(gradients, layout), divided)
 
 
 def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
@@ -99,8 +111,8 @@ def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
     rows = [cut(array, place, sharding.degree) for unit in sharding.units for array in unit]
     return Footprint(
         parameters=sharded_parameters(sharding),
-        gathered=gathered_parameters(sharding),
-        gradients=scattered_gradients(sharding),
+        gathered=gathered_parameters(sharding) if described.staged is None else None,
+        gradients=scattered_gradients(sharding) if described.staged is None else None,
         optimizer=optimizer_state(rows, described.state) if described.state is not None else None,
         activations=described.activations,
     )
@@ -108,9 +120,11 @@ def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
 
 def _is_known(plan: Plan, described: Described) -> bool:
     layout = plan.layout
+    # What computes again, or in 16 bits, sends other things than what was seen of it.
+    plain = plan.memory.recompute == "none" and plan.precision.compute == plan.precision.parameters == "float32"
     if layout.tensor > 1:
-        wide = plan.precision.parameters == plan.precision.compute == "float32"
-        alone = layout.shard == layout.pipeline == layout.context == 1 and plan.memory.recompute == "none"
-        return wide and alone and described.within is not None
-    divided = layout.shard > 1 and plan.shard.level != "optimizer"
-    return plan.degrees.shares_grains == 1 and not plan.shard.offload and divided == (described.sharding is not None)
+        alone = layout.shard == layout.pipeline == layout.context == 1
+        return plain and alone and described.within is not None
+    staged = layout.pipeline == 1 or described.staged is not None
+    sliced = layout.context == 1 or (plain and bool(described.sliced))
+    return staged and sliced and not plan.shard.offload and plan.shards_model == (described.sharding is not None)

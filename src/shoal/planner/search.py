@@ -140,7 +140,7 @@ class Search:
         if key not in self._groups:
             found: list[tuple[float, Group]] = []
             for recompute in self.space.recomputes:
-                for sequence in (False, True) if place.cut.tensor > 1 else (False,):
+                for sequence in self.space.sequences(place.cut):
                     found += self._fitting(costs, share, place.cut, recompute, sequence)
             self._groups[key] = sorted(found, key=lambda group: group[0])
         return self._groups[key]

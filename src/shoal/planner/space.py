@@ -109,14 +109,15 @@ def microbatch_sizes(share: int) -> tuple[int, ...]:
 class Space:
     """`base` is what the search does not vary (precision, exactness, compilation); `facts` what a layout has to fit.
 
-    `max_grains` bounds a microbatch (1 where grains may not share a forward). With `engine`, only what this version
-    executes.
+    `max_grains` bounds a microbatch (1 where grains may not share a forward), `max_stages` the stages of a pipeline
+    (the units of the profile). With `engine`, only what this version executes.
     """
 
     base: Plan
     facts: ModelFacts
     counts: tuple[int, ...]
     max_grains: int | None = None
+    max_stages: int | None = None
     engine: bool = True
 
     def at(self, *devices: int) -> Space:
@@ -141,7 +142,13 @@ class Space:
         return list(range(1, max(self.facts.widths, default=1) + 1))
 
     def _pipeline_degrees(self, most: int) -> range:
-        return range(1, min(self.facts.num_blocks or 1, most) + 1)
+        return range(1, min(self.num_layers, most) + 1)
+
+    @property
+    def num_layers(self) -> int:
+        """What a pipeline may divide: the model's blocks, as far as the profile tells them apart."""
+        blocks = self.facts.num_blocks or 1
+        return blocks if self.max_stages is None else min(blocks, self.max_stages)
 
     def _contexts(self, tensor: int, most: int) -> list[int]:
         """Divisors of the heads that a tensor axis leaves; none of a model without sequences."""
@@ -172,10 +179,8 @@ class Space:
             yield Illegal("tensor, context", f"they divide {heads} heads evenly, together at most {heads} ways")
         if self.facts.sequence is None or heads is None:
             yield Illegal("context > 1", "the model shows no sequences and heads that it could divide")
-        if most > (self.facts.num_blocks or 1):
-            yield Illegal(
-                f"pipeline > {self.facts.num_blocks or 1}", f"the model has {self.facts.num_blocks or 1} layers to cut"
-            )
+        if most > self.num_layers:
+            yield Illegal(f"pipeline > {self.num_layers}", f"the model shows {self.num_layers} layers to cut between")
         seen: set[str] = set()
         for cut in (Cut(2, 2, 1), Cut(1, 2, 2), Cut(2, 1, 2), Cut(2, 2, 2)):
             legal_alone = cut.tensor in self._tensor_degrees and cut.pipeline in self._pipeline_degrees(most)
@@ -221,7 +226,7 @@ class Space:
         if pipeline == 1:
             yield "1f1b", 1
             return
-        several = [s for s in divisors((self.facts.num_blocks or pipeline) // pipeline) if s > 1]
+        several = [s for s in divisors(self.num_layers // pipeline) if s > 1]
         choices = [("1f1b", 1), ("zero_bubble", 1), ("gpipe", 1)]
         choices += [(schedule, stages) for schedule in ("interleaved_1f1b", "gpipe") for stages in several]
         for schedule, stages in choices:
@@ -260,6 +265,18 @@ class Space:
                 level for level in LEVELS if not probe.refusal(self.plan(Place(2, cut), way, 2, level))
             )
         return self._known_levels[cut]
+
+    def sequences(self, cut: Cut) -> tuple[bool, ...]:
+        """Whether these degrees allow that a tensor axis divides what lies between the divided layers too."""
+        if cut not in self._known_sequences:
+            way = Way(1, sequence=True, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
+            legal = cut.tensor > 1 and not self.refusal(self.plan(Place(1, cut), way))
+            self._known_sequences[cut] = (False, True) if legal else (False,)
+        return self._known_sequences[cut]
+
+    @cached_property
+    def _known_sequences(self) -> dict[Cut, tuple[bool, ...]]:
+        return {}
 
     @cached_property
     def _known_levels(self) -> dict[Cut, tuple[Level, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 from shoal import __version__
 from shoal.plan.plan import Plan
 from shoal.planner.aims import Aim
-from shoal.planner.choice import Candidate, Choice, NothingFitsError, choose, gib
+from shoal.planner.choice import Choice, NothingFitsError, choose, gib
 from shoal.planner.comparison import section
 from shoal.planner.goodput import Goodput
 from shoal.planner.outlook import (
@@ -21,6 +21,7 @@ from shoal.planner.outlook import (
     failures,
     sensitivity,
 )
+from shoal.planner.search import Candidate
 from shoal.planner.space import counts, described
 from shoal.planning.question import Question
 

@@ -55,13 +55,13 @@ def learn_from(directories: Sequence[str]) -> None:
         path = write(cluster, lesson)
         print(f"cluster {cluster}: {len(runs)} run(s)")
         for part, factor in lesson.factors.items():
-            print(
-                f"  {part:<15} takes {factor:.2f} x what was predicted without correction ({lesson.num_runs[part]} run(s))"
-            )
+            runs_of = lesson.num_runs[part]
+            print(f"  {part:<15} takes {factor:.2f} x what is predicted without correction ({runs_of} run(s))")
         for part, seconds in lesson.unexplained.items():
             print(f"  {part:<15} took {seconds * 1e3:.2f} ms and was predicted to take next to nothing: not corrected")
         print(
-            f"  a step was wrong by {lesson.error_before:.1%} (median) before, on these runs by {lesson.error_after:.1%} after"
+            f"  a step was wrong by {lesson.error_before:.1%} (median) before, "
+            f"on these runs by {lesson.error_after:.1%} after"
         )
         print(f"  written to {path}")
 

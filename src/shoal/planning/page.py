@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from markupsafe import Markup
+
 from shoal.plan.toml import write as plan_text
+from shoal.planner.choice import gib
 from shoal.planner.space import described
 from shoal.planning import words
 from shoal.planning.answer import Answer
@@ -16,7 +19,8 @@ def page(answer: Answer) -> str:
     lead = [
         f"Chosen: {described(chosen.plan)} on {chosen.devices} of {case.cluster.num_devices} devices, "
         f"{words.seconds(chosen.seconds)} a step. {words.verdict(answer)}",
-        f"{case.work.profile.num_parameters:,} parameters; {case.work.global_batch} samples a step. {words.summary(answer)}.",
+        f"{case.work.profile.num_parameters:,} parameters; {case.work.global_batch} samples a step. "
+        f"{words.summary(answer)}.",
         *case.cluster.notes,
         *case.work.profile.notes,
     ]
@@ -44,7 +48,7 @@ def page(answer: Answer) -> str:
     return render(Page(f"Plan of {answer.job} on {case.cluster.name}", lead, parts))
 
 
-def _terms(answer: Answer) -> str:
+def _terms(answer: Answer) -> Markup:
     prediction = answer.chosen.prediction
     bars = [
         Bar(name, value / prediction.step_seconds, words.seconds(value))
@@ -54,17 +58,15 @@ def _terms(answer: Answer) -> str:
     return waterfall("Seconds of a step by term", bars)
 
 
-def _memory(answer: Answer) -> str:
+def _memory(answer: Answer) -> Markup:
     prediction = answer.chosen.prediction
     bars = [
-        Bar(name, value / prediction.peak_bytes, words.gib(value))
-        for name, value in prediction.memory.items()
-        if value > 0
+        Bar(name, value / prediction.peak_bytes, gib(value)) for name, value in prediction.memory.items() if value > 0
     ]
     return waterfall("Bytes of the fullest device by category", bars)
 
 
-def _curve(answer: Answer) -> str:
+def _curve(answer: Answer) -> Markup:
     batch, chosen = answer.question.case.work.global_batch, answer.chosen.devices
     spots = [
         Spot(

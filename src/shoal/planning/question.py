@@ -35,13 +35,16 @@ class Question:
 
 
 def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Question:
-    """Everything about a job that a search needs; `base` has what it does not vary. Raises: HardwareError, UserCodeError."""
+    """All that a search needs to know of a job; `base` has what it does not vary.
+
+    Raises: HardwareError of an unknown cluster; what the job's model, loss or data raise.
+    """
     cluster = find_cluster(cluster_name)
     device = "cuda" if cluster.device.kind == "gpu" else "cpu"
     profile = profile_job(job, base, device=device)
     work = Workload(profile, job.global_batch, job.grains, _sample_seconds(job))
     factors = read_factors(cluster.name)
-    space = Space(base, _facts(job), counts(cluster, most), max_grains=None if job.fuse else 1)
+    space = Space(base, _facts(job), counts(cluster, most), None if job.fuse else 1, len(profile.units))
     return Question(Case(work, cluster, space, factors=of_terms(factors)), _num_steps(job), factors)
 
 

@@ -57,7 +57,7 @@ def _bars(console: Console, title: str, rows: words.Rows) -> None:
     console.print(f"\n[bold]{title}[/bold]")
     table = Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify)  # type: ignore[arg-type]
+        table.add_column(justify=justify)
     done = 0.0
     for name, value, share in rows:
         part = float(share.rstrip("%")) / 100.0

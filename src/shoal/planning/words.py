@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.planner.choice import Candidate, gib
+from shoal.planner.choice import gib
+from shoal.planner.search import Candidate
 from shoal.planner.space import described
 from shoal.planning.answer import Answer, storage_known
 

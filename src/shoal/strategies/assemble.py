@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.deferred import deferred
 from shoal.holding import Division, Holding
@@ -24,6 +26,7 @@ from shoal.strategies.sharded import ShardedOptimizer
 if TYPE_CHECKING:
     from shoal.strategies.context_plan import ContextPlan
     from shoal.strategies.pipeline import Pipeline
+    from shoal.strategies.stage_units import StageUnits
     from shoal.strategies.stages import Function
 
 
@@ -59,6 +62,7 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Ho
     recompute(model, plan.memory.recompute)
     if plan.shards_model:
         axes.shard()
+        pipeline = pipeline.cut(axes.units(pipeline)) if pipeline is not None else None
     parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division, parameters, mesh.device)
     return Holding(mesh, model, axes.division), pipeline
@@ -89,6 +93,7 @@ class _Axes:
         division = self.division
         division.outputs = both(apply_context(self.model, sequences, context_axis(self.mesh)), division.outputs)
         division.add_partial(sequences.partial, "context")
+        division.sliced = sequences.sliced
         division.notes += [f"context: {line}" for line in sequences.notes]
 
     def tensor(self, whole: Whole) -> None:
@@ -122,35 +127,56 @@ class _Axes:
         from shoal.strategies.stages import Stages
         from shoal.strategies.wires import Wires
 
-        section, mesh = self.plan.pipeline, self.mesh
+        section, mesh, batch, followers = self.plan.pipeline, self.mesh, self._batch(), {}
+        if mesh.layout.context > 1:
+            from shoal.strategies.context_layers import roles
+
+            followers = roles(self.model)
         stages = Stages.build(
             self.model,
             self.made.pair,
-            self._batch(),
+            batch,
             num_stages=self.plan.layout.pipeline * section.stages_per_rank,
             split=section.split,
             device=mesh.device,
+            followers=followers,
         )
         wires = Wires.open(list(mesh.layout.groups("pipeline")), mesh.rank, COLLECTIVE_TIMEOUT)
-        found = Pipeline(stages, wires, section.schedule, section.stages_per_rank, mesh.device)
+        alone = mesh.layout.tensor * mesh.layout.context == 1
+        found = Pipeline(stages, wires, section.schedule, section.stages_per_rank, mesh.device, alone=alone)
         parameters = {name for name, _ in self.model.named_parameters()}
         named = parameters | {name for name, _ in self.model.named_buffers()}
         self.division.absent.update(named.difference(found.held))
         self.division.add_partial(found.shared & parameters, "pipeline")
         self.division.is_elsewhere = found.is_elsewhere
+        self.division.staged = found.staged(num_samples(batch))
         return found
 
     def shard(self) -> None:
         """Parameters cut over the shard axis. Collective: none; the forward and the backward of each unit are."""
-        from shoal.strategies.fully_sharded import scalars, shard  # half a second of torch, not needed by other plans
+        from shoal.strategies.fully_sharded import rows, scalars, shard  # half a second of torch
 
         for axis in ("data", "shard"):
             if self.mesh.layout.degree(axis) > 1:
                 self.division.add_partial(scalars(self.model), axis)
-        shard(self.model, self.plan, self.mesh, self.precision)
+        shard(self.model, self.plan, self.mesh, self.precision, self.division.absent)
+        self.division.cut = functools.partial(rows, self.mesh)
+
+    def units(self, pipeline: Pipeline) -> StageUnits:
+        """What `shard` has cut, for the stages that use it."""
+        from shoal.strategies.stage_units import StageUnits
+
+        section = self.plan.shard
+        keep, late = section.level == "gradients", section.reduce == "last_microbatch"
+        return StageUnits(self.model, pipeline.used, keep=keep, late=late)
 
     def _batch(self) -> Any:
         return self.precision.inputs(self.made.batch())
+
+
+def num_samples(batch: Any) -> int:
+    """How many samples a batch has, by the first dim of its first tensor; 0 where it has none."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_grains: int, mark: Mark) -> Strategy:
@@ -162,7 +188,7 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
     if plan.shards_model:
         from shoal.strategies.fully_sharded import FullySharded
 
-        return FullySharded(holding.model, mesh, mark)
+        return FullySharded(holding.model, mesh, mark, late=plan.shard.reduce == "last_microbatch")
     if plan.execution.exact:
         strategy = ExactDataParallel(parameters, mesh, reduce, num_grains, mark)
     else:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,15 @@ from shoal.randomness import belongs_to_grains
 from shoal.strategies.blocks import repeated_blocks
 from shoal.strategies.recompute import Recomputed, recomputed
 
+if TYPE_CHECKING:
+    from shoal.strategies.pipeline import Pipeline
+
 _CUDA_GRAPHS = "triton.cudagraphs"
 # Blocks that differ in a number of their own (the layer's index) are compiled one by one, against one limit.
 _MOST_GRAPHS = 128
 
 
-def compile_blocks(model: nn.Module, plan: Plan, precision: Precision) -> list[str]:
+def compile_blocks(model: nn.Module, plan: Plan, precision: Precision, pipeline: Pipeline | None = None) -> list[str]:
     """Makes a model's blocks, or it as a whole where it repeats none, compile at their first forward with gradients.
 
     Changes `forward` of module instances. Forwards without gradients, as in an evaluation, are never compiled.
@@ -47,6 +50,8 @@ def compile_blocks(model: nn.Module, plan: Plan, precision: Precision) -> list[s
         return []
     _require_compiler(precision.device)
     backend = Backend(_options(kind, precision.device, plan.execution.exact), plan.execution.exact)
+    if pipeline is not None:  # what a stage receives and sends stays outside of the graphs
+        return pipeline.compile(lambda name, forward: Compiled(name, forward, backend))
     blocks: list[Recomputed] = recomputed(model)
     for block in blocks:  # the compiled forward is what is called again in the backward
         block.forward = Compiled(block.name, block.forward, backend)

@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.errors import JobError, PlanError, ShoalError
 from shoal.plan.legal import AT_LEAST_A_HEAD, heads_suffice
+from shoal.planner.division import Heads, num_positions
 from shoal.strategies.tensor_collectives import TensorAxis, slice_of
 
-# Code that looks at the length of a sequence takes one position for the next token of a text that is being written.
-_FEWEST = 2
 DROPOUTS = (F.dropout, torch.dropout)
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -37,7 +36,7 @@ class Span:
     @property
     def size(self) -> int:
         """Positions on each rank; those behind the sequence's end are copies of its last."""
-        return max(-(-self.length // self.degree), _FEWEST)
+        return num_positions(self.length, self.degree)
 
     @property
     def start(self) -> int:
@@ -61,31 +60,6 @@ class Span:
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return self.own(tensor, dim).clone()
         return slice_of(self.padded(tensor, dim), axis, dim % tensor.ndim, (self.size,) * self.degree)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """How attention heads are dealt to `degree` ranks: rank i has those in `bounds(i)`, and reads `read(i)`."""
-
-    num_query: int
-    num_key: int
-    degree: int
-
-    def bounds(self, place: int) -> tuple[int, int]:
-        """The query heads [start, stop) of a rank."""
-        return self.num_query * place // self.degree, self.num_query * (place + 1) // self.degree
-
-    def read(self, place: int) -> tuple[int, int]:
-        """The key and value heads [start, stop) that these attend to; ranks may have some in common."""
-        start, stop = self.bounds(place)
-        group = self.num_query // self.num_key
-        return start // group, -(-stop // group)
-
-    def repeats(self, place: int) -> list[int] | None:
-        """For each query head of a rank the place of its key head among those that are read; None: one for one."""
-        (start, stop), (first, last) = self.bounds(place), self.read(place)
-        group = self.num_query // self.num_key
-        return None if stop - start == last - first else [head // group - first for head in range(start, stop)]
 
 
 class _Exchange(torch.autograd.Function):

@@ -45,11 +45,10 @@ class Chain:
         setattr(hidden, _MARK, span)
         return span
 
-    def whole(self, tensor: Tensor, dim: int) -> Tensor:
+    def whole(self, tensor: Tensor, dim: int, span: Span) -> Tensor:
         """The tensor of all positions from the ranks' slices. Collective: the axis, an all-gather."""
-        assert self.span is not None
-        found = gather(tensor, self.axis, dim, (self.span.size,) * self.axis.degree)
-        return found.narrow(dim, 0, self.span.length)
+        found = gather(tensor, self.axis, dim, (span.size,) * self.axis.degree)
+        return found.narrow(dim, 0, span.length)
 
 
 class Role:
@@ -87,9 +86,19 @@ class Role:
             )
         output = outputs[plan.result]
         if plan.closes:
-            return with_tensors(result, {plan.result: self._chain.whole(output, SEQUENCE)})
+            return with_tensors(result, {plan.result: self._chain.whole(output, SEQUENCE, span)})
         setattr(output, _MARK, span)
         return result
+
+    def begin(self) -> None:
+        """Forgets the sequence before, of which a rank that computes a stage of the model may not see the next."""
+        self._chain.span = None
+
+    def stubbed(self, args: Any, kwargs: Any) -> None:
+        """Takes note of the sequence where another stage computes the block."""
+        hidden = dict(tensors_in([args, kwargs])).get(self._plan.hidden)
+        if self._plan.opens and hidden is not None:
+            self._chain.open(hidden)
 
     def _argument(self, path: Any, tensor: Tensor, span: Span) -> Tensor:
         dim = self._plan.cuts.get(path)
@@ -101,7 +110,7 @@ class Role:
                 f"an argument of shape {list(tensor.shape)} is not as long as the sequence of {span.length}",
                 "use context = 1: only attention within one sequence is divided",
             )
-        elif dim is None and path not in self._plan.kept:
+        elif dim is None and path not in self._plan.kept and not _is_without_data(tensor):
             raise refusal(
                 self._name,
                 f"it is given a tensor of shape {list(tensor.shape)} that it was not in the first batch",
@@ -121,6 +130,13 @@ class Divided:
         return self.context_role(super().forward, args, kwargs)  # type: ignore[misc]
 
 
+def _is_without_data(tensor: Tensor) -> bool:
+    """Whether a model is only being followed: transformers make masks then that they do without for real tensors."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def give_role(module: nn.Module, role: Role) -> None:
     """Makes a block compute as `role` says."""
     base = type(module)
@@ -129,11 +145,17 @@ def give_role(module: nn.Module, role: Role) -> None:
     module.context_role = role  # type: ignore[assignment]
 
 
+def roles(model: nn.Module) -> dict[str, Role]:
+    """The divided blocks' by their names."""
+    return {name: m.context_role for name, m in model.named_modules() if isinstance(m, Divided)}
+
+
 def whole_output(chain: Chain, dim: int) -> Callable[[Tensor], Tensor]:
     """What makes of a module's output inside of a block that of the whole model, while the model computes."""
 
     def whole(tensor: Tensor) -> Tensor:
+        assert chain.span is not None
         with torch.no_grad():
-            return chain.whole(tensor, dim)
+            return chain.whole(tensor, dim, chain.span)
 
     return whole

@@ -6,18 +6,19 @@ See docs/decisions/0014-context-parallel.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.mesh import Mesh
+from shoal.planner.divided import SlicedBlock
 from shoal.strategies.context_layers import Chain, Role, give_role, whole_output
 from shoal.strategies.context_plan import SEQUENCE, ContextPlan, decide
 from shoal.strategies.context_proof import Prover
-from shoal.strategies.context_trace import Loss, observe
+from shoal.strategies.context_trace import Loss, Trace, length_of, observe, shortened_to, sliced
 from shoal.strategies.tensor_collectives import TensorAxis
 
 # What makes the tensor of the whole model of the one that a module gives here; None where nothing can.
@@ -51,7 +52,18 @@ def plan_context(subject: Subject, axis: TensorAxis, device: torch.device, num_c
     owned = {name: [names[id(p)] for p in model.get_submodule(name).parameters()] for name in traces[0].blocks}
     plan = decide(traces, owned, axis.degree, num_cuts)
     Prover(model, subject.values, axis, device).prove(plan, traces[0].blocks)
-    return plan
+    return replace(plan, sliced=_sliced(plan, traces, subject.batch, axis.degree))
+
+
+def _sliced(plan: ContextPlan, traces: Sequence[Trace], batch: Any, degree: int) -> tuple[SlicedBlock, ...]:
+    """The blocks for the batch's own length: two runs with lengths that differ by one show what one more token is."""
+    trace = traces[0]
+    length = next(iter(trace.blocks.values())).length
+    if len(traces) > 1:
+        length += length_of(batch) - shortened_to(batch, degree)
+    opens = {name for name, block in plan.blocks.items() if block.opens}
+    closes = {name for name, block in plan.blocks.items() if block.closes}
+    return sliced(trace, length, opens, closes)
 
 
 def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict[str, Whole]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from shoal.errors import JobError, PlanError
+from shoal.planner.divided import SlicedBlock
 from shoal.strategies.context_attention import dropout_refusal, refusal, refuse_degree
 from shoal.strategies.context_trace import BlockTrace, Path, Trace
 
@@ -36,21 +37,15 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """The blocks by name, those parameters whose gradient is a partial sum, and lines about it all."""
+    """The blocks by name, those parameters whose gradient is a partial sum, and lines about it all.
+
+    `sliced`: the blocks as the planner's formulas know them, for sequences as long as those of the small batch.
+    """
 
     blocks: Mapping[str, BlockPlan]
     partial: tuple[str, ...]
     notes: tuple[str, ...]
-
-    def parted(self, firsts: Collection[str]) -> ContextPlan:
-        """The same where the hidden state comes whole into the blocks `firsts`: the first ones of pipeline stages."""
-        blocks, before = dict(self.blocks), ""
-        for name, block in self.blocks.items():
-            if name in firsts and not block.opens:
-                blocks[name] = replace(block, opens=True)
-                blocks[before] = replace(blocks[before], closes=True)
-            before = name
-        return replace(self, blocks=blocks)
+    sliced: tuple[SlicedBlock, ...] = ()
 
 
 def decide(traces: Sequence[Trace], names: Mapping[str, Sequence[str]], degree: int, num_cuts: int = 1) -> ContextPlan:

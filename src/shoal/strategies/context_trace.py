@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import PlanError
+from shoal.planner.divided import Attention, SlicedBlock
 from shoal.randomness import draws
 from shoal.strategies.blocks import repeated_blocks
 from shoal.strategies.context_attention import DROPOUTS, dropout_arguments
@@ -69,6 +71,7 @@ class BlockTrace:
     masks: set[Path] = field(default_factory=set)
     operations: list[str] = field(default_factory=list)
     heads: list[int] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
     attention_dropout: float = 0.0
     softmaxes: list[torch.Size] = field(default_factory=list)
     dropouts: list[torch.Size] = field(default_factory=list)
@@ -117,18 +120,39 @@ def observe(model: nn.Module, loss: Loss, batch: Any, degree: int, values: Calla
     ) from error
 
 
+def sliced(trace: Trace, length: int, opens: Collection[str], closes: Collection[str]) -> tuple[SlicedBlock, ...]:
+    """A trace's blocks as the planner's formulas know them, each call of one, for sequences of `length`."""
+    found = []
+    for name, block in trace.blocks.items():
+        hidden = dict(tensors_in(block.arguments))[block.hidden]
+        width = prod(hidden.shape[2:])
+        ends = name in opens, name in closes
+        one = SlicedBlock(name, length, width, *ends, tuple(block.attentions), hidden.requires_grad)
+        found += [one] * len(block.sources)
+    return tuple(found)
+
+
 def _shortened(batch: Any, degree: int) -> list[Any]:
     """The batch with sequences of two lengths; itself alone where it does not look like one of sequences."""
-    lengths = {leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1}
-    longest = lengths.pop() if len(lengths) == 1 else 0
-    if longest < 3:
+    if length_of(batch) < 3:
         return [batch]
-    first = min(4 * degree + 1, longest - 1)
+    first = shortened_to(batch, degree)
 
     def cut(length: int) -> Any:
         return tree_map(lambda v: v[:, :length] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
 
     return [cut(first), cut(first + 1)]
+
+
+def length_of(batch: Any) -> int:
+    """The length of a batch's sequences; 0 where it does not look like one of sequences."""
+    lengths = {leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def shortened_to(batch: Any, degree: int) -> int:
+    """The shorter one of the two lengths that are run, not of a multiple of `degree` if that can be."""
+    return min(4 * degree + 1, length_of(batch) - 1)
 
 
 def _run(model: nn.Module, loss: Loss, batch: Any, values: Callable[[str], Tensor] | None) -> Trace:
@@ -255,6 +279,9 @@ class _Watcher(TorchFunctionMode):
             block.masks |= self._sources.get(id(mask), frozenset())
             query = args[0] if args else kwargs["query"]
             block.heads.append(query.shape[1] if query.ndim == 4 else 0)
+            if query.ndim == 4:
+                named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+                block.attentions.append(_attention(named["query"], named["key"], named["value"]))
             block.attention_dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         elif func in DROPOUTS:
             if dropout_arguments(*args, **kwargs)[2]:
@@ -264,6 +291,11 @@ class _Watcher(TorchFunctionMode):
             block.random.append((name, sizes))
         elif name == "softmax":
             block.softmaxes.append(given[0].shape)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> Attention:
+    needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
+    return Attention(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], needs_gradient)
 
 
 def _kept(arguments: Any) -> Any:

@@ -8,7 +8,7 @@ beside it the cut gradients are summed over that axis too (hybrid sharding).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 
 import torch
@@ -31,10 +31,12 @@ UNIT_BYTES = 1 << 20
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> list[nn.Module]:
+def shard(
+    model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, absent: Container[str] = ()
+) -> list[nn.Module]:
     """Cuts the parameters of a model (on the meta device, or real) in place; the units that are gathered as one.
 
-    Names do not change. Collective: none; the forward and the backward of each unit are.
+    Names do not change; `absent` ones are of other stages. Collective: none; each unit's forward and backward are.
     """
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise PlanError(
@@ -45,8 +47,8 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> lis
     keep = plan.shard.level == "gradients"
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.shard.offload else OffloadPolicy()
     wide = None if precision.reduce == precision.parameters else precision.reduce
-    found = [*units(model), model]
-    kept = {model.get_parameter(name) for name in scalars(model)}
+    kept = {p for name, p in model.named_parameters() if p.ndim == 0 or name in absent}
+    found = [*(unit for unit in units(model) if not kept.issuperset(unit.parameters())), model]
     for unit in found:
         fully_shard(
             unit,
@@ -68,6 +70,15 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision) -> lis
 def scalars(model: nn.Module) -> list[str]:
     """The parameters without dims, which fully_shard does not take: they stay whole, and their gradients partial."""
     return [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+
+
+def rows(mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what this rank has of a parameter that fully_shard cuts: of its rows, as torch.chunk deals them."""
+    if not shape:
+        return shape
+    each = -(-shape[0] // mesh.layout.shard)
+    start = mesh.layout.coordinate(mesh.rank).shard * each
+    return (max(0, min(each, shape[0] - start)), *shape[1:])
 
 
 def units(model: nn.Module) -> list[nn.Module]:
@@ -125,12 +136,16 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
 class FullySharded(Replicated):
     """The gradient is summed by the units as the backward comes to them; what is left are the sums."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, mark: Mark) -> None:
-        self._mesh, self._mark = mesh, mark
+    def __init__(self, model: nn.Module, mesh: Mesh, mark: Mark, *, late: bool = False) -> None:
+        """`late`: gradients are scattered with the last microbatch only, and added up whole before."""
+        self._mesh, self._mark, self._late = mesh, mark, late
         self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._cut = [p for p in self._parameters if hasattr(p, "to_local")]  # all but the scalars
+        every = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = [p for p in every if not p.is_meta]
+        # Told of over all ranks, and so by numbers that all have: those of other stages too, and not the scalars.
+        self._cut = dict(enumerate(p for p in every if p.ndim))
         self._used = torch.zeros(len(self._cut), dtype=torch.float64)
+        self._cut = {number: p for number, p in self._cut.items() if not p.is_meta}
         self._handles: dict[int, RemovableHandle] = {}
 
     def begin(self) -> None:
@@ -147,22 +162,25 @@ class FullySharded(Replicated):
             unit.reshard()
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Adds a microbatch. Collective: the data and shard axes, a reduce-scatter a unit."""
+        """Adds a microbatch. Collective: the data and shard axes, a reduce-scatter a unit; late, with the last only."""
         self.add(sums)
-        if len(self._handles) < len(self._cut):
-            self._watch()
+        if self._late:
+            for unit in self._units:
+                unit.set_requires_gradient_sync(last, recurse=False)
         run_backward(total)
 
     def add(self, sums: Tensor) -> None:
-        """Adds a microbatch's sums."""
+        """Adds a microbatch's sums, after its forward."""
         self._sums = sums if self._sums is None else self._sums.add_(sums)
+        if len(self._handles) < len(self._cut):
+            self._watch()
 
     def arm(self) -> None:
         """The units need not be told."""
 
     def _watch(self) -> None:
         """Hooks that tell which parameters got a gradient here: the units sum zeros of those that did not."""
-        numbers = {id(p): i for i, p in enumerate(self._cut)}
+        numbers = {id(p): i for i, p in self._cut.items()}
         for unit in self._units:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
@@ -181,8 +199,8 @@ class FullySharded(Replicated):
         sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
         found = all_sums(torch.cat([sums.cpu(), self._used]), flags)
         used = found.sums[num_sums:]
-        for parameter, count in zip(self._cut, used, strict=True):
-            if not count:
+        for number, parameter in self._cut.items():
+            if not used[number]:
                 parameter.grad = None
         return replace(found, sums=found.sums[:num_sums])
 

@@ -13,14 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.errors import PeerError
 from shoal.faults import is_lost_peer
 from shoal.plan.schedule import Action, Actions, Kind, actions
+from shoal.planner.divided import Crossing, Staged
 from shoal.strategies.split_backward import Weights, backward_input, backward_weight, run_engine
-from shoal.strategies.stage_trace import Blank
+from shoal.strategies.stage_trace import Blank, Forward
+from shoal.strategies.stage_units import StageUnits
 from shoal.strategies.stages import Function, Passed, Stages
 from shoal.strategies.wires import Wires
 
@@ -61,13 +64,38 @@ class _Kept:
 
 
 class Pipeline:
-    """One rank of a pipeline."""
+    """One rank of a pipeline.
 
-    def __init__(self, stages: Stages, wires: Wires, schedule: str, stages_per_rank: int, device: torch.device) -> None:
+    `units` where parameters are cut over the shard axis. `alone`: no other rank computes in these stages with this
+    one, so that a failure here leaves the others in step; else it is raised at once.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        wires: Wires,
+        schedule: str,
+        stages_per_rank: int,
+        device: torch.device,
+        *,
+        alone: bool = True,
+        units: StageUnits | None = None,
+    ) -> None:
         self._stages, self._wires, self._schedule = stages, wires, schedule
         self._per_rank, self._device = stages_per_rank, device
         self._num_stages = wires.num_ranks * stages_per_rank
         self._error: Exception | None = None
+        self.alone, self._units = alone, units
+        stages.around = {} if units is None else dict(units.inner)
+
+    def cut(self, units: StageUnits) -> Pipeline:
+        """This pipeline, where the parameters of its stages are cut."""
+        own = self._stages, self._wires, self._schedule, self._per_rank, self._device
+        return Pipeline(*own, alone=False, units=units)
+
+    def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
+        """As Stages.compile."""
+        return self._stages.compile(compiled)
 
     @property
     def own_stages(self) -> list[int]:
@@ -75,9 +103,29 @@ class Pipeline:
         return list(range(self._wires.place, self._num_stages, self._wires.num_ranks))
 
     @property
+    def used(self) -> dict[int, set[str]]:
+        """The parameters and buffers that each stage on this rank uses."""
+        return {stage: self._stages.holds[stage] for stage in self.own_stages}
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that carry messages between stages."""
+        return self._wires.groups
+
+    def staged(self, num_samples: int) -> Staged:
+        """Its stages as the planner's formulas know them; they were cut by a batch of so many samples."""
+        cuts = tuple(
+            tuple(Crossing.of(s.blank.shape, s.blank.dtype.itemsize, num_samples, s.needs_grad) for s in slots)
+            for slots in self._stages.cuts
+        )
+        used = {stage: frozenset(names) for stage, names in self.used.items()}
+        halves = self._schedule == "zero_bubble" and self._wires.place > 0
+        return Staged(tuple(self.own_stages), cuts, used, halves)
+
+    @property
     def held(self) -> set[str]:
-        """The parameters and buffers that this rank's stages use."""
-        return set().union(*(self._stages.holds[stage] for stage in self.own_stages))
+        """Those of all of them."""
+        return set().union(*self.used.values())
 
     @property
     def shared(self) -> set[str]:
@@ -98,21 +146,30 @@ class Pipeline:
         Raises: what failed here, once this rank has done its part for the others. Collective: the pipeline's ranks.
         """
         lists = actions(self._schedule, self._wires.num_ranks, self._per_rank, len(work.batches))
-        weights: list[Tensor] = [p for p in model.parameters() if p.requires_grad and not p.is_meta]
-        self._run(work, lists[self._wires.place], weights)
+        units = self._units
 
-    def _run(self, work: Work, own: Actions, weights: list[Tensor]) -> None:
+        def weights() -> list[Tensor]:
+            return units.weights() if units else [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+
+        self._run(work, lists[self._wires.place], weights)
+        if units is not None:
+            units.end()
+
+    def _run(self, work: Work, own: Actions, weights: Callable[[], list[Tensor]]) -> None:
         self._error = None
         kept: dict[tuple[int, int], _Kept] = {}
+        if self._units is not None:
+            self._units.begin(own)
         lasts = [a for a in own if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)][-1:]
         for action in own:
             key = action.stage, action.microbatch
-            if action.kind is Kind.FORWARD:
-                kept[key] = self._forward(work, action)
-            elif action.kind is Kind.BACKWARD_WEIGHT:
-                self._guarded(lambda a=action, k=kept[key]: self._weights(work, a, k, a in lasts))  # type: ignore[misc]
-            else:
-                self._backward(work, action, kept[key], weights, action in lasts)
+            with self._units.action(action) if self._units is not None else contextlib.nullcontext():
+                if action.kind is Kind.FORWARD:
+                    kept[key] = self._forward(work, action)
+                elif action.kind is Kind.BACKWARD_WEIGHT:
+                    self._guarded(lambda a=action, k=kept[key]: self._weights(work, a, k, a in lasts))  # type: ignore[misc]
+                else:
+                    self._backward(work, action, kept[key], weights, action in lasts)
             if action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
                 del kept[key]
         self._wires.finish()
@@ -121,13 +178,13 @@ class Pipeline:
             raise error
 
     def _guarded(self, act: Callable[[], Any]) -> Any:
-        """Does it unless this rank has failed; keeps the failure. Raises: where the others are lost."""
+        """Does it unless this rank has failed; keeps the failure. Raises: where the others are lost, or wait for it."""
         if self._error is not None:
             return None
         try:
             return act()
         except Exception as error:
-            if is_lost_peer(error):
+            if is_lost_peer(error) or not self.alone:
                 raise
             self._error = error
             return None
@@ -149,7 +206,11 @@ class Pipeline:
             kept.scope = work.scope(m)
             work.begins(m)
             with kept.scope:
-                passed = self._stages.forward(stage, work.function, work.batches[m], receive)
+                around = self._units.forward(stage) if self._units is not None else contextlib.nullcontext()
+                with around as leave:
+                    passed = self._stages.forward(stage, work.function, work.batches[m], receive)
+                    if leave is not None:
+                        leave(passed.values or passed.result)
                 is_last = stage == self._num_stages - 1
                 kept.total = work.forwarded(m, passed.result if is_last else None)
             self._note(work, stage, m, kept, passed)
@@ -192,7 +253,9 @@ class Pipeline:
 
     # ----------------------------------------------------------------------------------------------- backward
 
-    def _backward(self, work: Work, action: Action, kept: _Kept, weights: list[Tensor], last: bool) -> None:
+    def _backward(
+        self, work: Work, action: Action, kept: _Kept, weights: Callable[[], list[Tensor]], last: bool
+    ) -> None:
         stage, m = action.stage, action.microbatch
         gradients: list[Tensor] = []
         if stage < self._num_stages - 1:
@@ -217,7 +280,7 @@ class Pipeline:
                     run_engine(roots, gradients)
                     found: list[Tensor | None] = [value.grad for value in inputs]
                 else:
-                    given, kept.rest = backward_input(roots, gradients, inputs, weights)
+                    given, kept.rest = backward_input(roots, gradients, inputs, weights())
                     found = list(given)
             if action.kind is Kind.BACKWARD:
                 work.backwarded(m, last)
@@ -235,7 +298,8 @@ class Pipeline:
         assert kept.rest is not None
         work.before_backward(action.microbatch, last)
         with kept.scope, self._again(work, action, kept):
-            backward_weight(kept.rest)
+            units = self._units
+            backward_weight(kept.rest, units.turns(action.stage, kept.rest.in_turn) if units is not None else None)
         work.backwarded(action.microbatch, last)
 
     def _again(self, work: Work, action: Action, kept: _Kept) -> AbstractContextManager[None]:
@@ -260,7 +324,7 @@ class Pipeline:
         work = Work(function, [batch], lambda _: contextlib.nullcontext(), lambda _: None, forwarded)
         try:
             with torch.no_grad():
-                self._run(work, tuple(Action(Kind.FORWARD, stage, 0) for stage in self.own_stages), [])
+                self._run(work, tuple(Action(Kind.FORWARD, stage, 0) for stage in self.own_stages), list)
         except Exception as error:
             if is_lost_peer(error):
                 raise

@@ -7,8 +7,9 @@ so that no gradient of an activation is computed twice. After Qi et al., arXiv 2
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,11 @@ class Weights:
     groups: list[_Group]
     roots: list[tuple[GradientEdge, Tensor]]  # outputs that depend on weights alone
     weights: list[Tensor]
+
+    @property
+    def in_turn(self) -> list[list[Tensor]]:
+        """The weights whose gradients `backward_weight` adds together, in its order."""
+        return [group.weights for group in self.groups] + ([self.weights] if self.roots else [])
 
 
 def run_engine(
@@ -76,9 +82,14 @@ def backward_input(
     return found, Weights(groups, off_path, list(leaves.values()))
 
 
-def backward_weight(rest: Weights) -> None:
-    """Adds the gradients of the weights to their `.grad`, as a whole backward does, hooks included."""
+def backward_weight(rest: Weights, turns: Iterator[None] | None = None) -> None:
+    """Adds the gradients of the weights to their `.grad`, as a whole backward does, hooks included.
+
+    `turns` is asked for its next before those of each `in_turn`, and once more after all.
+    """
+    turns = turns or itertools.repeat(None)
     for group in rest.groups:
+        next(turns)
         edges, gradients, handles = [], [], []
         for joint, kept in group.gradients.items():
             for number, gradient in enumerate(kept):
@@ -95,7 +106,9 @@ def backward_weight(rest: Weights) -> None:
             for handle in handles:
                 handle.remove()
     if rest.roots:
+        next(turns)
         _into_leaves([edge for edge, _ in rest.roots], [gradient for _, gradient in rest.roots], rest.weights)
+    next(turns)
 
 
 def _into_leaves(edges: list[GradientEdge], gradients: list[Tensor], weights: list[Tensor]) -> None:

@@ -85,10 +85,11 @@ class Outline:
 
 @dataclass(frozen=True)
 class Slot:
-    """A value that crosses a cut: the places among the leaves of the arguments where it stands."""
+    """A value that crosses a cut: the places among the leaves of the arguments where it stands, and what it was."""
 
     places: tuple[int, ...]
     needs_grad: bool
+    blank: Blank
 
 
 @dataclass
@@ -198,7 +199,7 @@ class Tracer(TorchFunctionMode):
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and id(leaf) in self._tainted:
                 places.setdefault(id(leaf), []).append(place)
-        return tuple(Slot(tuple(at), leaves[at[0]].requires_grad) for at in places.values())
+        return tuple(Slot(tuple(at), leaves[at[0]].requires_grad, Blank.of(leaves[at[0]])) for at in places.values())
 
     def _taint(self, value: Tensor) -> None:
         if id(value) not in self._tainted:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from shoal.errors import ShoalError, UserCodeError
 from shoal.modes import without_modes
 from shoal.randomness import active_scope
+from shoal.strategies.blocks import repeated_blocks
 from shoal.strategies.stage_check import LeakError, Watch
 from shoal.strategies.stage_cuts import chosen, leak, without
 from shoal.strategies.stage_program import Do, Program, Step, holds, programs
 from shoal.strategies.stage_shapes import Shapes
-from shoal.strategies.stage_trace import Blank, Forward, Trace, Tracer, fake_of, without_data
+from shoal.strategies.stage_trace import Blank, Forward, Slot, Trace, Tracer, fake_of, without_data
 
 # (model, batch) -> anything; the loss and each metric.
 Function = Callable[[nn.Module, Any], Any]
@@ -34,6 +36,29 @@ Function = Callable[[nn.Module, Any], Any]
 Receive = Callable[[list[Blank]], list[Tensor]]
 # (the call's step, forward, args, kwargs) -> what stands for the output.
 Stub = Callable[[Step, Forward, Any, Any], Any]
+
+
+class Around(Protocol):
+    """What is done around the forward of a module where a stage computes it, and not where it is stubbed."""
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before it: the arguments to go on with."""
+
+    def leave(self, output: Any) -> None:
+        """After it, also where the stage ends within the module: the output, or what is sent on."""
+
+    def again(self) -> AbstractContextManager[None]:
+        """Around the same forward where a backward computes it again."""
+
+
+class Follower(Protocol):
+    """A module that has to know of calls of its own that are stubbed."""
+
+    def begin(self) -> None:
+        """A forward through a stage begins."""
+
+    def stubbed(self, args: Any, kwargs: Any) -> None:
+        """Its own is stubbed; tensors among the arguments may be stubs."""
 
 
 class _Left(BaseException):
@@ -53,16 +78,27 @@ class Passed:
     result: Any = None
 
 
+@dataclass(frozen=True)
+class _Modules:
+    """What is to be done at modules, by their names."""
+
+    followers: Mapping[str, Follower]
+    around: Mapping[str, Around]
+    compiled: Mapping[str, Forward]
+
+
 class _Run:
     """Follows one forward through a stage; `call` is what every watched module's forward goes through."""
 
-    def __init__(self, program: Program, stub: Stub, receive: Receive) -> None:
-        self._program, self._stub, self._receive = program, stub, receive
+    def __init__(self, program: Program, stub: Stub, receive: Receive, modules: _Modules) -> None:
+        self._program, self._stub, self._receive, self._modules = program, stub, receive, modules
         self._place = 0
         self.begun = program.stage == 0
         self.received: list[Tensor] = []
         self._stands_for: dict[int, Tensor] = {}
         self._stubs: list[Any] = []  # an id is a tensor's only as long as it lives
+        for follower in modules.followers.values():
+            follower.begin()
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
         if self.begun:
@@ -70,16 +106,31 @@ class _Run:
                 raise _Left(self._values(args, kwargs))
             if self._stands_for:
                 args, kwargs = tree_map(self._real, (args, kwargs))
-            return forward(*args, **kwargs)
+            return self._computed(name, forward, args, kwargs)
         if self._place == len(self._program.steps) or self._program.steps[self._place].name != name:
             raise _diverged(self._program, self._place, name)
         step = self._program.steps[self._place]
         self._place += 1
         if step.do in (Do.STUB, Do.DENSE):
+            if name in self._modules.followers:
+                self._modules.followers[name].stubbed(args, kwargs)
             return self._stub(step, forward, args, kwargs)
         if step.do is Do.BEGIN:
             args, kwargs = self._begin(args, kwargs)
-        return forward(*args, **kwargs)
+        return self._computed(name, forward, args, kwargs)
+
+    def _computed(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        around, forward = self._modules.around.get(name), self._modules.compiled.get(name, forward)
+        if around is None:
+            return forward(*args, **kwargs)
+        args, kwargs = around.enter(args, kwargs)
+        try:
+            output = forward(*args, **kwargs)
+        except _Left as left:
+            around.leave(left.values)
+            raise
+        around.leave(output)
+        return output
 
     def _begin(self, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -109,14 +160,19 @@ class Stages:
     The model has no data while this is built, and afterwards data for what `holds` says of the stages that are run.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: nn.Module, device: torch.device, followers: Mapping[str, Follower]) -> None:
+        self._model, self._device, self._followers = model, device, followers
         self._shapes = Shapes(model, device)
         self._handler: Callable[..., Any] | None = None
         self._programs: dict[Any, list[Program]] = {}
         self._sizes = {n: t.numel() * t.itemsize for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.firsts: list[str] = []
         self.holds: list[set[str]] = []
+        self.cuts: list[tuple[Slot, ...]] = []  # what crosses from each stage to the next, in the batch that was traced
+        self.around: dict[str, Around] = {}  # by the modules' names
+        self._compiled: dict[str, Forward] = {}
+        self._forwards: dict[str, Forward] = {}
+        self._blocks = [block.name for block in repeated_blocks(model) if block.children is None]
 
     @classmethod
     def build(
@@ -128,12 +184,13 @@ class Stages:
         num_stages: int,
         split: Sequence[str] = (),
         device: torch.device | None = None,
+        followers: Mapping[str, Follower] | None = None,
     ) -> Stages:
-        """Cuts a model by its `function`, which is the loss; `batch` tells shapes only.
+        """Cuts a model by its `function`, which is the loss; `batch` tells shapes only; `followers` by module.
 
         Raises: PlanError where it cannot be cut so; UserCodeError where it cannot be traced.
         """
-        stages = cls(model, device or torch.device("cpu"))
+        stages = cls(model, device or torch.device("cpu"), followers or {})
         stages._install()
         trace = stages._traced(function, batch)
         refused: list[str] = []
@@ -147,6 +204,7 @@ class Stages:
                 if split:
                     raise leak(error, model, trace) from None
                 refused.append(error.begins)
+        stages.cuts = [program.next_slots for program in made[:-1]]
         stages.holds = holds(trace, stages.firsts, stages._sizes)
         stages._programs[stages._key(function)] = made
         return stages
@@ -159,12 +217,31 @@ class Stages:
     def _install(self) -> None:
         """Lets every module's forward go through this, and its name stay what it is."""
         for name, module in self._model.named_modules():
+            self._forwards[name] = module.forward
             module.forward = functools.partial(self._call, name, module.forward)
 
     def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if self._handler is None or self._shapes.is_running:
             return forward(*args, **kwargs)
         return self._handler(name, forward, args, kwargs)
+
+    def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
+        """Puts what `compiled` makes of their forwards in the place of those of the model's blocks; their names.
+
+        Not of a block within which a stage begins, and only where a stage computes it.
+        """
+        names = [name for name in self._blocks if not any(first.startswith(f"{name}.") for first in self.firsts)]
+        self._compiled = {name: self._undivided(compiled(name, self._forwards[name])) for name in names}
+        return names
+
+    def _undivided(self, forward: Forward) -> Forward:
+        """A forward in which nothing is watched."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._handling(None):
+                return forward(*args, **kwargs)
+
+        return run
 
     def _stub(self, step: Step, forward: Forward, args: Any, kwargs: Any) -> Any:
         output, num_draws = self._shapes.output(step.name, forward, args, kwargs, step.do is Do.DENSE)
@@ -190,7 +267,7 @@ class Stages:
     def forward(self, stage: int, function: Function, batch: Any, receive: Receive) -> Passed:
         """One stage's part of `function(model, batch)`; `receive` is called where a stage after the first begins."""
         program = self._program(function, batch)[stage]
-        run = _Run(program, self._stub, receive)
+        run = _Run(program, self._stub, receive, _Modules(self._followers, self.around, self._compiled))
         try:
             with self._handling(run.call):
                 result = function(self._model, batch)
@@ -227,7 +304,9 @@ class Stages:
                     for place in slot.places:
                         leaves[place] = value
                 args, kwargs = tree_unflatten(leaves, spec)
-            return forward(*args, **kwargs)
+            around, forward = self.around.get(name), self._compiled.get(name, forward)
+            with around.again() if around is not None else contextlib.nullcontext():
+                return forward(*args, **kwargs)
 
         with self._handling(call):
             yield
@@ -273,7 +352,7 @@ class Stages:
         for program in made[1:]:
             with without_modes(), without_data(self._model, self._device) as (mode, named):
                 watch = Watch(named)
-                run = _Run(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks])
+                run = _Run(program, watch.stub, _emptied, _Modules(self._followers, {}, {}))
                 watch.follow(run)
                 given = fake_of(mode, batch, self._device)
                 try:
@@ -282,6 +361,10 @@ class Stages:
                 except _Left as left:
                     result = left.values
             watch.judge(program.steps[-1].name, result)
+
+
+def _emptied(blanks: list[Blank]) -> list[Tensor]:
+    return [blank.empty() for blank in blanks]
 
 
 def _diverged(program: Program, place: int, name: str) -> UserCodeError:

@@ -42,6 +42,11 @@ class Wires:
         return cls(mine, list(mine).index(rank), own)
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those that carry its messages."""
+        return [group for group in self._groups.values() if group is not None]
+
+    @property
     def num_ranks(self) -> int:
         """P, the ranks of this pipeline."""
         return len(self._ranks)

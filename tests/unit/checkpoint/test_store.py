@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -328,3 +329,33 @@ def test_a_checkpoint_that_cannot_be_opened_now_is_not_called_damaged(tmp_path: 
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert store.steps() == [1]
     assert not store.damaged()
+
+
+def test_each_file_is_hashed_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    real = shoal.checkpoint.store.hashlib.sha256
+
+    def counting(content: bytes = b"") -> Any:
+        hashed.append(len(content))
+        return real(content)
+
+    monkeypatch.setattr(shoal.checkpoint.store.hashlib, "sha256", counting)
+    judged = store.read(20)
+    assert len(hashed) == 4  # the manifest, the state, two files of tensors
+    assert judged.tensors.keys() == {"model", "optimizer"}
+    assert len(hashed) == 4
+    hashed.clear()
+    opened = store.open(20)
+    assert len(hashed) == 2
+    assert opened.read("model").keys() == judged.read("model").keys()
+    assert len(hashed) == 3
+
+
+def test_a_file_that_was_opened_is_checked_when_it_is_read(store: Store) -> None:
+    path = store.folder / directory_name(20) / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    opened = store.open(20)
+    with pytest.raises(ManifestError, match="SHA-256 differs"):
+        opened.read("model")

@@ -74,6 +74,7 @@ def test_a_region_is_zeros_without_a_name_and_goes_with_its_tensors() -> None:
     assert tensor.tolist() == [0.0] * 10
     assert region.offset_in(0, tensor) == 64
     assert region.offset_in(0, torch.zeros(3)) is None
+    assert region.own(0, 10, torch.float32).untyped_storage().nbytes() == 40
     assert set(os.listdir("/dev/shm")) == named
     assert "/memfd:shoal (deleted)" in Path("/proc/self/maps").read_text()
     del region

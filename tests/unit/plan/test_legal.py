@@ -250,9 +250,14 @@ EXCLUDED += [
         "shard.offload = false",
     ),
     (
-        of(layout={"pipeline": 2, "context": 2}, batch={"grains_per_microbatch": 1}),
-        "layout.context = 2, layout.pipeline = 2",
-        "layout.context = 1, or layout.pipeline = 1",
+        of(
+            layout={"pipeline": 2},
+            pipeline={"schedule": "zero_bubble"},
+            batch={"grains_per_microbatch": 1},
+            execution={"compile": "default"},
+        ),
+        'execution.compile = "default", pipeline.schedule = "zero_bubble"',
+        'execution.compile = "none", or pipeline.schedule = "1f1b"',
     ),
     (
         of(layout={"pipeline": 2, "tensor": 2}, tensor={"sequence": True}, batch={"grains_per_microbatch": 1}),
@@ -264,23 +269,9 @@ EXCLUDED += [
         "tensor.sequence = true, layout.tensor = 2, layout.context = 2",
         "tensor.sequence = false, or layout.context = 1",
     ),
-    (
-        of(layout={"pipeline": 2}, batch={"grains_per_microbatch": 1}, execution={"compile": "default"}),
-        'execution.compile = "default", layout.pipeline = 2',
-        'execution.compile = "none", or layout.pipeline = 1',
-    ),
     (piped(2, schedule="interleaved_1f1b"), "pipeline.stages_per_rank = 1", "pipeline.stages_per_rank = 2 or more"),
     (piped(2, schedule="1f1b", stages_per_rank=2), "pipeline.stages_per_rank = 2", 'schedule = "interleaved_1f1b"'),
     (piped(2, schedule="zero_bubble", stages_per_rank=2), "stages_per_rank = 2", "pipeline.stages_per_rank = 1"),
-    (
-        of(
-            layout={"pipeline": 2, "shard": 2},
-            pipeline={"schedule": "zero_bubble"},
-            batch={"grains_per_microbatch": 1},
-        ),
-        'shard.level = "parameters", layout.shard = 2, layout.pipeline = 2',
-        'shard.level = "optimizer", or layout.pipeline = 1',
-    ),
     (
         of(layout={"tensor": 2}, execution={"compile": "default"}),
         'execution.compile = "default", layout.tensor = 2',
@@ -408,3 +399,20 @@ def test_the_microbatches_that_are_proposed_are_legal(grains: int, pipeline: int
 def test_uneven_shares_make_two_numbers_of_microbatches() -> None:
     assert num_microbatches(of(layout={"data": 3}, batch={"grains_per_microbatch": 1}), GPT) == (2, 3)
     assert num_microbatches(of(layout={"data": 3}), GPT) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (of(shard={"reduce": "last_microbatch"}), "layout.shard is 1"),
+        (of(layout={"shard": 2}, shard={"level": "optimizer", "reduce": "last_microbatch"}), "summed with the last"),
+        (of(layout={"shard": 2}, shard={"reduce": "last_microbatch"}), "one microbatch a step"),
+    ],
+)
+def test_a_reduction_that_comes_last_anyway_warns(plan: Plan, reason: str) -> None:
+    with pytest.warns(SettingWarning, match=reason):
+        check(plan, GPT)
+
+
+def test_a_late_reduction_of_several_microbatches_does_not_warn() -> None:
+    check(of(layout={"shard": 2}, shard={"reduce": "last_microbatch"}, batch={"grains_per_microbatch": 1}), GPT)

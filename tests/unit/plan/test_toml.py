@@ -32,7 +32,9 @@ PLANS = st.fixed_dictionaries(
         "schema": st.just(1),
         "layout": st.fixed_dictionaries(dict.fromkeys(("data", "shard", "tensor", "pipeline", "context"), DEGREES)),
         "batch": st.fixed_dictionaries({"grains_per_microbatch": st.integers(0, 10**6)}),
-        "shard": st.fixed_dictionaries({"level": literal("shard", "level"), "offload": st.booleans()}),
+        "shard": st.fixed_dictionaries(
+            {"level": literal("shard", "level"), "reduce": literal("shard", "reduce"), "offload": st.booleans()}
+        ),
         "tensor": st.fixed_dictionaries({"sequence": st.booleans()}),
         "pipeline": st.fixed_dictionaries(
             {

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from tests.unit.planner.made import DEVICE, block, flat, matmul
 
 from shoal.hardware import Curve
 from shoal.planner.compute import Computer, Cost, Share, matmul_seconds
 from shoal.planner.profile import Amount, Cut, Kind, Operation, Phase
-from tests.unit.planner.made import DEVICE, block, flat, matmul
 
 TILED = replace(DEVICE, multiprocessors=10, tile=(128, 256))
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from tests.unit.planner.made import DEVICE, LINK, cluster
 
 from shoal.planner.exchange_time import Group, Network
-from tests.unit.planner.made import DEVICE, LINK, cluster
 
 FAST = Network(cluster(8))
 
@@ -60,6 +60,7 @@ def test_a_message_takes_its_bytes_over_the_link():
 
 
 def test_a_lone_device_needs_no_link():
-    assert Network(replace(cluster(1), within=None, between=None, device=DEVICE)).seconds(
-        "all_reduce", 1e9, Group(1, 1)
-    ) == 0.0
+    assert (
+        Network(replace(cluster(1), within=None, between=None, device=DEVICE)).seconds("all_reduce", 1e9, Group(1, 1))
+        == 0.0
+    )

@@ -24,11 +24,18 @@ def test_equal_numbers_of_blocks():
 
 
 def test_a_stage_takes_the_unit_that_passes_its_share():
-    assert names(thresholds(UNITS, [0, 1, 1, 1, 1, 1, 1, 2], 2)) == [["embedding", "0", "1", "2", "3", "4"], ["5", "head"]]
+    assert names(thresholds(UNITS, [0, 1, 1, 1, 1, 1, 1, 2], 2)) == [
+        ["embedding", "0", "1", "2", "3", "4"],
+        ["5", "head"],
+    ]
 
 
 def test_the_slowest_stage_is_as_fast_as_can_be():
-    assert names(balanced(UNITS, [0, 1, 1, 1, 1, 1, 1, 3], 3)) == [["embedding", "0", "1", "2"], ["3", "4", "5"], ["head"]]
+    assert names(balanced(UNITS, [0, 1, 1, 1, 1, 1, 1, 3], 3)) == [
+        ["embedding", "0", "1", "2"],
+        ["3", "4", "5"],
+        ["head"],
+    ]
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=12), st.integers(1, 12))

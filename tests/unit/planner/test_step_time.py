@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.planner.made import DEVICE, block, cluster, work
 
 from shoal.plan.plan import Plan
 from shoal.planner.step_time import Predictor, predict
 from shoal.planner.workload import CATEGORIES, TERMS, Program
-from tests.unit.planner.made import DEVICE, block, cluster, work
 
 BLOCK = 12e-3  # seconds a sample
 QUIET = Program(contention=0.0, call_seconds=0.0, fragmentation=0.0)
@@ -128,12 +128,12 @@ def test_what_does_not_fit_says_by_how_much():
     assert found.missing_bytes == pytest.approx(found.peak_bytes - DEVICE.memory_bytes)
 
 
-layouts = st.fixed_dictionaries(
-    {axis: st.sampled_from([1, 2, 4]) for axis in ("data", "shard", "tensor", "pipeline")}
+layouts = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 4]) for axis in ("data", "shard", "tensor", "pipeline")})
+
+
+@given(
+    layouts, st.sampled_from([1, 2]), st.sampled_from(["none", "full"]), st.sampled_from(["optimizer", "parameters"])
 )
-
-
-@given(layouts, st.sampled_from([1, 2]), st.sampled_from(["none", "full"]), st.sampled_from(["optimizer", "parameters"]))
 def test_the_bounds_are_bounds(layout, grains, recompute, level):
     given_plan = plan(grains, layout=layout, memory={"recompute": recompute}, shard={"level": level})
     predictor = Predictor(work(batch=16), cluster(8, 32), Program())

@@ -22,7 +22,7 @@ def page() -> str:
 
 def test_well_formed_and_escaped() -> None:
     text = page()
-    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))  # noqa: S314
+    root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
     assert root.tag == "html"
     assert root.get("lang") == "en"
     assert "<script" not in text
@@ -45,7 +45,9 @@ def test_drawings_are_named_and_tables_have_headers() -> None:
 
 def test_bars_follow_each_other() -> None:
     text = str(waterfall("Parts", [Bar("a", 0.25, ""), Bar("b", 0.75, "")]))
-    (x0, w0), (x1, w1) = [(float(x), float(w)) for x, w in re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', text)]
+    (x0, w0), (x1, w1) = [
+        (float(x), float(w)) for x, w in re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)"', text)
+    ]
     assert abs(x0 + w0 - x1) < 0.2
     assert abs(w1 - 3 * w0) < 0.3
 

@@ -38,12 +38,6 @@ def test_blocks_in_a_row_are_one_stack(length: int) -> None:
     assert len(plan.partial) == 3 * 10
 
 
-def test_a_stack_is_parted_before_a_block() -> None:
-    plan = planned(Blocks(), tokens(2, length=16)).parted({"blocks.0", "blocks.2"})
-    assert [block.opens for block in plan.blocks.values()] == [True, False, True]
-    assert [block.closes for block in plan.blocks.values()] == [False, True, True]
-
-
 class Between(Blocks):
     """Looks at what the first block gives."""
 

@@ -203,3 +203,87 @@ def test_the_largest_stage_is_as_small_as_can_be(sizes: list[int], num_stages: i
 
     best = min(largest(cuts) for cuts in combinations(range(1, len(sizes)), num_stages - 1))
     assert largest(tuple(balanced(sums, num_stages))) == best
+
+
+class Around:
+    """Notes what is done at a module."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        self.left: list[Any] = []
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self.noted.append("enter")
+        return args, kwargs
+
+    def leave(self, output: Any) -> None:
+        self.noted.append("leave")
+        self.left.append(output)
+
+    def again(self) -> Any:
+        raise AssertionError
+
+    def begin(self) -> None:
+        self.noted.append("begin")
+
+    def stubbed(self, args: Any, kwargs: Any) -> None:
+        self.noted.append("stubbed")
+
+
+class Nested(nn.Module):
+    """A stage begins within a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([linear_stack(2), linear_stack(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_is_around_a_module_is_done_where_it_is_computed() -> None:
+    stages = Stages.build(Nested(), loss, BATCH, num_stages=2, split=("blocks.0.1",))
+    whole, cut = Around(), Around()
+    stages.around = {"blocks.1": whole, "blocks.0": cut}
+    first = stages.forward(0, loss, BATCH, lambda blanks: [])
+    assert (cut.noted, whole.noted) == (["enter", "leave"], [])
+    assert cut.left == [first.values]  # left in its midst: what is sent stands for its output
+    stages.forward(1, loss, BATCH, lambda blanks: first.values)
+    assert whole.noted == ["enter", "leave"]
+    assert cut.noted == ["enter", "leave", "enter", "leave"]  # it begins in it
+
+
+def test_a_follower_is_told_where_its_module_is_stubbed() -> None:
+    follower = Around()
+    stages = Stages.build(linear_stack(2), loss, BATCH, num_stages=2, split=("1",), followers={"0": follower})
+    follower.noted.clear()
+    sent = stages.forward(0, loss, BATCH, lambda blanks: []).values
+    assert follower.noted == ["begin"]
+    stages.forward(1, loss, BATCH, lambda blanks: sent)
+    assert follower.noted == ["begin", "begin", "stubbed"]
+
+
+def test_only_blocks_within_a_stage_are_compiled_and_only_where_they_are_computed() -> None:
+    called: list[str] = []
+
+    def compiled(name: str, forward: Any) -> Any:
+        return lambda *args: called.append(name) or forward(*args)
+
+    class Deep(Nested):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(linear_stack(2) for _ in range(3))
+
+    stages = Stages.build(Deep(), loss, BATCH, num_stages=3, split=("blocks.1", "blocks.2.1"))
+    assert stages.compile(compiled) == ["blocks.0", "blocks.1"]
+    sent = stages.forward(0, loss, BATCH, lambda blanks: []).values
+    assert called == ["blocks.0"]
+    stages.forward(1, loss, BATCH, lambda blanks: sent)
+    assert called == ["blocks.0", "blocks.1"]
+
+
+def test_what_crosses_is_known() -> None:
+    stages = Stages.build(linear_stack(2), loss, BATCH, num_stages=2, split=("1",))
+    assert [[slot.blank.shape for slot in cut] for cut in stages.cuts] == [[(3, 4)]]
