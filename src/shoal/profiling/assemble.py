@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.planner.profile import NOTHING, Amount, Body, Cut, Exchange, Kind, Operation, Phase, Unit, Weight
+from shoal.profiling import recurrent
 from shoal.profiling.events import Event, Ref, Trace
 from shoal.profiling.operators import Cost, costs
 from shoal.profiling.selected import selected_bytes
@@ -33,7 +34,7 @@ def kernels(trace: Trace, of_weights: set[int]) -> list[Kernel]:
     selected = selected_bytes(trace)
     found = []
     for place, event in enumerate(trace.events):
-        own = costs(event)
+        own = recurrent.costs(event) if "lstm" in event.name else costs(event)
         kept = saved.get(place, 0.0)
         if not own and kept:
             own = [Cost(launches=0)]
@@ -148,6 +149,7 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: Cut) -> Operation:
         launches=cost.launches,
         dtype=_dtype(event, cost),
         cut=cut,
+        winograd=cost.winograd,
         **sizes,
     )
 

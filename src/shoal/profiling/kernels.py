@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.profiling.recurrent import lstm
+
 _DEFINED = torch.library.Library("shoal_profiling", "DEF")
 _DEFINED.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool is_causal) -> (Tensor, Tensor)"
@@ -206,6 +208,7 @@ def as_on(device: str, by_grain: bool) -> Iterator[None]:
             library.impl("dropout", drop, "AutogradCPU")
         if device != "cpu":
             library.impl("rms_norm", rms_norm, "AutogradCPU")
+            library.impl("lstm.input", lstm, "AutogradCPU")
             for name in _WIDENED:
                 base, _, overload = name.partition(".")
                 if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):

@@ -31,6 +31,7 @@ class Cost:
     batch: float = 1.0
     launches: int = 1
     of_weight: bool = False
+    winograd: bool = False
 
 
 def costs(event: Event) -> list[Cost]:
@@ -211,7 +212,20 @@ def _convolution(event: Event) -> list[Cost]:
         n, k = k, n
     moved = _moves(event)
     flops = 2.0 * m * n * k * groups
-    return [Cost(Kind.CONVOLUTION, flops, moved.read_bytes, moved.written_bytes, m, n, k, groups)]
+    kind, winograd = _kind(event, weight)
+    return [Cost(kind, flops, moved.read_bytes, moved.written_bytes, m, n, k, groups, winograd=winograd)]
+
+
+def _kind(event: Event, weight: Ref) -> tuple[Kind, bool]:
+    """What limits a convolution, and whether Winograd's algorithm serves it.
+
+    Channels that are each by themselves multiply too little for each number read to be limited by products.
+    """
+    if event.arguments["groups"] > 1 and weight.shape[1] == 1:
+        return Kind.MEMORY, False
+    ones = all(set(event.arguments[name]) == {1} for name in ("stride", "dilation"))
+    plain = event.arguments["groups"] == 1 and not event.arguments["transposed"]
+    return Kind.CONVOLUTION, plain and ones and weight.shape[2:] == (3, 3)
 
 
 def _convolution_backward(event: Event) -> list[Cost]:
@@ -221,13 +235,14 @@ def _convolution_backward(event: Event) -> list[Cost]:
     flops = 2.0 * m * num_out * reach * groups
     of_input, of_weight, of_bias = event.arguments["output_mask"]
     made = list(event.outputs)
+    kind, winograd = _kind(event, weight)
     found = []
     if of_input:
         read, written = output.num_bytes + weight.num_bytes, made.pop(0).num_bytes
-        found.append(Cost(Kind.CONVOLUTION, flops, read, written, m, reach, num_out, groups))
+        found.append(Cost(kind, flops, read, written, m, reach, num_out, groups, winograd=winograd))
     if of_weight:
         read, written = output.num_bytes + input.num_bytes, made.pop(0).num_bytes
-        found.append(Cost(Kind.CONVOLUTION, flops, read, written, num_out, reach, m, groups, of_weight=True))
+        found.append(Cost(kind, flops, read, written, num_out, reach, m, groups, of_weight=True, winograd=winograd))
     if of_bias:
         found.append(Cost(read_bytes=output.num_bytes, written_bytes=made.pop(0).num_bytes, of_weight=True))
     return found

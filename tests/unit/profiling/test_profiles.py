@@ -278,3 +278,31 @@ def test_random_numbers_of_the_caller_are_left_alone() -> None:
     profile(*CASES["gpt"])
     assert torch.equal(before, torch.get_rng_state())
     assert math.isfinite(float(F.dropout(torch.ones(3), 0.5).sum()))  # torch's own again
+
+
+def test_convolutions_tell_what_limits_them() -> None:
+    def stack() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 16, 3, 2)
+        )
+
+    found = profile(stack, lambda m, b: (m(b).sum(), 1), lambda n: torch.zeros(n, 8, 16, 16))
+    kinds = [(o.kind, o.winograd) for o in operations(found, Phase.FORWARD) if o.name == "aten.convolution"]
+    assert kinds == [(Kind.CONVOLUTION, True), (Kind.MEMORY, False), (Kind.CONVOLUTION, False)]
+    by_channel = next(o for o in operations(found, Phase.FORWARD) if o.kind is Kind.MEMORY and o.flops.at(1))
+    assert by_channel.flops.at(1) == 2 * 9 * 8 * 16 * 16
+
+
+def test_an_lstm_is_a_product_of_what_comes_in_and_one_a_step() -> None:
+    """Four gates of H, from what comes in (W) and from the step before (H), forward once, backward twice."""
+    steps, width, hidden = 7, 12, 16
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return model(batch)[0].sum(), 1
+
+    found = profile(partial(nn.LSTM, width, hidden, 2, batch_first=True), loss, lambda n: torch.zeros(n, steps, width))
+    forward = 2 * SAMPLES * steps * 4 * hidden * ((width + hidden) + (hidden + hidden))
+    assert flops(found, Phase.FORWARD) == forward
+    products = [o for o in operations(found, Phase.FORWARD) if o.kind is Kind.MATMUL]
+    assert len(products) == 2 * (1 + steps)
+    assert flops(found, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT) == 2 * forward
