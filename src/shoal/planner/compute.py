@@ -20,7 +20,7 @@ ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float1
 # smaller tiles read more operands for each multiplication (NVIDIA, Matrix Multiplication Background, 2023, table 2).
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (256, 64, 0.85), (64, 256, 0.85))
 _SMALL_TILES: Final = ((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
-# Steps of k that a tile takes before its multipliers are fed, and after: k_seconds is as if k were this much longer.
+# Steps of k, at the rate of half precision, that a tile takes before its multipliers are fed, and after.
 _K_FILL: Final = 96
 _SPLITS: Final = (1, 2, 4, 8, 16)
 
@@ -94,7 +94,10 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
     if not device.multiprocessors:
         return flops / (device.flops[dtype] * curve.at(flops) * device.sustained)
     # The curve's rise is the waste of small products, which is counted here by itself; its top is that of large ones.
-    peak = device.flops[dtype] * max(share for _, share in curve.points) * device.sustained
+    peak = device.flops[dtype] * max(share for _, share in curve.points)
+    if dtype not in ("float32", "float64"):  # tensor cores draw the power that holds the clock down
+        peak *= device.sustained
+    fill = _K_FILL * device.flops[dtype] / max(device.flops.get("float16", 0.0), device.flops[dtype])
     per_tile = peak / device.multiprocessors
     best = float("inf")
     most, groups = int(k // (4 * _K_FILL)), max(1.0, batch)
@@ -107,7 +110,7 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
             waves = ceil(tiles * split / device.multiprocessors)
             # Each part of a split sum is written and read once more in float32.
             extra = 8.0 * m * n * batch * split / device.memory_bytes_per_second if split > 1 else 0.0
-            seconds = waves * tile * (k / split + _K_FILL) + extra
+            seconds = waves * tile * (k / split + fill) + extra
             if seconds < best:
                 best = seconds
     return best
@@ -156,7 +159,10 @@ class Computer:
             if curve is not None:  # as measured: a library's convolutions depend on what they reuse
                 m, n, k, batch = sizes
                 return 2.0 * m * n * k * batch / (device.flops[dtype] * curve.at(intensity(m, n, k)))
-        return matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
+        seconds = matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
+        if operation.winograd and dtype == "float32" and device.multiprocessors:
+            seconds /= _WINOGRAD
+        return seconds
 
     def ideal(self, operation: Operation) -> float:
         """Seconds of a sample's part of an operation at the best that the device does: a lower bound on one rank."""
@@ -173,7 +179,8 @@ class Computer:
         curves = [device.matmul.get(dtype) or Curve()]
         if operation.kind is Kind.CONVOLUTION:
             curves += [curve for name, curve in device.convolution.items() if name.startswith(dtype)]
-        return operation.flops.per_sample / (device.flops[dtype] * max(map(_best, curves)))
+        fewer = _WINOGRAD if operation.winograd else 1.0
+        return operation.flops.per_sample / fewer / (device.flops[dtype] * max(map(_best, curves)))
 
     def _attention(self, operation: Operation, share: Share, divided: float) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
@@ -206,6 +213,8 @@ def _best(curve: Curve) -> float:
     return max(share for _, share in curve.points)
 
 
+# Lavin and Gray, arXiv 1509.09308: 3 x 3 convolutions with 2.25 times fewer products, of which transforms take a part.
+_WINOGRAD: Final = 1.7
 # Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: from those of
 # Dao, arXiv 2307.08691 (causal, A100), and Shah et al., arXiv 2407.08608.
 _FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.5}
