@@ -145,7 +145,7 @@ def test_numbers_that_the_formulas_cannot_import_are_the_strategies_own() -> Non
 
 @pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize("world_size", [2, 4, 64])
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64, 512])
 def test_data_parallel_is_what_the_buckets_send(world_size: int, shapes: Shapes, reduce: torch.dtype) -> None:
     held = parameters(shapes)
     gradients = Gradients(tuple(map(array, held)), reduce.itemsize)
@@ -188,10 +188,10 @@ def test_zero_1_adds_the_owners_broadcasts(layout: Layout, shapes: Shapes) -> No
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("replicas", "degree"), [(1, 64), (4, 16)])
-def test_fully_shard_in_a_world_of_64(replicas: int, degree: int, case: Case) -> None:
+@pytest.mark.parametrize(("replicas", "degree"), [(1, 8), (1, 64), (4, 16), (32, 16)])
+def test_fully_shard_in_large_worlds(replicas: int, degree: int, case: Case) -> None:
     model = Transformer()
-    with world(Layout(data=replicas, shard=degree), rank=9):
+    with world(Layout(data=replicas, shard=degree), rank=5):
         names = ("data", "shard")
         mesh = init_device_mesh("cpu", (replicas, degree), mesh_dim_names=names)
         expected = sharding(model, case, degree, replicas)

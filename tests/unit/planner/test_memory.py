@@ -48,7 +48,7 @@ def held_gradients(strategy: DataParallel | ExactDataParallel, model: list[nn.Pa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shapes", MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize("world_size", [2, 4, 64])
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64, 512])
 def test_gradients_of_data_parallelism(world_size: int, shapes: Shapes, dtype: torch.dtype) -> None:
     model = [nn.Parameter(p.detach().to(dtype)) for p in parameters(shapes)]
     with world(Layout(data=world_size)) as mesh:
@@ -134,8 +134,8 @@ def test_zero_1_divides_the_state() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("replicas", "degree"), [(1, 64), (4, 16)])
-def test_fully_shard_in_a_world_of_64(replicas: int, degree: int, case: Case) -> None:
+@pytest.mark.parametrize(("replicas", "degree"), [(1, 8), (1, 64), (4, 16), (32, 16)])
+def test_fully_shard_in_large_worlds(replicas: int, degree: int, case: Case) -> None:
     model = Transformer()
     rank = 9
     with world(Layout(data=replicas, shard=degree), rank):
