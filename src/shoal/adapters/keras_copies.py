@@ -35,7 +35,7 @@ def _copied(layer: Any, memo: dict[int, Any]) -> Any:
         else:
             memo[key].__dict__["_value"] = copy.deepcopy(variable._value, memo)
     for key in family:
-        tracker = getattr(memo[key], "_tracker", None)
+        tracker: Any = getattr(memo[key], "_tracker", None)
         for name, (_, store) in tracker.config.items() if tracker is not None else ():
             tracker.stored_ids[name] = {id(value) for value in store}
     return memo[id(layer)]
