@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from shoal.plan.legal import ModelFacts, conflicts, notes, refuse
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
 from shoal.run_request import RunRequest
+from shoal.strategies.blocks import repeated_blocks
 
 
 class Admitted(NamedTuple):
@@ -69,7 +71,8 @@ def _facts(job: Job, plan: Plan, model: nn.Module | None) -> ModelFacts:
     if model is None:
         return ModelFacts(job.grains, job.grain_size)
     batch = one_grain(job) if plan.layout.context > 1 else None
-    return facts_of(model, batch, num_grains=job.grains, grain_size=job.grain_size)
+    facts = facts_of(model, batch, num_grains=job.grains, grain_size=job.grain_size)
+    return replace(facts, repeats=bool(repeated_blocks(model)))
 
 
 def one_grain(job: Job) -> Any:

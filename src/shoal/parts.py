@@ -131,3 +131,16 @@ def _block(tensor: Tensor, places: list[_Places]) -> Tensor:
 def _mesh(places: list[_Places]) -> tuple[Tensor, ...]:
     tensors = [torch.from_numpy(p) for p in places]
     return tuple(t.view([-1 if i == dim else 1 for i in range(len(tensors))]) for dim, t in enumerate(tensors))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How a layer that is none of torch's is cut along its outputs: `dims` of its parameters, the weight first.
+
+    The outputs are `size`, along `feature_dim` of what it gives, counted from the end. Such a layer has a method
+    `tensor_outputs`, which returns one of these or None, and `keep_outputs(size)`, told once its parameters are slices.
+    """
+
+    dims: dict[str, int]
+    size: int
+    feature_dim: int

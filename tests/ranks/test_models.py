@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.launching import EXAMPLES
@@ -49,3 +50,23 @@ def test_verified_on_two_ranks(target: str, settings: tuple[str, ...], exact: bo
     verdict = shoal.verify(loaded.job, plan, steps=1)
     assert verdict.verified, verdict.render()
     assert not any("grain by grain" in note or "float64" in note for note in verdict.notes), verdict.notes
+
+
+@pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed: pip install 'shoal[keras]'")
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"layout": {"shard": 2}, "shard": {"level": "gradients"}}, id="gradients"),
+        pytest.param({"layout": {"shard": 2}, "shard": {"level": "parameters"}}, id="parameters"),
+        pytest.param({"layout": {"tensor": 2}}, id="tensor"),
+        pytest.param({"layout": {"tensor": 3}}, id="tensor-uneven"),
+        pytest.param({"layout": {"pipeline": 2}, "batch": {"grains_per_microbatch": 1}}, id="pipeline"),
+        pytest.param({"layout": {"shard": 2, "tensor": 2}}, id="shard-tensor"),
+    ],
+)
+def test_keras_is_divided(sections: dict[str, Any]) -> None:
+    """A Keras model with statistics and dropout, unchanged."""
+    settings = ["filters=3", "batch=16", "train_samples=64", "eval_samples=16", "normalize=true"]
+    loaded = load(parse_target(str(EXAMPLES / "keras_cnn.py"), settings))
+    verdict = shoal.verify(loaded.job, shoal.Plan().with_sections(**sections), steps=1)
+    assert verdict.verified, verdict.render()

@@ -78,6 +78,12 @@ def test_the_sequence_is_that_of_the_data() -> None:
     admitted(job(train_data=iter([])), of(layout={"context": 4}))  # of a stream nothing is read
 
 
+def test_context_needs_blocks() -> None:
+    with pytest.raises(PlanError, match="repeats no blocks"):
+        admitted(job(lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))), of(layout={"context": 2}))
+    admitted(job(), of(layout={"context": 2}))
+
+
 def test_the_outline_has_no_values() -> None:
     model = outline(job())
     assert model is not None

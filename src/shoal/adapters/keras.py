@@ -8,7 +8,7 @@ of their own. `adapt` mends these in place and leaves the model's parameters, la
 
 from __future__ import annotations
 
-import copy
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,10 +18,14 @@ from typing import Any
 import keras
 import torch
 from keras.src.backend.common import global_state
+from keras.src.ops.function import Function
 from keras.src.utils.naming import to_snake_case
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from shoal.adapters.keras_copies import copied
 from shoal.errors import JobError
+from shoal.parts import Outputs
 from shoal.randomness import GrainScope, active_scope
 
 _INT31 = 2**31 - 1
@@ -174,9 +178,18 @@ class _Calls:
         self.depth = 0
         self.seeds = _GrainSeeds(seed=0)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
+        """That of a copied model, which is not being called."""
+        return _Calls()
+
 
 class _Adapted:
     """A layer that trains where `module.training` says so, in its parameters' dtype, on their device."""
+
+    @property
+    def holds_steps(self: Any) -> bool:
+        """Whether its layers are called one after the other, as far as a graph allows; a pipeline may cut there."""
+        return isinstance(self, keras.Sequential | Function)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls = self._shoal_calls
@@ -184,25 +197,19 @@ class _Adapted:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("training") is None:
             kwargs["training"] = self.training
-        with _outermost(self):
+        with _outermost(self, (args, kwargs)):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """A layer without layers in it; Keras' own saves it and loads it again, without what `adapt` did."""
-        if self._modules:
-            raise TypeError(f"{self.name} holds layers: only single layers of an adapted Keras model can be copied")
-        own = memo[id(self)] = object.__new__(type(self))
-        homes = {id(home): copy.deepcopy(home, memo) for home in (self._parameters, self._buffers)}
-        copies: dict[int, Any] = {}
-        for variable in (*self._trainable_variables, *self._non_trainable_variables):
-            if id(variable._shoal_home[0]) in homes:
-                copies[id(variable)] = own_variable = copy.copy(variable)
-                own_variable._shoal_home = homes[id(variable._shoal_home[0])], variable._shoal_home[1]
-        own.__dict__.update({key: copies.get(id(value), value) for key, value in self.__dict__.items()})
-        own.__dict__.update(_parameters=homes[id(self._parameters)], _buffers=homes[id(self._buffers)])
-        for key in ("_trainable_variables", "_non_trainable_variables"):
-            own.__dict__[key] = [copies.get(id(variable), variable) for variable in self.__dict__[key]]
-        return own
+        """A copy with all layers in it; Keras' own saves the model and loads it again, without what `adapt` did."""
+        return copied(self, memo)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        """A tensor by a parameter's name takes its place, as in any module; Keras' variable stays the attribute."""
+        if isinstance(value, Tensor) and name in self.__dict__.get("_parameters", ()):
+            self._parameters[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def get_parameter(self: Any, target: str) -> nn.Parameter:
         """torch's own looks at the attribute, which is Keras' variable."""
@@ -246,21 +253,63 @@ def _grain_by_grain(call: Any, scope: GrainScope, layer: Any, inputs: Tensor, ma
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+class _Product(_Adapted):
+    """A Dense layer or a convolution, of which each rank of a tensor axis may compute some of the outputs."""
+
+    def tensor_outputs(self: Any) -> Outputs | None:
+        """Of a layer that computes as Keras' does, each output by itself; None of any other."""
+        base = keras.layers.Dense if isinstance(self, keras.layers.Dense) else keras.layers.Conv2D
+        changed = [n for n in ("call", "kernel", "convolution_op") if _of(type(self), n) is not _of(base, n)]
+        if changed or self._parameters.keys() - {"kernel", "bias"} or self.kernel is not self._kernel:
+            return None
+        if self.activation not in _by_element() or getattr(self, "groups", 1) != 1:
+            return None
+        kernel = self._parameters["kernel"]
+        dims = {"kernel": kernel.ndim - 1, **({"bias": 0} if "bias" in self._parameters else {})}
+        channels_first = getattr(self, "data_format", None) == "channels_first" and base is keras.layers.Conv2D
+        return Outputs(dims, kernel.shape[-1], -1 - self.rank if channels_first else -1)
+
+    def keep_outputs(self: Any, size: int) -> None:
+        """A convolution gives its bias a shape by this number."""
+        if isinstance(self, keras.layers.Conv2D):
+            self.__dict__["filters"] = size
+
+
+def _of(cls: Any, name: str) -> Any:
+    return inspect.getattr_static(cls, name, None)
+
+
+@cache
+def _by_element() -> frozenset[Any]:
+    """Activations that act on each number by itself."""
+    names = "linear relu relu6 leaky_relu elu selu celu gelu silu mish tanh sigmoid hard_sigmoid hard_silu hard_tanh"
+    more = "softplus softsign exponential log_sigmoid soft_shrink hard_shrink tanh_shrink squareplus"
+    return frozenset((None, *(getattr(keras.activations, name) for name in f"{names} {more}".split())))
+
+
 @cache
 def _adapted_class(cls: Any) -> Any:
-    kind = _BatchNormalization if issubclass(cls, keras.layers.BatchNormalization) else _Adapted
+    layers, kind = keras.layers, _Adapted
+    if issubclass(cls, layers.BatchNormalization):
+        kind = _BatchNormalization
+    elif issubclass(cls, layers.Dense | layers.Conv2D):
+        kind = _Product
     return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})
 
 
 @contextmanager
-def _outermost(layer: Any) -> Iterator[None]:
-    """A context of one call from outside, however it ends."""
+def _outermost(layer: Any, given: Any) -> Iterator[None]:
+    """A context of one call from outside with arguments `given`, however it ends."""
     held: Tensor | None = next((p for p in layer.parameters() if p.is_floating_point()), None)
     seeds = global_state.get_global_attribute(_GLOBAL_SEEDS)
     with ExitStack() as stack:
         if held is not None:
             _follow(layer, held.dtype)
-            stack.enter_context(keras.device(str(held.device)))
+            # A pipeline stage has no data for parameters of others; what it is given is on its device.
+            tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            place = next(tensors, held) if held.is_meta else held
+            stack.enter_context(keras.device(str(place.device)))
+            global_state.set_global_attribute("torch_device", _Device(place.device))
         # For layers that call keras.random without a seed: the counter of the process would go on from call to call.
         global_state.set_global_attribute(_GLOBAL_SEEDS, layer._shoal_calls.seeds)
         stack.callback(global_state.set_global_attribute, _GLOBAL_SEEDS, seeds)
@@ -269,6 +318,24 @@ def _outermost(layer: Any) -> Iterator[None]:
             yield
         finally:
             layer._shoal_calls.depth -= 1
+
+
+class _Device(str):
+    """A device by its name, as Keras has it, that equals torch's own, and the meta device, but is not "meta" by name.
+
+    Keras compares its name with each tensor's device, which torch calls unequal, and then moves the tensor: from the
+    meta device to one of any values, that depends on nothing. Where the name is "meta" its layers give no more either.
+    """
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, torch.device):
+            return other.type == "meta" or str(self) == str(other)
+        return str(self) != "meta" and str(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 def _follow(layer: Any, dtype: torch.dtype) -> None:
@@ -290,6 +357,10 @@ class _GrainSeeds(keras.random.SeedGenerator):  # type: ignore[misc]
 
     Without an initial seed, so that Dropout is torch's own, whose mask is drawn by grain in a fused forward.
     """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GrainSeeds:
+        """Itself: it has no state."""
+        return self
 
     def next(self, ordered: bool = True) -> Tensor:
         """Two words."""

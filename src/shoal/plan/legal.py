@@ -24,6 +24,7 @@ class ModelFacts:
     blocks: the layers that a pipeline divides by itself, in the order in which the model holds them.
     cuts: the modules that a stage may begin with, in that order; `blocks` and what lies before and after them.
     widths: the sizes of the layers' weights, of which a tensor axis cuts one. sequence: the longest, in tokens.
+    repeats: whether the model holds blocks of one kind one after the other, which a context axis divides.
     """
 
     num_grains: int
@@ -34,6 +35,7 @@ class ModelFacts:
     num_kv_heads: int | None = None
     widths: tuple[int, ...] = ()
     sequence: int | None = None
+    repeats: bool | None = None
 
     @property
     def num_blocks(self) -> int | None:
@@ -63,7 +65,8 @@ def conflicts(plan: Plan, facts: ModelFacts | None = None, world: World | None =
     """All that is refused, in the order of a plan's sections."""
     found = other_world(plan, world) if world is not None else []
     if facts is not None:
-        rules = (too_many_data_ranks, _tensor_width, _context_sequence, _context_heads, _stages, _split, _microbatches)
+        contexts = (_context_blocks, _context_sequence, _context_heads)
+        rules = (too_many_data_ranks, _tensor_width, *contexts, _stages, _split, _microbatches)
         found += [conflict for rule in rules for conflict in rule(plan, facts)]
     return [*found, *excluded(plan)]
 
@@ -194,6 +197,15 @@ def _tensor_width(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
         f"the widest layer has {widest} rows or columns" + (f", and attention {heads} heads" if heads else ""),
         f"layout.tensor = {widest} at most{whole}",
     )
+
+
+NO_BLOCKS = "the model repeats no blocks that take a hidden state [batch, positions, ...]"
+HOLD_BLOCKS = "use context = 1, or hold the blocks in an nn.ModuleList"
+
+
+def _context_blocks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    if plan.layout.context > 1 and facts.repeats is False:
+        yield Conflict("layout.context", f"context = {plan.layout.context}", NO_BLOCKS, HOLD_BLOCKS)
 
 
 def _context_sequence(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:

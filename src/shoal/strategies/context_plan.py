@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import JobError, PlanError
+from shoal.plan.legal import HOLD_BLOCKS, NO_BLOCKS
 from shoal.planner.divided import SlicedBlock
 from shoal.strategies.context_attention import dropout_refusal, refusal, refuse_degree
 from shoal.strategies.context_trace import BlockTrace, Path, Trace
@@ -57,8 +58,8 @@ def decide(traces: Sequence[Trace], names: Mapping[str, Sequence[str]], degree: 
     if not first.blocks:
         raise PlanError(
             given=f"context = {degree}",
-            conflict="the model repeats no blocks that take a hidden state [batch, positions, ...]",
-            remedy="use context = 1, or hold the blocks in an nn.ModuleList",
+            conflict=NO_BLOCKS,
+            remedy=HOLD_BLOCKS,
         )
     edges = edges_of(first)
     blocks = {}

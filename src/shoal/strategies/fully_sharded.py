@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Container, Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,32 @@ def shard(
         unit.set_reduce_scatter_unused_params(True)  # what the grains of a rank do not touch those of another may
         if mesh.device.type == "cpu":
             unit.set_force_sum_reduction_for_comms(True)
+        _give_homes(unit)
     return found
+
+
+def _give_homes(unit: FSDPModule) -> None:
+    """Lets torch find the parameters of modules whose attributes of these names are something else."""
+    homes: dict[nn.Module, _Home] = {}
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            place = parameter._module_info
+            if getattr(place.module, place.param_name) is not parameter.sharded_param:
+                place.module = cast(nn.Module, homes.setdefault(place.module, _Home(place.module)))
+
+
+class _Home:
+    """A module for fully_shard, which reads parameters as attributes, where those are Keras' variables."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__dict__["_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        parameters = self._module._parameters
+        return parameters[name] if name in parameters else getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
 
 
 def scalars(model: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ def candidates(model: nn.Module, trace: Trace) -> list[Call]:
     members = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
+        if isinstance(module, nn.ModuleList | nn.Sequential) or getattr(module, "holds_steps", False)
         for key, _ in module.named_children()
     }
     found: dict[int, Call] = {}

@@ -14,17 +14,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.parts import Runs
+from shoal.parts import Outputs, Runs
 from shoal.strategies.tensor_collectives import TensorAxis, enter, gather, leave
 from shoal.strategies.tensor_logits import Head, divided
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
+def foreign(module: nn.Module) -> Outputs | None:
+    """What a layer that is none of torch's says of itself."""
+    told: Any = getattr(type(module), "tensor_outputs", None)
+    found: Outputs | None = told(module) if told is not None else None
+    return found
+
+
 def kind(module: nn.Module) -> str | None:
     """What a module is to this axis, if it computes as its class does: linear, transposed, convolution, embedding...
 
-    `transposed` is a Linear that keeps its weight [in, out], as GPT-2's Conv1D in transformers.
+    `transposed` is a Linear that keeps its weight [in, out], as GPT-2's Conv1D in transformers; `foreign` says itself.
     """
     forward = type(module).forward
     if isinstance(module, nn.Linear):
@@ -35,6 +42,8 @@ def kind(module: nn.Module) -> str | None:
         return "embedding" if forward is nn.Embedding.forward else None
     if isinstance(module, nn.Dropout):
         return "dropout" if forward is nn.Dropout.forward else None
+    if foreign(module) is not None:
+        return "foreign"
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
         return "transposed"
     return None
@@ -51,6 +60,28 @@ def num_features(module: nn.Module) -> tuple[int, int]:
 def output_dim(module: nn.Module) -> int:
     """The dim of its weight along which its outputs lie."""
     return 1 if kind(module) == "transposed" else 0
+
+
+def num_outputs(module: nn.Module) -> int:
+    """How many outputs a layer has that is cut along them; of an embedding the rows."""
+    told = foreign(module)
+    if told is not None:
+        return told.size
+    return module.num_embeddings if isinstance(module, nn.Embedding) else num_features(module)[1]
+
+
+def output_dims(module: nn.Module) -> dict[str, int]:
+    """By parameter: its dim along which a layer's outputs lie."""
+    told = foreign(module)
+    return told.dims if told is not None else {"weight": output_dim(module), "bias": 0}
+
+
+def feature_dim(module: nn.Module, output: Tensor) -> int:
+    """The dim of a layer's output along which its features lie."""
+    told = foreign(module)
+    if told is not None:
+        return output.ndim + told.feature_dim
+    return 1 if kind(module) == "convolution" else output.ndim - 1
 
 
 def product(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -163,6 +194,22 @@ class Kept(Gathered):
             return super().__call__(module, input)
         own = product(module, enter(input, self.axis), _weight(module), _bias(module))
         return divided(own, own.ndim - 1, Head(self.axis, self.sizes))
+
+
+@dataclass
+class Foreign(Gathered):
+    """As Gathered, of a layer that is none of torch's: its own forward, with slices for parameters.
+
+    `forward` is its class's, `dim` its output's of features, counted from the end.
+    """
+
+    forward: Any
+    dim: int
+
+    def __call__(self, module: nn.Module, input: Tensor, **kwargs: Any) -> Tensor:
+        """All outputs. Collective: as Gathered."""
+        own: Tensor = self.forward(module, enter(input, self.axis), **kwargs)
+        return gather(own, self.axis, own.ndim + self.dim, self.sizes)
 
 
 @dataclass

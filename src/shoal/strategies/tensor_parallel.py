@@ -26,15 +26,18 @@ from shoal.strategies.tensor_layers import (
     Column,
     Divided,
     Entry,
+    Foreign,
     Gathered,
     Kept,
     Row,
     SlicedDropout,
     Vocabulary,
+    foreign,
     give_role,
     kind,
-    num_features,
+    num_outputs,
     output_dim,
+    output_dims,
 )
 from shoal.strategies.tensor_pairs import Pair, Slice
 from shoal.strategies.tensor_plan import TensorPlan, decide, follow
@@ -157,18 +160,12 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
         slices |= pair.slices
     for name in (*plan.gathered, *plan.rows):
         module = model.get_submodule(name)
-        size = _num_outputs(module)
-        bounds = (_bounds(size, axis.degree, axis.place),)
-        cut(module, "weight", output_dim(module), bounds)
-        if name not in plan.rows:
-            cut(module, "bias", 0, bounds)
+        bounds = (_bounds(num_outputs(module), axis.degree, axis.place),)
+        for parameter, dim in output_dims(module).items():
+            cut(module, parameter, dim, bounds)
     _give_roles(model, plan, axis)
     _replace(model, names, parts)
     return TensorParallel(parts, tuple(dict.fromkeys(partial)), slices, dict(plan.notes))
-
-
-def _num_outputs(module: nn.Module) -> int:
-    return module.num_embeddings if isinstance(module, nn.Embedding) else num_features(module)[1]
 
 
 def _bounds(size: int, degree: int, place: int) -> tuple[int, int]:
@@ -180,17 +177,24 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
     for pair in plan.pairs:
         _give_pair(model, pair, axis)
     for name in plan.gathered:
-        module = model.get_submodule(name)
-        role = Kept if name in plan.kept else Gathered
-        give_role(module, role(axis, sizes(_num_outputs(module), axis.degree)))
+        _give_gathered(model.get_submodule(name), Kept if name in plan.kept else Gathered, axis)
     for name in plan.rows:
         module = model.get_submodule(name)
-        size = _num_outputs(module)
+        size = num_outputs(module)
         give_role(module, Vocabulary(axis, *_bounds(size, axis.degree, axis.place), size))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, Divided) for m in module.modules()):
             # In evaluation it hands its layers' weights to one kernel, past their forwards, unless there are hooks.
             module.register_forward_pre_hook(_leave_as_it_is)
+
+
+def _give_gathered(module: nn.Module, role: type[Gathered], axis: TensorAxis) -> None:
+    parts, told = sizes(num_outputs(module), axis.degree), foreign(module)
+    if told is None:
+        give_role(module, role(axis, parts))
+    else:
+        give_role(module, Foreign(axis, parts, type(module).forward, told.feature_dim))
+        module.keep_outputs(parts[axis.place])  # type: ignore[operator]
 
 
 def _leave_as_it_is(module: nn.Module, args: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import PlanError
-from shoal.strategies.tensor_layers import kind, num_features
+from shoal.strategies.tensor_layers import kind, num_outputs, output_dims
 from shoal.strategies.tensor_pairs import Candidate, Pair, Slice, candidates, cuts, linear_modules, obstacle, styles
 from shoal.strategies.tensor_proof import Bench, NotProvenError, Values
 from shoal.strategies.tensor_trace import Shapes, Trace, observe
@@ -161,7 +161,7 @@ def _obstacle(name: str, module: nn.Module, trace: Trace, degree: int) -> str | 
     if what is None:
         return f"no rule to cut a {type(module).__name__}"
     tensors = _own(module)
-    if not isinstance(module._parameters.get("weight"), Tensor):
+    if not isinstance(module._parameters.get(next(iter(output_dims(module)))), Tensor):
         return "its weight is computed from others"
     if not trace.is_called(name):
         return "the loss does not call it"
@@ -176,7 +176,7 @@ def _obstacle(name: str, module: nn.Module, trace: Trace, degree: int) -> str | 
         if given:
             return f"{given[0]} needs the whole table"
         return None if module.num_embeddings >= degree else f"{module.num_embeddings} rows are too few"
-    num = num_features(module)[1]
+    num = num_outputs(module)
     return None if num >= degree else f"{num} outputs are too few"
 
 
@@ -265,8 +265,7 @@ def _renamed(pair: Pair, before: str, candidate: Candidate) -> Pair:
 
 
 def _nothing_to_cut(model: nn.Module, degree: int) -> PlanError:
-    sizes = [num_features(m)[1] for m in model.modules() if kind(m) in ("linear", "transposed", "convolution")]
-    sizes += [m.num_embeddings for m in model.modules() if kind(m) == "embedding" and isinstance(m, nn.Embedding)]
+    sizes = [num_outputs(m) for m in model.modules() if kind(m) not in (None, "dropout")]
     widest = max(sizes, default=1)
     return PlanError(
         given=f"tensor = {degree}",

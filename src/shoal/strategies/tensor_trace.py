@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shoal.strategies.tensor_layers import kind
+from shoal.strategies.tensor_layers import feature_dim, kind
 
 # Among a tensor's sources: something that is not a linear layer's output, or was made of one in an unknown way.
 OPAQUE = "*"
@@ -207,7 +207,7 @@ class _Tracer(TorchFunctionMode):
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self._stack.pop()
             if kind(module) not in (None, "dropout") and isinstance(output, Tensor) and args:
-                dim = 1 if kind(module) == "convolution" else output.ndim - 1
+                dim = feature_dim(module, output)
                 found = Shapes(tuple(args[0].shape), tuple(output.shape), dim, args[0].requires_grad)
                 self.trace.shapes.setdefault(name, []).append(found)
             if kind(module) in ("linear", "transposed") and isinstance(output, Tensor):

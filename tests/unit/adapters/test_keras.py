@@ -17,6 +17,7 @@ from shoal.adapters import adapted
 from shoal.errors import JobError
 from shoal.grains import Grain
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
+from shoal.strategies.tensor_trace import twin
 
 pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed: pip install 'shoal[keras]'")
 
@@ -259,8 +260,102 @@ def test_single_layers_can_be_copied(keras: Any) -> None:
     torch.testing.assert_close(found.float(), model.dense(torch.ones(1, 12)))
     copy.deepcopy(model.batch_normalization)(torch.randn(4, 4, 4, 3))
     assert float(model.batch_normalization.moving_mean.value.abs().sum()) == 0.0
-    with pytest.raises(TypeError, match="holds layers"):
-        copy.deepcopy(model)
+
+
+def branches(keras: Any) -> Any:
+    """A graph with a layer called twice, and an operation that is no layer."""
+    x = keras.Input((6, 6, 1))
+    flat, dense = keras.layers.Flatten()(x), keras.layers.Dense(36)
+    return keras.Model(x, keras.layers.Dense(2)(dense(dense(flat)) + flat))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda keras: cnn(keras, keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)), branches]
+)
+def test_a_copy_shares_no_module_or_value(keras: Any, make: Callable[[Any], Any]) -> None:
+    """As the axes that divide a model follow its loss on one."""
+    model = adapted(make(keras)).eval()
+    own = copy.deepcopy(model)
+    wanted = model(images())
+    assert torch.equal(own(images()), wanted)
+    assert [name for name, _ in own.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert {id(m) for m in own.modules()}.isdisjoint(id(m) for m in model.modules())
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.zero_()
+    assert torch.equal(model(images()), wanted)
+    assert not own(images()).any()
+    assert own.train().double()(images().double()).dtype == torch.float64
+
+
+def test_long_models_are_copied_too(keras: Any) -> None:
+    """Layers, calls and symbols refer to each other all along a graph, deeper than Python calls."""
+    layers = [keras.layers.Dense(2) for _ in range(200)]
+    model = adapted(keras.Sequential([keras.Input((2,)), *layers]))
+    assert len(list(copy.deepcopy(model).parameters())) == 400
+
+
+def test_a_tensor_by_a_parameters_name_replaces_it(keras: Any) -> None:
+    """As fully_shard does; what the layers use stays Keras' variable, which follows the dtype policy."""
+    model = adapted(cnn(keras))
+    for name in ("kernel", "bias"):
+        held = nn.Parameter(torch.zeros_like(model.dense.get_parameter(name)))
+        setattr(model.dense, name, held)
+        assert model.dense.get_parameter(name) is held
+        assert getattr(model.dense, name).value is held
+
+
+def test_the_meta_device_computes_what_depends_on_what(keras: Any) -> None:
+    model = twin(adapted(cnn(keras, keras.layers.BatchNormalization())), None)
+    output = model(images().to("meta"))
+    assert output.is_meta
+    output.sum().backward()
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_a_stage_is_where_its_input_is(keras: Any) -> None:
+    """Of a pipeline: the other stages' parameters have no data, and are never taken for numbers."""
+    model = adapted(cnn(keras)).to("meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        model(images())
+    assert torch.equal(model.flatten(images()), images().flatten(1))
+    model.conv2d.forward = lambda inputs, **_: inputs[:, :4, :4].expand(-1, -1, -1, 3)  # as a stub of a stage before
+    model.dense.forward = lambda inputs, **_: inputs[:, :4]
+    model.dense_1.forward = lambda inputs, **_: inputs[:, :2]
+    assert not model(images()).is_meta
+
+
+def outputs(layer: Any) -> Any:
+    return type(layer).tensor_outputs(layer)
+
+
+def test_products_are_cut_along_their_outputs(keras: Any) -> None:
+    """A layer with slices of its parameters gives that slice of its output."""
+    layers = keras.layers
+    model = adapted(keras.Sequential([keras.Input((6, 6, 2)), layers.Conv2D(4, 3, activation="gelu"), layers.Dense(6)]))
+    whole = {"conv2d": torch.randn(2, 6, 6, 2), "dense": torch.randn(2, 3, 4)}
+    for name, inputs in whole.items():
+        layer = getattr(model, name)
+        told, wanted = outputs(layer), layer(inputs)
+        assert told.size == wanted.shape[told.feature_dim]
+        part = copy.deepcopy(layer)
+        for key, dim in told.dims.items():
+            part._parameters[key] = nn.Parameter(layer._parameters[key].detach().narrow(dim, 1, 2).clone())
+        part.keep_outputs(2)
+        torch.testing.assert_close(part(inputs), wanted.narrow(told.feature_dim, 1, 2))
+
+
+def test_what_is_no_plain_product_is_not_cut(keras: Any) -> None:
+    layers = keras.layers
+
+    class Own(layers.Dense):  # type: ignore[misc]
+        def call(self, inputs: Any, training: bool | None = None) -> Any:
+            return super().call(inputs) * self.kernel.value.sum()
+
+    kinds = [layers.Dense(4, activation="softmax"), layers.Conv2D(4, 3, groups=2), Own(4)]
+    for layer in kinds:
+        model = adapted(keras.Sequential([keras.Input((6, 6, 2)), layer]))
+        assert outputs(next(model.children())) is None
 
 
 def test_others_are_left_alone() -> None:
