@@ -251,7 +251,8 @@ class Predictor:
             terms["pipeline"] = 2 * message * microbatches * plan.pipeline.stages_per_rank
             terms["bubble"] = max(0.0, makespan - busy - terms["pipeline"])
         last = sum(p.backward.seconds for p in busiest.passes)
-        terms["gradients"] = max(self._gradients(plan, rank, last) for rank in ranks.fullest)
+        waits = terms["launch"] > 0
+        terms["gradients"] = max(self._gradients(plan, rank, last, waits) for rank in ranks.fullest)
         terms["optimizer"] = max(self._optimizer(plan, rank) for rank in ranks.fullest)
         terms["data"] = max(0.0, self.work.sample_seconds * share.samples * microbatches - busy)
         terms["host"] = self.program.step_seconds + microbatches * self.program.microbatch_seconds
@@ -322,8 +323,8 @@ class Predictor:
         quiet = gathered(list(reversed(backwards)), reversed_[0], nothing, slowed) - sum(backwards)
         return once * microbatches + back + quiet * (microbatches - 1)
 
-    def _gradients(self, plan: Plan, rank: _Rank, behind: float) -> float:
-        """What shows of the sums of gradients over data (and, under ZeRO-1, shard) ranks."""
+    def _gradients(self, plan: Plan, rank: _Rank, behind: float, waits: bool) -> float:
+        """What shows of the sums of gradients over data and shard ranks; `waits`: the device does, for the host."""
         layout = plan.layout
         if plan.shards_model or layout.data * layout.shard == 1:
             return 0.0
@@ -335,7 +336,8 @@ class Predictor:
         if not self.program.overlap:
             return self._network.seconds(kind, num_bytes, group)
         shown = hidden(total, total / buckets, behind)
-        return shown + self.program.contention * (total - shown)
+        started = buckets * self.program.call_seconds if waits else 0.0
+        return shown + started + self.program.contention * (total - shown)
 
     def _optimizer(self, plan: Plan, rank: _Rank) -> float:
         """The update's reads and writes, and under ZeRO-1 the updated parameters handed out."""
