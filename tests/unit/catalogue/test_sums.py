@@ -41,18 +41,20 @@ def test_by_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sums, "gpus", list)
     monkeypatch.setattr(sums.sys, "platform", "linux")
-    assert all_reduce_here(2) == "shared_memory"
+    assert all_reduce_here(2) == "native"
     assert all_reduce_here(1) == "native"
     comparison_file(2).parent.mkdir(parents=True)
     for text, wanted in (
         (json.dumps(measured(native={"10": 1.0}, ring={"10": 0.1})), "ring"),
-        ("not json", "shared_memory"),
-        ("{}", "shared_memory"),
-        ('{"all_reduce_seconds": {}}', "shared_memory"),
+        ("not json", "native"),
+        ("{}", "native"),
+        ('{"all_reduce_seconds": {}}', "native"),
     ):
         comparison_file(2).write_text(text)
         assert all_reduce_here(2) == wanted
-    assert all_reduce_here(3) == "shared_memory"
+    assert all_reduce_here(3) == "native"
+    comparison_file(2).write_text(json.dumps(measured(native={"10": 1.0}, shared_memory={"10": 0.1})))
+    assert all_reduce_here(2) == "shared_memory"
     monkeypatch.setattr(sums, "gpus", lambda: ["a GPU"])
     assert all_reduce_here(2) == "native"
     monkeypatch.setattr(sums, "gpus", list)
