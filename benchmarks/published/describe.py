@@ -29,7 +29,7 @@ class UnknownError(Exception):
 
 
 # Most scatter the gradients that a shard axis divides.
-_USUAL = Program(scatter_gradients=True)
+_USUAL = Program(scatter_gradients=True, divides_ends=True)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,13 @@ class Framework:
 _MEGATRON = Framework(
     fused_kernels=True,
     dropout=0.1,
-    program=Program(cut="equal", selective="all_but_attention", scatter_gradients=True),
+    program=Program(
+        cut="equal",
+        selective="all_but_attention",
+        scatter_gradients=True,
+        divides_ends=True,
+        keeps_gathered=False,  # arXiv 2205.05198, section 4.2.2
+    ),
 )
 FRAMEWORKS = (
     ("megatron", _MEGATRON),
@@ -63,7 +69,7 @@ FRAMEWORKS = (
         Framework(
             fused_kernels=True,
             program=Program(
-                cut="thresholds", keeps_gathered=True, scatter_gradients=True, gradient_bytes=4.0, bucket_bytes=2.0
+                cut="thresholds", divides_ends=True, scatter_gradients=True, gradient_bytes=4.0, bucket_bytes=2.0
             ),
             reduce="float32",
         ),
@@ -193,7 +199,7 @@ def cluster(row: Row) -> Cluster:
     found = named_cluster(f"{hosts}x{per_host}x{device_name(gpu, gib)}")
     gbps = number(row, "inter_node_gbps_per_node")
     if gbps and found.between is not None:
-        found = dataclasses.replace(found, between=_at_rate(found.between, gbps, row))
+        found = dataclasses.replace(found, between=_at_rate(found.between, gbps))
     return found
 
 
@@ -214,8 +220,7 @@ def device_name(gpu: str, gib: str) -> str:
 _ACHIEVED = 0.85
 
 
-def _at_rate(link: Link, gbps: float, row: Row) -> Link:
-    del row
+def _at_rate(link: Link, gbps: float) -> Link:
     return dataclasses.replace(link, name=f"{gbps:g} Gbit/s a host", bytes_per_second=gbps * 1e9 / 8 * _ACHIEVED)
 
 

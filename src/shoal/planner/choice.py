@@ -153,8 +153,7 @@ def _reason(search: Search, seen: Seen, place: Place, chosen: Candidate) -> Reje
         return Rejected(str(place), place.devices, f"does not fit by {gib(missing)}")
     if place in seen.refused:
         return Rejected(str(place), place.devices, f"illegal: {seen.refused[place]}")
-    bound = max(seen.bounds.get(place, 0.0), search.floor(place))
-    return Rejected(str(place), place.devices, f"takes {bound:.3g} s at least", bound)
+    return Rejected(str(place), place.devices, "every plan of it is bounded to be no better for this aim")
 
 
 def compared(other: Candidate, chosen: Candidate) -> str:

@@ -7,7 +7,7 @@ here; the catalogue says only how fast a large matmul is. See docs/planner.md fo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Final
 
@@ -56,6 +56,10 @@ class Share:
     tensor: int = 1
     sequence: bool = False
     context: int = 1
+
+    def of(self, body: Body, divides_ends: bool) -> Share:
+        """What of a body: outside of the blocks a context axis and sequence parallelism may divide nothing."""
+        return self if body.repeated or divides_ends else replace(self, context=1, sequence=False)
 
     @property
     def local_samples(self) -> float:

@@ -40,6 +40,11 @@ class Network:
         per_host = max(1, min(size, on_host // stride))
         return Group(size, per_host, max(1, min(on_host // per_host, stride)))
 
+    def hop(self, size: int, stride: int) -> Group:
+        """The slowest pair of neighbours on an axis: over the network where the axis leaves a host."""
+        on_host = self.cluster.devices_per_host
+        return self.group(2, stride) if size * stride <= on_host else Group(2, 1, max(1, min(on_host, stride)))
+
     def _within(self) -> Link:
         assert self.cluster.within is not None, "a host of several devices has a link"
         return self.cluster.within

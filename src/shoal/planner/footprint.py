@@ -55,6 +55,7 @@ class Sizes:
 
     def body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
         """(what a unit keeps of a microbatch, what its backward needs beside that)."""
+        share = share.of(body, self._program.divides_ends)
         key = id(body), share, recompute
         if key not in self._known:
             self._known[key] = self._body(body, share, recompute)
@@ -117,13 +118,13 @@ def state_bytes(plan: Plan, profile: Profile, size: StageSize, program: Program)
     per_gradient = float(reduce) if program.gradient_bytes is None else program.gradient_bytes
     cut = shards if level != "optimizer" else 1
     parameters, gathered = size.parameter_bytes, 0.0
-    compute = ITEMSIZE[plan.precision.compute]
+    held = ITEMSIZE[plan.precision.parameters]  # they are gathered as they are, and cast where they are used
     if cut > 1:
         parameters = size.parameter_bytes / shards
-        gathered = size.numel * compute if level == "gradients" else 2 * size.largest_unit * compute
-    gradients = size.trainable * per_gradient / cut
+        gathered = size.numel * held if level == "gradients" else 2 * size.largest_unit * held
+    gradients = size.trainable * per_gradient / (cut if plan.shard.reduce == "every_microbatch" else 1)
     if cut > 1:  # a unit's whole gradients, before they are scattered
-        gradients += size.largest_unit * (compute + reduce)
+        gradients += size.largest_unit * (held + reduce)
     per_element = profile.state_bytes_per_element + program.master_bytes
     return {
         "parameters": parameters,

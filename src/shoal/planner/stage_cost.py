@@ -96,6 +96,7 @@ class StageCosts:
 
     def body(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
         """The passes of one unit."""
+        share = share.of(body, self._program.divides_ends)
         key = id(body), share, plan.memory.recompute, adds
         if key not in self._known:
             self._known[key] = self._passes(body, share, plan, adds)
@@ -180,14 +181,14 @@ class StageCosts:
         return self._network.group(share.tensor, 1)
 
     def _context(self, body: Body, share: Share) -> float:
-        """Four all_to_alls over the heads for each attention: queries, keys, values and the output."""
+        """Two all_to_alls over the heads for each attention: queries, keys and values together, and the output."""
         if share.context == 1:
             return 0.0
         group, total = self._network.group(share.context, share.tensor), 0.0
         for operation in body.operations:
             if operation.kind is Kind.ATTENTION and operation.phase is Phase.FORWARD:
-                moved = operation.read_bytes.at(share.local_samples) + operation.written_bytes.at(share.local_samples)
-                total += 4 * self._network.seconds("all_to_all", moved / share.tensor / 4, group)
+                for amount in (operation.read_bytes, operation.written_bytes):
+                    total += self._network.seconds("all_to_all", amount.at(share.local_samples) / share.tensor, group)
         return total
 
 

@@ -264,7 +264,7 @@ class Predictor:
         num_bytes = max((stage[-1].body.output_bytes.at(share.local_samples) for stage in cut[:-1]), default=0.0)
         stride = plan.layout.world_size // plan.layout.pipeline
         parts = share.tensor if share.sequence else 1
-        return self._network.seconds("send", num_bytes / parts, self._network.group(2, stride))
+        return self._network.seconds("send", num_bytes / parts, self._network.hop(plan.layout.pipeline, stride))
 
     def _makespan(self, plan: Plan, ranks: Sequence[_Rank], microbatches: int, message: float) -> float:
         pipeline, per = plan.layout.pipeline, plan.pipeline.stages_per_rank
@@ -297,10 +297,10 @@ class Predictor:
             return 0.0
         group = self._network.group(layout.shard, layout.context * layout.tensor)
         replicas = self._network.group(layout.data, layout.shard * layout.context * layout.tensor)
-        compute, reduce = ITEMSIZE[plan.precision.compute], ITEMSIZE[plan.precision.reduce]
+        held, reduce = ITEMSIZE[plan.precision.parameters], ITEMSIZE[plan.precision.reduce]
         units = [unit for stage in rank.stages for unit in stage]
         numel = [sum(w.numel_of(layout.tensor) for w in unit.body.weights) for unit in units]
-        gathers = [self._network.seconds("all_gather", n * compute, group) for n in numel]
+        gathers = [self._network.seconds("all_gather", n * held, group) for n in numel]
         scatters = [
             self._network.seconds("reduce_scatter", n * reduce, group)
             + self._network.seconds("all_reduce", n * reduce / layout.shard, replicas)
@@ -318,7 +318,7 @@ class Predictor:
         once = gathered(forwards, gathers, nothing, slowed) - sum(forwards)
         reversed_ = list(reversed(again)), list(reversed(scatters))
         back = gathered(list(reversed(backwards)), *reversed_, slowed) - sum(backwards)
-        if self.program.reduce_every_microbatch or microbatches == 1:
+        if plan.shard.reduce == "every_microbatch" or microbatches == 1:
             return (once + back) * microbatches
         quiet = gathered(list(reversed(backwards)), reversed_[0], nothing, slowed) - sum(backwards)
         return once * microbatches + back + quiet * (microbatches - 1)

@@ -62,12 +62,12 @@ class Program:
 
     overlap: bool = True  # gradients are summed while the backward goes on
     overlap_parameters: bool = True  # the next unit is gathered while one computes
-    reduce_every_microbatch: bool = True  # ZeRO-2 and 3: else the last one only
     scatter_gradients: bool = False  # ZeRO-1: reduce_scatter and all_gather; else all_reduce and broadcast
     fast_float32: bool = False
     attention: str = "flash2"
     selective: str = "products"  # what selective recomputation keeps: products | all_but_attention
     cut: str = "balanced"  # or "equal" blocks, or "thresholds" (stage_units.py)
+    divides_ends: bool = False  # context and sequence parallelism divide what is outside of the blocks too
     keeps_gathered: bool = True  # under sequence parallelism, what a column-parallel layer gathered; else again
     gradient_bytes: float | None = None
     bucket_bytes: float = 0.0  # an element, in which gradients travel between ranks, beside the gradients
