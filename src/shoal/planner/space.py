@@ -110,7 +110,7 @@ class Space:
     """`base` is what the search does not vary (precision, exactness, compilation); `facts` what a layout has to fit.
 
     `max_grains` bounds a microbatch (1 where grains may not share a forward), `max_stages` the stages of a pipeline
-    (the units of the profile). With `engine`, only what this version executes.
+    (the units of the profile). With `engine`, only what this version executes; without `tensor`, no tensor axis.
     """
 
     base: Plan
@@ -119,6 +119,7 @@ class Space:
     max_grains: int | None = None
     max_stages: int | None = None
     engine: bool = True
+    tensor: bool = True  # whether it is known what a tensor axis would cut
 
     def at(self, *devices: int) -> Space:
         """The part of the space on these numbers of devices."""
@@ -137,6 +138,8 @@ class Space:
     @property
     def _tensor_degrees(self) -> list[int]:
         """Divisors of the heads, so that attention is divided evenly; without attention up to the widest layer."""
+        if not self.tensor:
+            return [1]
         if self.facts.num_heads is not None:
             return divisors(self.facts.num_heads)
         return list(range(1, max(self.facts.widths, default=1) + 1))
@@ -175,6 +178,8 @@ class Space:
                 f"data x shard > {grains}",
                 f"the job has {grains} grains; Job(grains={most}) would allow more (which changes the run)",
             )
+        if not self.tensor and most > 1:
+            yield Illegal("tensor > 1", "what it would cut of this model could not be found without running it")
         if heads is not None and most > 1:
             yield Illegal("tensor, context", f"they divide {heads} heads evenly, together at most {heads} ways")
         if self.facts.sequence is None or heads is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,6 +45,8 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     work = Workload(profile, job.global_batch, job.grains, _sample_seconds(job))
     factors = read_factors(cluster.name)
     space = Space(base, _facts(job), counts(cluster, most), None if job.fuse else 1, len(profile.units))
+    is_cut = any(weight.tensor_dim is not None for unit in profile.units for weight in unit.body.weights)
+    space = replace(space, tensor=is_cut)
     return Question(Case(work, cluster, space, factors=of_terms(factors)), _num_steps(job), factors)
 
 

@@ -174,6 +174,12 @@ def test_a_space_has_all_legal_degrees(engine: bool) -> None:
     assert degrees == legal
 
 
+def test_without_known_cuts_there_is_no_tensor_axis() -> None:
+    space = Space(Plan(), facts(6, layers=4, heads=4), (1, 2, 4), tensor=False)
+    assert {plan.layout.tensor for plan in every_plan(space)} == {1}
+    assert "tensor > 1" in [found.what for found in space.illegal()]
+
+
 def test_every_plan_is_one_that_the_engine_admits() -> None:
     found = facts(6, layers=4, heads=4)
     space = Space(Plan(), found, (1, 2, 4, 8))
