@@ -29,7 +29,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = next(block for block in blocks("python") if block.startswith("# digits_job.py"))
     (folder / "digits_job.py").write_text(job)
     commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("shoal ")]
-    assert [words.split()[1] for words in commands] == ["run", "run", "run", "verify", "run"]
+    assert [words.split()[1] for words in commands] == ["run", "run", "run", "plan", "verify", "run"]
     for line in commands:
         words = line.split("#")[0].split()
         done = subprocess.run(
