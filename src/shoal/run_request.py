@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.catalogue.sums import all_reduce_here
 from shoal.certificate import Certificate
 from shoal.errors import CommandError
 from shoal.job_file import JobRequest, parse_target
@@ -92,6 +91,8 @@ class RunRequest:
 
         For runs whose ranks are all on this host.
         """
+        from shoal.catalogue.sums import all_reduce_here  # tables that no worker needs
+
         ranks = self.plan.degrees.divides_grains
         if self.plan_from_file or self.plan.execution.exact or ranks == 1:
             return self

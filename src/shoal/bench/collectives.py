@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.plot import Curve, plot
+from shoal.bench.processes import found_by
 from shoal.catalogue.here import cores, processor
 from shoal.catalogue.sums import comparison_file
-from shoal.errors import CommandError, LaunchError, from_json
-from shoal.launch.local import LocalRun, launch
+from shoal.errors import CommandError
 from shoal.run_directory import write_file
 
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB to 256 MB
@@ -110,20 +110,9 @@ def measured(ranks: int, sizes: Sequence[int], started_at: float) -> Compared:
 
 def _own_round(ranks: int, sizes: Sequence[int], started_at: float) -> list[dict[str, Any]]:
     """The ranks' rows, each sample of the slowest rank."""
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        threads = max(1, cores() // ranks)
-        arguments = ["bench", "collectives", "--into", folder, "--threads", str(threads)]
-        arguments += ["--seconds", str(_SAMPLE_SECONDS), "--sizes", ",".join(map(str, sizes))]
-        code, error = launch(LocalRun(arguments, ranks, threads, started_at, Path(folder) / "none" / "logs"))
-        if error is not None:
-            raise from_json(error)
-        if code:
-            raise LaunchError(
-                given=f"a comparison of collectives on {ranks} processes",
-                conflict=f"it ended with code {code}",
-                remedy="run shoal bench collectives again; nothing was written",
-            )
-        documents = [json.loads((Path(folder) / f"rank-{r}.json").read_text(encoding="utf-8")) for r in range(ranks)]
+    arguments = ["collectives", "--seconds", str(_SAMPLE_SECONDS), "--sizes", ",".join(map(str, sizes))]
+    what = f"a comparison of collectives on {ranks} processes"
+    documents = found_by(arguments, ranks, max(1, cores() // ranks), started_at, what)
     rows: list[dict[str, Any]] = documents[0]["rows"]
     for number, row in enumerate(rows):
         row["seconds"] = [max(many) for many in zip(*(d["rows"][number]["seconds"] for d in documents), strict=True)]

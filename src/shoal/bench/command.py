@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.assemble import Measured, device_of, link_of, table
+from shoal.bench.processes import found_by
 from shoal.catalogue import device as catalogued
 from shoal.catalogue import dump
 from shoal.catalogue.here import cores, gpus, kind_of, measured_file, memory_bytes, processor
 from shoal.catalogue.named import of_cores
 from shoal.environment import Environment, joined
-from shoal.errors import CommandError, LaunchError, from_json
+from shoal.errors import CommandError
 from shoal.hardware import Cluster, Device
-from shoal.launch.local import LocalRun, launch
 from shoal.run_directory import write_file
 
 _SECONDS, _QUICK_SECONDS = 26.0, 4.0  # of computing, all counts of ranks together
@@ -182,20 +180,10 @@ class _Session:
         """What so many processes found, all at once. Raises: what went wrong on one of them."""
         many = "process" if count == 1 else "processes"
         print(f"measuring with {count} {many} of {threads} thread{'s' * (threads > 1)} ...", flush=True)
-        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-            arguments = ["bench", "--into", folder, "--threads", str(threads), "--seconds", str(seconds)]
-            arguments += ["--quick"] * self.quick + ["--exchange-only", "yes"] * exchange_only
-            code, error = launch(LocalRun(arguments, count, threads, self.started_at, Path(folder) / "none" / "logs"))
-            if error is not None:
-                raise from_json(error)
-            if code:
-                raise LaunchError(
-                    given=f"a measurement with {count} {many}",
-                    conflict=f"it ended with code {code}",
-                    remedy="run shoal bench again; nothing was written",
-                )
-            documents = [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(count)]
-        return Measured.of(documents)
+        arguments = ["--seconds", str(seconds), *["--quick"] * self.quick]
+        arguments += ["--exchange-only", "yes"] * exchange_only
+        what = f"a measurement with {count} {many}"
+        return Measured.of(found_by(arguments, count, threads, self.started_at, what))
 
 
 def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluster:

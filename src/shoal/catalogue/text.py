@@ -63,25 +63,23 @@ def from_mapping(document: Mapping[str, Any], source: str) -> Cluster:
 
 
 def _device(reading: Reading, where: str, value: Any) -> Device | None:
-    if isinstance(value, str):
-        value = {"like": value}
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        reading.mistakes.append(f"{where} is neither a name of the catalogue nor a table")
-        return None
-    return reading.value(Device, where, completed("device", value, devices()))
+    found = _described(reading, where, value)
+    return None if found is None else reading.value(Device, where, completed("device", found, devices()))
 
 
 def _link(reading: Reading, where: str, value: Any) -> Link | None:
+    found = _described(reading, where, value)
+    return None if found is None else reading.value(Link, where, completed("link", found, links()))
+
+
+def _described(reading: Reading, where: str, value: Any) -> dict[str, Any] | None:
+    """A table, of which a name alone is short for; None where there is nothing, or a mistake."""
     if isinstance(value, str):
-        value = {"like": value}
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        reading.mistakes.append(f"{where} is neither a name of the catalogue nor a table")
-        return None
-    return reading.value(Link, where, completed("link", value, links()))
+        return {"like": value}
+    if value is None or isinstance(value, dict):
+        return value
+    reading.mistakes.append(f"{where} is neither a name of the catalogue nor a table")
+    return None
 
 
 def _alternatives(reading: Reading, value: Any) -> dict[int, Device]:

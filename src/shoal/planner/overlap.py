@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 
 def gathered(computes: Sequence[float], gathers: Sequence[float], scatters: Sequence[float], slowed: float) -> float:
-    """Seconds of units one after another, each gathered before it computes and scattered after, minus nothing hidden.
+    """Seconds until units that are gathered before they compute and scattered after have all done so.
 
     One unit is gathered ahead while another computes, as fully_shard prefetches; collectives are one after another on a
     stream of their own. Compute beside a collective takes `slowed` of the collective's time longer.
     """
-    computed = stream = 0.0
-    ready = gathers[0] if gathers else 0.0
-    stream = ready
+    computed = 0.0
+    ready = stream = gathers[0] if gathers else 0.0
     for number, compute in enumerate(computes):
         start = max(computed, ready)
         beside = 0.0

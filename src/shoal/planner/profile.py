@@ -82,9 +82,7 @@ class Operation:
     launches: int = 1
     dtype: str = "float32"  # of the multiplication, or of the result
     cut: Cut = Cut.NONE
-    winograd: bool = (
-        False  # a convolution of 3 x 3 taps at stride 1, which float32 kernels do in 2.25 times fewer products
-    )
+    winograd: bool = False  # 3 x 3 taps at stride 1: float32 kernels do with 2.25 times fewer products
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,6 @@ class Profile:
     state_bytes_per_element: float = 8.0
     optimizer_passes: float = 7.0
     optimizer_launches: int = 0
-    buffer_elements: int = 0
     tied: tuple[tuple[str, str], ...] = ()
     heads: int | None = None  # the fewest heads of any attention: what tensor and context may divide
     saved_batch: Amount = NOTHING  # bytes of batch and buffers that autograd keeps, beside all `saved_bytes`

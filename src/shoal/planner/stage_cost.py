@@ -106,11 +106,10 @@ class StageCosts:
         phases = self._phases.get((id(body), share))
         if phases is None:
             phases = self._phases[id(body), share] = self._computer.phases(body, share)
-        again, regions = Cost(), 0.0
+        again = NO_COST
         if body.repeated and plan.memory.recompute != "none":
             full = plan.memory.recompute == "full"
             again = phases[Phase.FORWARD] if full else self._again(body, share)
-            regions = self._program.region_seconds
             again += self._calls(body, share, Phase.FORWARD) if full else NO_COST
         tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
         calls = {phase: self._calls(body, share, phase) for phase in Phase}
@@ -118,12 +117,10 @@ class StageCosts:
             tensor[Phase.BACKWARD_INPUT] += tensor[Phase.FORWARD]
         context = self._context(body, share)
         return Passes(
-            Pass(
-                phases[Phase.FORWARD] + Cost(0, regions) + calls[Phase.FORWARD], NO_COST, tensor[Phase.FORWARD], context
-            ),
+            Pass(phases[Phase.FORWARD] + calls[Phase.FORWARD], NO_COST, tensor[Phase.FORWARD], context),
             Pass(
                 phases[Phase.BACKWARD_INPUT] + calls[Phase.BACKWARD_INPUT],
-                again + Cost(0, regions),
+                again,
                 tensor[Phase.BACKWARD_INPUT],
                 context * (2 if again.device and plan.memory.recompute == "full" else 1),
             ),

@@ -13,15 +13,13 @@ from shoal.plan.plan import Plan
 from shoal.plan.schedule import Action, Kind, actions, most_in_flight, simulate
 from shoal.planner import stage_units
 from shoal.planner.compute import ITEMSIZE, Computer, Share
+from shoal.planner.division import NCCL_BUCKET_BYTES
 from shoal.planner.exchange_time import Network
 from shoal.planner.footprint import Sizes, StageSize, state_bytes
 from shoal.planner.overlap import gathered, hidden
 from shoal.planner.profile import Unit
 from shoal.planner.stage_cost import Pass, Passes, StageCosts
 from shoal.planner.workload import CATEGORIES, TERMS, Prediction, Program, Workload
-
-# Gradients are summed in buckets of about this many bytes.
-_BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,11 @@ class Predictor:
     def _costs(self, plan: Plan) -> StageCosts:
         device = self._device(plan)
         if id(device) not in self._costs_on:
-            computer = Computer(device, self.program.fast_float32, self.program.attention)
-            self._costs_on[id(device)] = StageCosts(computer, self._network, self.program)
+            self._costs_on[id(device)] = StageCosts(self._computer(device), self._network, self.program)
         return self._costs_on[id(device)]
+
+    def _computer(self, device: Device) -> Computer:
+        return Computer(device, self.program.fast_float32, self.program.attention)
 
     # ------------------------------------------------------------------------------------------------------- the bounds
 
@@ -80,8 +80,7 @@ class Predictor:
 
         Every operation as fast as the best of its kind; what does not grow with the samples is left out.
         """
-        device = self.cluster.device_for(min(self.cluster.devices_per_host, num_devices))
-        computer = Computer(device, self.program.fast_float32, self.program.attention)
+        computer = self._computer(self.cluster.device_for(min(self.cluster.devices_per_host, num_devices)))
         bodies = Counter(unit.body for unit in self.work.profile.units)
         return sum(computer.ideal(o) * count for body, count in bodies.items() for o in body.operations)
 
@@ -255,7 +254,6 @@ class Predictor:
         terms["gradients"] = max(self._gradients(plan, rank, last, waits) for rank in ranks.fullest)
         terms["optimizer"] = max(self._optimizer(plan, rank) for rank in ranks.fullest)
         terms["data"] = max(0.0, self.work.sample_seconds * share.samples * microbatches - busy)
-        terms["host"] = self.program.step_seconds + microbatches * self.program.microbatch_seconds
         return terms
 
     def _message(self, plan: Plan, share: Share) -> float:
@@ -311,9 +309,6 @@ class Predictor:
         backwards = [p.backward.seconds for p in passes]
         nothing = [0.0] * len(units)
         again = gathers if level == "parameters" else nothing
-        if not self.program.overlap_parameters:
-            first = sum(gathers) + sum(again) + sum(scatters)
-            return first * microbatches
         slowed = self.program.contention
         once = gathered(forwards, gathers, nothing, slowed) - sum(forwards)
         reversed_ = list(reversed(again)), list(reversed(scatters))
@@ -331,7 +326,7 @@ class Predictor:
         group = self._network.group(layout.data * layout.shard, layout.context * layout.tensor)
         num_bytes = rank.size.trainable * ITEMSIZE[plan.precision.reduce]
         kind = "reduce_scatter" if self.program.scatter_gradients and layout.shard > 1 else "all_reduce"
-        buckets = max(1, ceil(num_bytes / _BUCKET_BYTES))
+        buckets = max(1, ceil(num_bytes / NCCL_BUCKET_BYTES))
         total = buckets * self._network.seconds(kind, num_bytes / buckets, group)
         if not self.program.overlap:
             return self._network.seconds(kind, num_bytes, group)
@@ -350,14 +345,12 @@ class Predictor:
             per_element = 2 * (width + state) + (self.program.gradient_bytes or width)
         num_bytes = elements * per_element
         seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
-        seconds = max(seconds + profile.optimizer_launches * device.launch_seconds, self._optimizer_host(device))
+        launches = profile.optimizer_launches
+        seconds = max(seconds + launches * device.launch_seconds, launches * device.dispatch_seconds)
         if layout.shard > 1 and plan.shard.level == "optimizer":
             group = self._network.group(layout.shard, layout.context * layout.tensor)
             seconds += self._network.seconds("all_gather", rank.size.parameter_bytes, group)
         return seconds
-
-    def _optimizer_host(self, device: Device) -> float:
-        return self.work.profile.optimizer_launches * device.dispatch_seconds
 
     # -------------------------------------------------------------------------------------------------------- its bytes
 

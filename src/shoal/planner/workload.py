@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
 from shoal.planner.profile import Profile
@@ -56,12 +56,11 @@ class Program:
 
     `gradient_bytes`: bytes an element of gradient and of the buffer that sums it, None for what the plan's precision
     gives. `contention`: the share of a hidden collective's time by which it slows the compute that hides it.
-    `region_seconds`: the host's time for entering and leaving a recomputed region. `cut`: which blocks a stage has.
+    `cut`: which blocks a stage has.
     `fragmentation`, `pipeline_fragmentation`: what the allocator holds beside the activations, as a part of them.
     """
 
     overlap: bool = True  # gradients are summed while the backward goes on
-    overlap_parameters: bool = True  # the next unit is gathered while one computes
     scatter_gradients: bool = False  # ZeRO-1: reduce_scatter and all_gather; else all_reduce and broadcast
     fast_float32: bool = False
     attention: str = "flash2"
@@ -75,9 +74,6 @@ class Program:
     fused_optimizer: bool = False  # one kernel reads and writes everything once; else as the profile says
     contention: float = 0.1
     call_seconds: float = 55e-6  # of the host, to start one collective: vtrain-single, tensor 2 against 1
-    region_seconds: float = 0.0
-    step_seconds: float = 0.0  # of the host, each step, beside the operators
-    microbatch_seconds: float = 0.0  # likewise each microbatch
     fragmentation: float = 0.04
     pipeline_fragmentation: float = 0.25  # where the activations of several microbatches come and go
 
@@ -95,4 +91,3 @@ class Prediction:
     bubble: float
     flops_per_device: float
     mfu: float | None
-    notes: tuple[str, ...] = field(default=())

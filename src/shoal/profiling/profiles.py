@@ -134,7 +134,6 @@ def assembled(tracer: Tracer, traces: Sequence[Trace], division: Division, found
         state_bytes_per_element=found.state_bytes_per_element,
         optimizer_passes=found.passes,
         optimizer_launches=found.launches,
-        buffer_elements=sum(b.numel() for b in tracer.model.buffers()),
         tied=tied,
         heads=_heads(first),
         notes=(*notes, *((found.note,) if found.note else ())),
