@@ -241,6 +241,30 @@ def test_fewer_microbatches_are_in_flight_on_later_stages() -> None:
     assert activations(layers, 2, "selective") == 2 * 60 + 60
 
 
+def test_what_no_backward_lets_go_of_is_freed_with_its_graph() -> None:
+    """What an operation keeps of its own output, as tanh does."""
+    count = SavedTensors()
+    count.start()
+    for _ in range(2):
+        torch.tanh(torch.ones(4, requires_grad=True)).sum()
+    count.stop()
+    assert (count.peak, count._now) == (16, 0)
+
+
+def test_gradients_of_gradients_are_those_without_a_count() -> None:
+    def second(x: Tensor) -> Tensor:
+        (first,) = torch.autograd.grad((torch.tanh(x) * x).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.sum(), x)[0]
+
+    x = torch.linspace(-1, 1, 4).requires_grad_()
+    plain = second(x)
+    count = SavedTensors()
+    count.start()
+    counted = second(x)
+    count.stop()
+    assert torch.equal(counted, plain)
+
+
 def test_what_was_changed_in_place_is_still_refused() -> None:
     """Under hooks of saved tensors autograd does not look."""
     weight = nn.Parameter(torch.ones(3))
