@@ -235,7 +235,7 @@ def test_activations_grow_with_the_microbatch_and_not_with_their_number(tmp_path
 
 
 # How far the planner may be from what a rank keeps: not at all, where the model is whole. A profile knows what a batch
-# keeps and not in which stage: inputs and targets of a microbatch, 0.5 %. Of zero bubble's last stage the loss's part is
+# keeps and not in which stage: inputs and targets of a microbatch, 0.5 %. Of zero bubble's last stage the loss is
 # let go of in the first half of the backward: 5 %. What a tensor axis leaves whole and the planner divides: 0.04 %.
 PLANNED: dict[str, tuple[dict[str, Any], float]] = {
     "data": ({"layout": {"data": 2}, "batch": {"grains_per_microbatch": 2}}, 0.0),
