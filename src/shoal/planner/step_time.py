@@ -157,6 +157,7 @@ class Predictor:
             bubble=terms["bubble"] / seconds if seconds else 0.0,
             flops_per_device=flops,
             mfu=flops / seconds / peak_flops if seconds else None,
+            kept_bytes=tuple(self._kept(rank, ranks.share) for rank in ranks.every),
         )
 
     def _share(self, plan: Plan) -> tuple[Share, int]:
@@ -364,6 +365,12 @@ class Predictor:
         memory["allocator"] = share * memory["activations"]
         memory["reserved"] = float(self._device(plan).reserved_bytes)
         return memory
+
+    def _kept(self, rank: _Rank, share: Share) -> int:
+        """What the meter of a run counts as activations. Of the batch, inputs are most, and kept where they enter."""
+        enters = self.work.profile.units[0] in rank.stages[0]
+        batch = self.work.profile.saved_batch.at(share.samples) if enters else 0.0
+        return round(rank.in_flight * (rank.size.saved + batch))
 
     def _buckets(self, plan: Plan, rank: _Rank) -> float:
         sums = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
