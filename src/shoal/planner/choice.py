@@ -112,7 +112,7 @@ def _next_best(search: Search, aim: Aim, chosen: Candidate, seen: Seen) -> tuple
     """The best plans of other degrees on as many devices: of those places whose bounds promise most."""
     own = place_of(chosen)
     others = [place for place in search.by_devices[chosen.devices] if place != own]
-    promising = sorted(others, key=lambda place: max(seen.bounds.get(place, 0.0), search.floor(place)))
+    promising = sorted(others, key=search.least_of)
     best = (next(search.in_order(aim, places=[place], seen=seen), None) for place in promising[:NUM_PROMISING])
     found = [candidate for candidate in best if candidate is not None]
     return tuple(sorted(found, key=lambda candidate: _key(aim, candidate))[:NUM_ALTERNATIVES])

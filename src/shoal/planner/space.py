@@ -198,10 +198,14 @@ class Space:
 
     def places(self, cut: Cut) -> Iterator[Place]:
         """The numbers of replicas that make a legal number of devices of a cut."""
-        for devices in self.counts:
-            replicas, rest = divmod(devices, cut.ranks)
-            if not rest and 1 <= replicas <= self.facts.num_grains:
+        ranks, legal = cut.ranks, self._legal_counts
+        for replicas in range(1, min(self.facts.num_grains, max(self.counts) // ranks) + 1):
+            if replicas * ranks in legal:
                 yield Place(replicas, cut)
+
+    @cached_property
+    def _legal_counts(self) -> frozenset[int]:
+        return frozenset(self.counts)
 
     def share(self, place: Place) -> int:
         """Grains of the rank that has most."""

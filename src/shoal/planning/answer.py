@@ -75,7 +75,8 @@ class Answer:
             "job": self.job,
             "parameters": case.work.profile.num_parameters,
             "flops_per_sample": case.work.profile.flops(1.0),
-            "factors": self.question.factors,
+            "factors": dict(self.question.correction.factors),
+            "host_seconds": self.question.correction.host_seconds,
         }
         document = self.chosen.plan.to_mapping()
         document["prediction"] = section(self.chosen.prediction, about)

@@ -22,9 +22,8 @@ def show(answer: Answer, console: Console) -> None:
     )
     for note in (*case.cluster.notes, *case.work.profile.notes):
         console.print(f"note: {note}", highlight=False, markup=False)
-    if answer.question.factors:
-        told = ", ".join(f"{part} x {factor:.2f}" for part, factor in answer.question.factors.items())
-        console.print(f"corrected by what runs have shown: {told}", highlight=False)
+    if answer.question.correction:
+        console.print(words.correction(answer), highlight=False)
     console.print(words.summary(answer), highlight=False)
     _table(console, "The best", words.BEST_HEAD, words.best_rows(answer), right={0, 3, 4, 5, 6, 7, 8})
     _bars(console, "A step of the first", words.term_rows(answer))

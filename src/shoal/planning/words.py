@@ -147,6 +147,14 @@ def goodput_lines(answer: Answer) -> list[str]:
     return lines
 
 
+def correction(answer: Answer) -> str:
+    """What runs have shown, and predictions are corrected by."""
+    found = answer.question.correction
+    told = [f"{name} x {factor:.2f}" for name, factor in found.factors.items()]
+    told += [f"host + {seconds(found.host_seconds)} a step"] if found.host_seconds else []
+    return f"corrected by what runs have shown: {', '.join(told)}"
+
+
 def summary(answer: Answer) -> str:
     """What was looked at."""
     choice = answer.choice
