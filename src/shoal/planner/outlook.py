@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from shoal.hardware import Cluster, Device, Link
 from shoal.planner.aims import TIE, Aim, Limit
-from shoal.planner.choice import gib, simplest
+from shoal.planner.choice import counted, gib, simplest
 from shoal.planner.costs import costs_of
 from shoal.planner.goodput import Failures, Goodput, goodput
 from shoal.planner.lessons import Correction
@@ -116,7 +116,7 @@ def _limits(before: Candidate, after: Candidate) -> str:
     }
     name = max(growth, key=lambda term: growth[term])
     share = after.prediction.terms[name] / after.seconds
-    return f"{name}, {share:.0%} of a step on {after.devices} devices"
+    return f"{name}, {share:.0%} of a step on {counted(after.devices)}"
 
 
 # -------------------------------------------------------------------------------------------------- sensitivity

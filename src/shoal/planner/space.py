@@ -185,7 +185,9 @@ class Space:
         if self.facts.sequence is None or heads is None:
             yield Illegal("context > 1", "the model shows no sequences and heads that it could divide")
         if most > self.num_layers:
-            yield Illegal(f"pipeline > {self.num_layers}", f"the model shows {self.num_layers} layers to cut between")
+            yield Illegal(
+                f"pipeline > {self.num_layers}", f"the model shows {self.num_layers} block{'s' * (self.num_layers > 1)}"
+            )
         seen: set[str] = set()
         for cut in (Cut(2, 2, 1), Cut(1, 2, 2), Cut(2, 1, 2), Cut(2, 2, 2)):
             legal_alone = cut.tensor in self._tensor_degrees and cut.pipeline in self._pipeline_degrees(most)

@@ -18,6 +18,7 @@ from shoal.planner.exchange_time import Network
 from shoal.planner.footprint import Sizes, StageSize, state_bytes
 from shoal.planner.overlap import gathered, hidden
 from shoal.planner.profile import Unit
+from shoal.planner.replica_sums import Load, least_sums, load
 from shoal.planner.stage_cost import Pass, Passes, StageCosts
 from shoal.planner.workload import CATEGORIES, TERMS, Prediction, Program, Workload
 
@@ -57,6 +58,7 @@ class Predictor:
         self._shares: dict[tuple[int, int, bool, int], Share] = {}
         self._passes: dict[tuple[object, ...], tuple[stage_units.Stages, tuple[Passes, ...]]] = {}
         self._least: dict[tuple[object, ...], float] = {}
+        self._loads: dict[int, Load] = {}  # by the identity of what _known_ranks keeps
         self._known_ranks: dict[tuple[object, ...], _Ranks] = {}
 
     def _device(self, plan: Plan) -> Device:
@@ -122,6 +124,15 @@ class Predictor:
         late = min(microbatches, ranks) * passes[-1].backward_weight.seconds
         return down + own + max(0.0, up - late)
 
+    def least_sums(self, plan: Plan) -> float:
+        """Seconds beside `least_seconds` that no division of a plan's replicas into data and shard goes below."""
+        ranks, costs = self._ranks(plan), self._costs(plan)
+        if id(ranks) not in self._loads:
+            units = [unit for stage in ranks.busiest.stages for unit in stage]
+            passes = [costs.body(unit.body, ranks.share, plan, ranks.microbatches > 1) for unit in units]
+            self._loads[id(ranks)] = load(units, passes, [rank.size.trainable for rank in ranks.fullest], plan)
+        return least_sums(self._network, plan, self._loads[id(ranks)], self.program)
+
     def least_bytes(self, plan: Plan) -> float:
         """The peak, of the rank that needs most: exact, since it is cheap."""
         return max(sum(self._bytes(plan, rank).values()) for rank in self._ranks(plan).fullest)
@@ -158,6 +169,10 @@ class Predictor:
             flops_per_device=flops,
             mfu=flops / seconds / peak_flops if seconds else None,
         )
+
+    def first_bytes(self, plan: Plan) -> float:
+        """The peak of the first rank, which some measurements are of."""
+        return sum(self._bytes(plan, self._ranks(plan).every[0]).values())
 
     def _share(self, plan: Plan) -> tuple[Share, int]:
         """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""
@@ -259,7 +274,9 @@ class Predictor:
     def _message(self, plan: Plan, share: Share) -> float:
         """Seconds of handing one microbatch's activation to the next stage."""
         cut = self._cut(plan)
-        num_bytes = max((stage[-1].body.output_bytes.at(share.local_samples) for stage in cut[:-1]), default=0.0)
+        num_bytes = max(
+            (stage[-1].body.output_bytes.at(share.local_samples) for stage in cut[:-1] if stage), default=0.0
+        )
         stride = plan.layout.world_size // plan.layout.pipeline
         parts = share.tensor if share.sequence else 1
         return self._network.seconds("send", num_bytes / parts, self._network.hop(plan.layout.pipeline, stride))
@@ -381,8 +398,3 @@ def _sum(passes: Sequence[Passes]) -> tuple[Pass, Pass]:
     for one in passes[1:]:
         total += one
     return total.forward, total.backward
-
-
-def predict(plan: Plan, work: Workload, cluster: Cluster, program: Program | None = None) -> Prediction:
-    """What a step of one plan takes; for many plans make a Predictor."""
-    return Predictor(work, cluster, program).predict(plan)

@@ -20,9 +20,7 @@ def test_every_term_is_corrected_by_one_name() -> None:
 
 
 def test_the_median_ratio_is_learned() -> None:
-    runs = [
-        seen(predicted(compute=1.0, optimizer=0.2), forward=r, optimizer=0.1, other=0.2) for r in (1.9, 2.0, 4.0)
-    ]
+    runs = [seen(predicted(compute=1.0, optimizer=0.2), forward=r, optimizer=0.1, other=0.2) for r in (1.9, 2.0, 4.0)]
     lesson = learn(runs)
     assert lesson.correction.factors == pytest.approx({"compute": 2.0, "optimizer": 0.5})
     assert lesson.num_runs == {"compute": 3, "optimizer": 3}
