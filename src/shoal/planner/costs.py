@@ -60,7 +60,6 @@ def costs_of(
 
     def of(ranks: int) -> Costs:
         device = cluster.device_for(ranks)
-        is_gpu = device.kind == "gpu"
         if id(device) not in known:
             ideal = predictor.ideal_seconds(ranks) * least
             known[id(device)] = Costs(
@@ -70,8 +69,7 @@ def costs_of(
                 nearly=lambda plan: predictor.without_waits(plan) * least,
                 memory_bytes=device.memory_bytes,
                 filled=filled,
-                # On cores nothing is hidden, and large messages leave the caches: no bound from their sum.
-                least_sums=lambda plan: predictor.least_sums(plan) * least if is_gpu else 0.0,
+                least_at=lambda plan: predictor.least_at(plan) * least,
                 floor=lambda samples, ranks: ideal * samples / ranks,
             )
         return known[id(device)]

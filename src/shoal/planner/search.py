@@ -32,10 +32,9 @@ class Costs:
     grains. Of both bounds, p stages on one rank have at most p times what the busiest of them has. `least_bytes` grows
     with the microbatch, shrinks with the shard axis, and is the same for all degrees of a data axis where there are
     several replicas. `nearly`: a better bound of one plan's seconds, less cheap. `filled`: a bound of a schedule's
-    seconds, from those of a microbatch on all stages. `least_sums`: what the replicas of a plan add to `least_seconds`
-    at least, whatever of them is data and what shard. `floor`: (samples a replica, ranks that share them) -> seconds
-    that no plan goes below. `memory_bytes`: of a device. Equal numbers of devices have one and the same Costs, and
-    others may have too.
+    seconds, from those of a microbatch on all stages. `least_at`: a better bound of all plans of a family at one place.
+    `floor`: (samples a replica, ranks that share them) -> seconds that no plan goes below. `memory_bytes`: of a device.
+    Equal numbers of devices have one and the same Costs, and others may have too.
     """
 
     predict: Callable[[Plan], Prediction]
@@ -44,7 +43,7 @@ class Costs:
     nearly: Callable[[Plan], float]
     memory_bytes: float
     filled: Callable[[float, Turns], float] = lambda seconds, turns: seconds * turns.microbatches / turns.pipeline
-    least_sums: Callable[[Plan], float] = lambda plan: 0.0
+    least_at: Callable[[Plan], float] = lambda plan: 0.0
     floor: Callable[[float, int], float] = lambda samples, ranks: 0.0
 
 
@@ -309,11 +308,11 @@ class _Order:
             self._wait_kin(kin, self._search.least_seconds(kin.ends[0], way), (kin, way, True))
             return
         search = self._search
-        seconds, least_sums = search.least_seconds(kin.ends[0], way), search.costs(kin.ends[0].devices).least_sums
+        seconds, least_at = search.least_seconds(kin.ends[0], way), search.costs(kin.ends[0].devices).least_at
         for replicas in kin.replicas:
             place = Place(replicas, kin.cut)
             if self._limit.allows(place.devices, seconds):
-                self._wait(place, seconds + least_sums(search.space.plan(place, way)), (place, way))
+                self._wait(place, max(seconds, least_at(search.space.plan(place, way))), (place, way))
 
     def _way(self, place: Place, way: Way) -> None:
         search, seen = self._search, self._seen

@@ -75,8 +75,6 @@ class Predictor:
     def _computer(self, device: Device) -> Computer:
         return Computer(device, self.program.fast_float32, self.program.attention)
 
-    # ------------------------------------------------------------------------------------------------------- the bounds
-
     def ideal_seconds(self, num_devices: int) -> float:
         """Seconds of a sample that no plan on so many devices goes below if one rank computes all of it.
 
@@ -124,14 +122,19 @@ class Predictor:
         late = min(microbatches, ranks) * passes[-1].backward_weight.seconds
         return down + own + max(0.0, up - late)
 
-    def least_sums(self, plan: Plan) -> float:
-        """Seconds beside `least_seconds` that no division of a plan's replicas into data and shard goes below."""
+    def least_at(self, plan: Plan) -> float:
+        """A lower bound of the step that knows the replicas of a plan, but not which of them are data and shard."""
         ranks, costs = self._ranks(plan), self._costs(plan)
+        seconds = self.least_seconds(plan)
+        if plan.layout.pipeline > 1:
+            seconds = max(seconds, self._filled(plan, self._message(plan, ranks.share)))
+        if self._device(plan).kind == "cpu":
+            return seconds  # where large messages leave the caches: no bound from their sum
         if id(ranks) not in self._loads:
             units = [unit for stage in ranks.busiest.stages for unit in stage]
             passes = [costs.body(unit.body, ranks.share, plan, ranks.microbatches > 1) for unit in units]
             self._loads[id(ranks)] = load(units, passes, [rank.size.trainable for rank in ranks.fullest], plan)
-        return least_sums(self._network, plan, self._loads[id(ranks)], self.program)
+        return seconds + least_sums(self._network, plan, self._loads[id(ranks)], self.program)
 
     def least_bytes(self, plan: Plan) -> float:
         """The peak, of the rank that needs most: exact, since it is cheap."""
@@ -144,8 +147,6 @@ class Predictor:
         ranks = self._ranks(plan)
         makespan = self._filled(plan, self._message(plan, ranks.share))
         return sum(self._seconds(plan, ranks, makespan).values())
-
-    # -------------------------------------------------------------------------------------------------------- the whole
 
     def predict(self, plan: Plan) -> Prediction:
         """What a step of the plan takes."""
@@ -209,9 +210,6 @@ class Predictor:
                 self._stages[key] = stage_units.balanced(units, seconds, num_stages)
         return self._stages[key]
 
-    def _size(self, plan: Plan, stages: Sequence[Sequence[Unit]], share: Share) -> StageSize:
-        return self._sizes.stage([unit for stage in stages for unit in stage], share, plan)
-
     def _key(self, plan: Plan) -> tuple[object, ...]:
         """What tells plans apart whose data and shard axes are not looked at."""
         pipeline, device = plan.pipeline, id(self._device(plan))
@@ -240,7 +238,8 @@ class Predictor:
         if plan.layout.pipeline > 1:
             per = plan.pipeline.stages_per_rank
             in_flight = _in_flight(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank] / per
-        return _Rank(stages, passes, self._size(plan, stages, share), in_flight)
+        size = self._sizes.stage([unit for stage in stages for unit in stage], share, plan)
+        return _Rank(stages, passes, size, in_flight)
 
     # ------------------------------------------------------------------------------------------------------ its seconds
 

@@ -111,8 +111,8 @@ def _lines(every: Sequence[Observation], lesson: Lesson) -> list[str]:
         )
     if lesson.together:
         found.append(
-            "exchanges inside of a forward or backward cannot be told from computing by these runs: one factor for both;"
-            " a run on one device, or with a data axis alone, would tell them apart"
+            "exchanges inside of a forward or backward cannot be told from computing by these runs: one factor "
+            "for both; a run on one device, or with a data axis alone, would tell them apart"
         )
     return found
 

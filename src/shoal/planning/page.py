@@ -76,7 +76,8 @@ def _curve(answer: Answer) -> Markup:
         Spot(
             point.devices,
             batch / point.best.seconds,
-            f"{words.several(point.devices, 'device')}: {words.seconds(point.best.seconds)} a step, {described(point.best.plan)}",
+            f"{words.several(point.devices, 'device')}: {words.seconds(point.best.seconds)} a step, "
+            f"{described(point.best.plan)}",
             point.devices == chosen,
         )
         for point in answer.curve.points
