@@ -276,7 +276,7 @@ class _Loop:
         agreement = agree(self._mesh, Report(has_data=True, checkpoint=self._keeper.due(self.state.step)))
         if agreement.checkpoint:
             self._keeper.save(self.state)
-        self._strategy.begin()
+        self._strategy.begin(self.state.step, self._factor)
         self._buffers.begin()
         self._observer.begin(self.state.step, self._factor)
         flags = Flags()

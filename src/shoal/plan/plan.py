@@ -83,6 +83,23 @@ class CollectivesSection(_Section):
     compression: Literal["none", "bfloat16", "float16", "int8", "topk", "powersgd"] = "none"
 
 
+class CompressionSection(_Section):
+    """How far gradients are compressed, and how the sums are watched.
+
+    `block`: values that share a scale of int8. `density`: the share of values that topk sends. `rank`: of powersgd's
+    factors. `feedback`: what was not sent is added to the next step's gradient. Every `guard_every` steps (0: never)
+    the exact sum is made as well; where more than the share `guard_residual` of it is lost the rest of the run is not
+    compressed (see docs/compression.md).
+    """
+
+    block: Annotated[int, Field(ge=1)] = 256
+    density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    rank: Degree = 4
+    feedback: bool = True
+    guard_every: Annotated[int, Field(ge=0)] = 100
+    guard_residual: Annotated[float, Field(gt=0)] = 0.5
+
+
 class DataSection(_Section):
     """Processes per rank that fetch samples; 0 fetches in the rank itself."""
 
@@ -108,6 +125,7 @@ class Plan(_Section):
     precision: PrecisionSection = PrecisionSection()
     memory: MemorySection = MemorySection()
     collectives: CollectivesSection = CollectivesSection()
+    compression: CompressionSection = CompressionSection()
     data: DataSection = DataSection()
     execution: ExecutionSection = ExecutionSection()
     prediction: dict[str, Any] = Field(default_factory=dict)
