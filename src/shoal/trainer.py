@@ -269,9 +269,9 @@ class Trainer:
         why = compression.fell_back if update.skipped is None else None
         if why is not None:
             self._around.note(
-                f"step {why['step']}: {compression.scheme} loses too much (residual energy {found.residual:.3g}, cosine "
-                f"{found.cosine:.3g}, compression.guard_residual = {compression.options.guard_residual}): from here on "
-                "gradients are not compressed"
+                f"step {why['step']}: {compression.scheme} loses {found.lost:.3g} of the gradients' energy (cosine "
+                f"{found.cosine:.3g}), more than compression.guard_lost = {compression.options.guard_lost}: "
+                "from here on gradients are not compressed"
             )
         return {**found.to_json(), "fell_back": why is not None}
 

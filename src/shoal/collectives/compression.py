@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,10 +36,15 @@ class Withheld:
 @dataclass
 class _Bucket:
     codec: Codec
-    numel: int
+    members: list[int]  # of all parameters, those whose gradients lie here
+    sizes: list[int]
     withheld: Withheld | None = None  # as of the last update
     attempt: Withheld | None = None  # what is to be sent in this step, then what was not
     compared: list[Tensor] = field(default_factory=list)  # exact, wanted
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
 
 
 class Compression:
@@ -59,17 +65,18 @@ class Compression:
         self._tally: Tally | None = None
         self._verdict: Comparison | None = None
 
-    def add(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
-        """The next bucket: gradients of these shapes, one after the other."""
+    def add(self, members: Sequence[int], shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """The next bucket: gradients of these parameters and shapes, one after the other."""
         self._wire = self._wire or Wire(self._collective, device)
         codec = make_codec(self.scheme, self.options, self._wire, shapes)
-        bucket = _Bucket(codec, sum(torch.Size(shape).numel() for shape in shapes))
+        bucket = _Bucket(codec, list(members), [torch.Size(shape).numel() for shape in shapes])
         if self.feedback:
-            bucket.withheld, bucket.attempt = (
-                Withheld(torch.zeros(bucket.numel, device=device)),
-                Withheld(torch.zeros(bucket.numel, device=device)),
-            )
+            bucket.withheld, bucket.attempt = self._nothing(bucket), self._nothing(bucket)
         self._buckets.append(bucket)
+
+    def _nothing(self, bucket: _Bucket) -> Withheld:
+        assert self._wire is not None, "buckets have a device"
+        return Withheld(torch.zeros(bucket.numel, device=self._wire.device))
 
     # --------------------------------------------------------------------------------------------------- a step
 
@@ -80,7 +87,7 @@ class Compression:
         self._verdict = None
         every = self.options.guard_every
         sampled = self.fell_back is None and every > 0 and step % every == 0
-        self._tally = Tally(self.scheme in _OF_EVERY_VALUE) if sampled else None
+        self._tally = Tally(self.scheme in _OF_EVERY_VALUE, self.feedback) if sampled else None
 
     def arm(self, unit: float) -> None:
         """This rank's gradients are those of a loss that counts `unit`: its weight times the factor of the loss."""
@@ -156,7 +163,7 @@ class Compression:
         assert self._tally is not None, "the step was sampled"
         self._collective.broadcast(self._tally.numbers)  # added up on one rank, so that all decide the same
         found = self._tally.comparison()
-        if found.lost(self.feedback) > self.options.guard_residual:
+        if found.lost > self.options.guard_lost:
             self._verdict = found
         for bucket, flat in zip(self._buckets, flats, strict=True):
             if self._verdict is not None:
@@ -188,14 +195,40 @@ class Compression:
     # --------------------------------------------------------------------------------------------------- its state
 
     @property
-    def withheld(self) -> list[Withheld]:
-        """What this rank holds back, by bucket; none without feedback. Its `unit` may be set."""
-        return [bucket.withheld for bucket in self._buckets if bucket.withheld is not None]
+    def carries(self) -> bool:
+        """Whether ranks have tensors that belong to a checkpoint; the same on all of them."""
+        return self.scheme in FED_BACK
 
     @property
-    def bases(self) -> list[list[Tensor]]:
-        """The factors that powersgd begins with, by bucket."""
-        return [b.codec.basis if isinstance(b.codec, PowerSGD) else [] for b in self._buckets]
+    def unit(self) -> float:
+        """The unit of what this rank holds back; 0 for nothing."""
+        return next((b.withheld.unit for b in self._buckets if b.withheld is not None), 0.0)
+
+    def set_unit(self, unit: float) -> None:
+        """The tensors of `withheld_of` have been filled with what is in this unit."""
+        for bucket in self._buckets:
+            if bucket.withheld is not None:
+                bucket.withheld.unit = unit
+
+    def withheld_of(self) -> Iterator[tuple[int, Tensor]]:
+        """What this rank holds back of each parameter, flat; nothing without feedback."""
+        for bucket in self._buckets:
+            if bucket.withheld is not None:
+                yield from zip(bucket.members, bucket.withheld.values.split(bucket.sizes), strict=True)
+
+    def bases(self) -> Iterator[tuple[int, Tensor]]:
+        """The factors that powersgd begins with, of each parameter that it factors."""
+        for bucket in self._buckets:
+            if isinstance(bucket.codec, PowerSGD):
+                starts = dict(zip(accumulate(bucket.sizes, initial=0), bucket.members, strict=False))
+                yield from ((starts[start], basis) for start, basis in bucket.codec.factors())
+
+    def reset(self, fell_back: dict[str, Any] | None) -> None:
+        """Nothing is held back; and whether the guard has fallen back."""
+        self.fell_back = fell_back
+        for bucket in self._buckets:
+            bucket.withheld = self._nothing(bucket) if self.feedback else None
+            bucket.attempt = self._nothing(bucket) if self.feedback and fell_back is None else None
 
     def to_json(self) -> dict[str, Any]:
         """What a result says of it."""

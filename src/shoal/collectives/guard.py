@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.planner.compressed import NUM_COMPARED
+
 # Values whose energy is compared by itself where a scheme sends something of every value: one huge value must not hide
 # what became of all others.
 CHUNK = 256
@@ -21,17 +23,13 @@ class Comparison:
     """The compressed and the exact sum of a sampled step.
 
     `cosine`: between what the optimizer gets and the exact sum of the gradients. `residual`: the share of the energy of
-    what was to be sent that was not; see docs/compression.md. NaN where a gradient is not finite.
+    what was to be sent that was not. `lost`: the share that never will be, with feedback what at this rate is still
+    held back after HORIZON_STEPS; see docs/compression.md. NaN where a gradient is not finite.
     """
 
     cosine: float
     residual: float
-
-    def lost(self, feedback: bool) -> float:
-        """The share of the energy that is lost, with feedback that is still held back after HORIZON_STEPS."""
-        if not feedback or math.isnan(self.residual):
-            return self.residual
-        return self.residual**HORIZON_STEPS if self.residual <= 1.0 else math.inf
+    lost: float
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON value; None for what is not a finite number."""
@@ -39,12 +37,16 @@ class Comparison:
 
 
 class Tally:
-    """Adds up a comparison over the parts of a gradient. `by_chunk`: each chunk has one vote, else its energy."""
+    """Adds up a comparison over the parts of a gradient.
 
-    def __init__(self, by_chunk: bool) -> None:
-        self._by_chunk = by_chunk
-        # found . exact, found . found, exact . exact; what is missing, and of how much
-        self._numbers = torch.zeros(5, dtype=torch.float64)
+    `by_chunk`: energies are compared chunk by chunk, each with one vote, else all at once. `feedback`: what was not
+    sent is held back.
+    """
+
+    def __init__(self, by_chunk: bool, feedback: bool) -> None:
+        self._by_chunk, self._feedback = by_chunk, feedback
+        # found . exact, found . found, exact . exact; what is missing, what is lost, and of how much
+        self._numbers = torch.zeros(NUM_COMPARED, dtype=torch.float64)
 
     def add(self, exact: Tensor, wanted: Tensor, found: Tensor) -> None:
         """One part: the exact sum of the gradients, of what was to be sent, and what was decoded."""
@@ -54,11 +56,14 @@ class Tally:
         if self._by_chunk:
             rests, wholes = _chunked(missing), _chunked(energy)
             shares = (rests / wholes)[wholes != 0]
-            share, count = shares.sum(), float(shares.numel())
+            told = [shares.sum(), self._lost(shares).sum(), torch.tensor(shares.numel())]
         else:
-            share, count = missing.sum(), float(energy.sum())
-        told = [found @ exact, found @ found, exact @ exact, share, count]
+            told = [missing.sum(), missing.new_zeros(()), energy.sum()]
+        told = [found @ exact, found @ found, exact @ exact, *told]
         self._numbers += torch.tensor([float(number) for number in told], dtype=torch.float64)
+
+    def _lost(self, shares: Tensor) -> Tensor:
+        return shares**HORIZON_STEPS if self._feedback else shares
 
     @property
     def numbers(self) -> Tensor:
@@ -67,12 +72,13 @@ class Tally:
 
     def comparison(self) -> Comparison:
         """Of all parts. Nothing to send is sent whole."""
-        dot, found, exact, missing, whole = self._numbers.tolist()
+        dot, found, exact, missing, lost, whole = self._numbers.tolist()
         size = math.sqrt(found) * math.sqrt(exact) if min(found, exact) >= 0 else math.nan
-        return Comparison(
-            dot / size if size else float(found == exact),
-            missing / whole if whole else 0.0 if missing == 0 else math.inf,
-        )
+        cosine = dot / size if size else float(found == exact)
+        residual = missing / whole if whole else 0.0 if missing == 0 else math.inf
+        if not self._by_chunk:
+            return Comparison(cosine, residual, float(self._lost(torch.tensor(residual, dtype=torch.float64))))
+        return Comparison(cosine, residual, lost / whole if whole else residual)
 
 
 def _chunked(values: Tensor) -> Tensor:

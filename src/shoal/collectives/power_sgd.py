@@ -79,6 +79,10 @@ class PowerSGD(Codec):
             self.basis[number] = torch.where(dead, self._fresh(number), found) if bool(dead.any()) else found
         self._next = []
 
+    def factors(self) -> Iterator[tuple[int, Tensor]]:
+        """Where each matrix begins among the values, and the factor that its next sum begins with."""
+        yield from zip((m.start for m in self._matrices), self.basis, strict=True)
+
     def buffers(self) -> list[Tensor]:
         """What is sent, and the factors to begin with."""
         return [self._first, self._second, *self.basis]

@@ -237,12 +237,12 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
     ),
     Idle(
         lambda plan: not _compressed(plan),
-        ("compression.guard_every", "compression.guard_residual"),
+        ("compression.guard_every", "compression.guard_lost"),
         'collectives.compression = "none"',
     ),
     Idle(
         lambda plan: _compressed(plan) and plan.compression.guard_every == 0,
-        ("compression.guard_residual",),
+        ("compression.guard_lost",),
         "compression.guard_every is 0: nothing is compared",
     ),
     Idle(

@@ -88,8 +88,8 @@ class CompressionSection(_Section):
 
     `block`: values that share a scale of int8. `density`: the share of values that topk sends. `rank`: of powersgd's
     factors. `feedback`: what was not sent is added to the next step's gradient. Every `guard_every` steps (0: never)
-    the exact sum is made as well; where more than the share `guard_residual` of it is lost the rest of the run is not
-    compressed (see docs/compression.md).
+    the exact sum is made as well; where more than the share `guard_lost` of its energy is lost the rest of the run is
+    not compressed (see docs/compression.md).
     """
 
     block: Annotated[int, Field(ge=1)] = 256
@@ -97,7 +97,7 @@ class CompressionSection(_Section):
     rank: Degree = 4
     feedback: bool = True
     guard_every: Annotated[int, Field(ge=0)] = 100
-    guard_residual: Annotated[float, Field(gt=0)] = 0.5
+    guard_lost: Annotated[float, Field(gt=0)] = 0.5
 
 
 class DataSection(_Section):

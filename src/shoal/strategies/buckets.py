@@ -94,7 +94,7 @@ class GradientBuckets:
                 start = end
             self._buckets.append(bucket)
             if self._compression is not None:
-                self._compression.add([tuple(self._parameters[i].shape) for i in group], device)
+                self._compression.add(group, [tuple(self._parameters[i].shape) for i in group], device)
 
     def _allocate(self, length: int, device: torch.device) -> Tensor:
         if self._collective is not None and device.type == "cpu":
@@ -240,14 +240,6 @@ class GradientBuckets:
             bucket, view = self._place[i]
             start = view.storage_offset() - bucket.flat.storage_offset()
             found.append((numbers[id(bucket)], start, start + view.numel()))
-        return found
-
-    def members(self) -> list[list[int]]:
-        """The parameters of each bucket, by their places in the list, in the order in which they lie there."""
-        numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
-        found: list[list[int]] = [[] for _ in self._buckets]
-        for i, (bucket, _) in self._place.items():
-            found[numbers[id(bucket)]].append(i)
         return found
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class DataParallel(Replicated):
         mesh: Mesh,
         reduce: torch.dtype,
         mark: Mark,
-        summing: Summing = Summing(),  # noqa: B008
+        summing: Summing = Summing(),
     ) -> None:
         self._mesh, self._mark = mesh, mark
         collective = None
