@@ -146,6 +146,12 @@ class Plan(_Section):
         """Whether ranks hold parts of the model."""
         return self.shards_model or self.degrees.shares_grains > 1
 
+    @property
+    def uncompressed(self) -> Plan:
+        """This plan with gradients summed as they are."""
+        plain = {"collectives": {"compression": "none"}, "compression": CompressionSection().model_dump()}
+        return self if self.collectives.compression == "none" else self.with_sections(**plain)
+
     def with_sections(self, **sections: dict[str, Any]) -> Plan:
         """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""
         document = self.to_mapping()
