@@ -125,8 +125,9 @@ class GradientBuckets:
             start = end
 
     def buffers(self) -> list[Tensor]:
-        """The flat buffers, and what the collective keeps."""
-        return [*(b.flat for b in self._buckets), *(self._collective.buffers() if self._collective else ())]
+        """The flat buffers, and what the collective and the compression keep."""
+        kept = [summing.buffers() for summing in (self._collective, self._compression) if summing is not None]
+        return [*(b.flat for b in self._buckets), *(tensor for tensors in kept for tensor in tensors)]
 
     def begin(self) -> None:
         """No gradients."""
