@@ -103,7 +103,9 @@ class RunRecord:
         None  # of one step by rank, as measured and as predicted: docs/traffic-and-memory.md
     )
     memory: dict[str, Any] | None = None
-    compression: dict[str, Any] | None = None  # its scheme, and since which step the guard fell back: docs/compression.md
+    compression: dict[str, Any] | None = (
+        None  # its scheme, and since which step the guard fell back: docs/compression.md
+    )
     prediction: dict[str, Any] | None = None  # what the plan predicted beside what was measured: docs/plan.md
 
     def to_json(self) -> str:

@@ -165,5 +165,3 @@ def test_rows_become_orthogonal_and_what_adds_nothing_zero() -> None:
 def test_sums_by_halves(length: int) -> None:
     values = torch.arange(2 * length).view(2, length)
     assert torch.equal(folded_sum(values), values.sum(1))
-
-
