@@ -266,14 +266,10 @@ class Trainer:
         compression, found = self._parts.step.strategy.compression, sums.compared
         if compression is None or found is None:
             return None
-        why = compression.fell_back if update.skipped is None else None
-        if why is not None:
-            self._around.note(
-                f"step {why['step']}: {compression.scheme} loses {found.lost:.3g} of the gradients' energy (cosine "
-                f"{found.cosine:.3g}), more than compression.guard_lost = {compression.options.guard_lost}: "
-                "from here on gradients are not compressed"
-            )
-        return {**found.to_json(), "fell_back": why is not None}
+        said = compression.said(found) if update.skipped is None else None
+        if said is not None:
+            self._around.note(said)
+        return {**found.to_json(), "fell_back": said is not None}
 
     def _evaluate_epoch(self) -> None:
         """Evaluates where an epoch has ended; outside the step's time."""

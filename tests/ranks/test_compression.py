@@ -127,7 +127,7 @@ LEARNT: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "options"), LEARNT)
+@pytest.mark.parametrize(("scheme", "options"), LEARNT, ids=[scheme for scheme, _ in LEARNT])
 def test_replicas_stay_equal_and_a_resume_changes_nothing(scheme: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Uneven shares: 8 grains on 3 ranks."""
     plan, made = sections(scheme, ranks=3, **options | {"guard_every": 3}), small(length=shoal.Steps(12))

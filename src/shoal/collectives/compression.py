@@ -192,6 +192,16 @@ class Compression:
         for bucket in self._buckets:
             bucket.attempt = None
 
+    def said(self, found: Comparison) -> str | None:
+        """A line for people where the step of this comparison, which has updated, was the last that compressed."""
+        if self.fell_back is None:
+            return None
+        return (
+            f"step {self.fell_back['step']}: {self.scheme} loses {found.lost:.3g} of the gradients' energy (cosine "
+            f"{found.cosine:.3g}), more than compression.guard_lost = {self.options.guard_lost}: from here on gradients "
+            "are not compressed"
+        )
+
     # --------------------------------------------------------------------------------------------------- its state
 
     @property
