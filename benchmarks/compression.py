@@ -168,7 +168,7 @@ def _timed_rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
 
 
 def total_bytes(traffic: dict[str, Any]) -> int:
-    """Bytes that a rank puts on the wire in a step, by the ring's factors of two ranks: half of a gather, a sum whole."""
+    """Bytes that each of two ranks puts on the wire in a step: half of what is gathered, all of what is summed."""
     return sum(
         kind["bytes"] // 2 if name == "all_gather" else kind["bytes"]
         for kinds in traffic.values()
@@ -190,7 +190,7 @@ def table(kept: dict[str, Any]) -> list[str]:
             f"**{title}** (uncompressed: loss {min(plain.values()):.4f} to {max(plain.values()):.4f} over "
             f"{len(plain)} seeds, a spread of {noise:.4f})",
             "",
-            "| scheme | gradients, bytes | of float32 | a rank sends, bytes | as the formula | loss | beside the same seeds "
+            "| scheme | gradients, bytes | of float32 | a rank sends, bytes | as the formula | loss | beside "
             "uncompressed | within noise | worst `lost` | least cosine |",
             "|---|---:|---:|---:|---|---:|---:|---|---:|---:|",
         ]

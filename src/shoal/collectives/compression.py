@@ -198,8 +198,8 @@ class Compression:
             return None
         return (
             f"step {self.fell_back['step']}: {self.scheme} loses {found.lost:.3g} of the gradients' energy (cosine "
-            f"{found.cosine:.3g}), more than compression.guard_lost = {self.options.guard_lost}: from here on gradients "
-            "are not compressed"
+            f"{found.cosine:.3g}), more than compression.guard_lost = {self.options.guard_lost}: from here on "
+            "gradients are not compressed"
         )
 
     # --------------------------------------------------------------------------------------------------- its state

@@ -7,7 +7,7 @@ grain, summed in the fixed tree; bit-identical on any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ class Summing:
 
     algorithm: str = "native"
     scheme: str = "none"
-    options: CompressionSection = CompressionSection()
+    options: CompressionSection = field(default_factory=CompressionSection)
 
     @classmethod
     def of(cls, plan: Plan) -> Summing:
