@@ -215,7 +215,8 @@ def _peaks(rows: Tensor) -> Tensor:
 
     The maximum of some libraries drops what is not a number, so that it would be lost on the way.
     """
-    return torch.linalg.vector_norm(rows, torch.inf, dim=1).nan_to_num_(torch.inf, torch.inf)
+    found: Tensor = torch.linalg.vector_norm(rows, torch.inf, dim=1)
+    return found.nan_to_num_(torch.inf, torch.inf)
 
 
 def make_codec(scheme: str, options: CompressionSection, wire: Wire, shapes: Sequence[tuple[int, ...]]) -> Codec:

@@ -125,7 +125,8 @@ class Compression:
         for tensor in bucket.compared:
             self._collective.release(tensor)
         if self._tally is not None:
-            self._tally.add(*bucket.compared, body)
+            exact, wanted = bucket.compared
+            self._tally.add(exact, wanted, body)
 
     def _attempt(self, bucket: _Bucket, body: Tensor) -> Tensor:
         """What is to be sent: the gradient, and what was held back for the part of the loss that this rank has now."""

@@ -239,7 +239,7 @@ class GradientBuckets:
         found = []
         for i in (i for i, count in enumerate(used) if not count):
             bucket, view = self._place[i]
-            start = view.storage_offset() - bucket.flat.storage_offset()
+            start = int(view.storage_offset()) - int(bucket.flat.storage_offset())
             found.append((numbers[id(bucket)], start, start + view.numel()))
         return found
 
