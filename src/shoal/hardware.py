@@ -102,6 +102,11 @@ class Link:
         by_size = self.collectives.get(kind, self.bandwidth)
         return self.bytes_per_second * by_size.at(num_bytes) * (by_count.at(count) if by_count else 1.0)
 
+    def sum_seconds(self, num_bytes: float, count: int) -> float:
+        """Seconds of an all_reduce among `count` ranks that this link alone connects, by a ring."""
+        moved = (count - 1) / count * num_bytes / self.reached("all_reduce", num_bytes, count)
+        return self.call_seconds + 2 * ((count - 1) * self.latency_seconds + moved)
+
 
 @dataclass(frozen=True)
 class Cluster:

@@ -85,8 +85,7 @@ class Network:
         link, n = self.cluster.algorithms.get(algorithm), group.size
         if link is None or group.hosts > 1 or n == 1 or num_bytes <= 0:
             return self.seconds("all_reduce", num_bytes, group)
-        moved = 2 * (n - 1) / n * num_bytes / link.reached("all_reduce", num_bytes, n)
-        return link.call_seconds + 2 * (n - 1) * link.latency_seconds + moved
+        return link.sum_seconds(num_bytes, n)
 
     def _seconds(self, kind: str, num_bytes: float, group: Group) -> float:
         n = group.size

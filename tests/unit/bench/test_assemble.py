@@ -45,8 +45,13 @@ DEVICE_ROWS = (
     row("stream", 1e6, 50e-6 + 1e-6),
     row("stream", 1e7, 1e-3 + 1e-6),
     row("stream", 1e8, 20e-3 + 1e-6),
-    row("attention.float32.forward", 2e9, 0.2),
-    row("attention.float32.both", 7e9, 0.2 + 0.5),
+    row("attention.float32.forward", 2e9, 0.2, size=64),
+    row("attention.float32.both", 7e9, 0.2 + 0.5, size=64),
+    row("attention.float32.forward", 4e9, 0.25, size=128),
+    row("attention.float32.both", 14e9, 0.25 + 1.0, size=128),
+    row("operator.aten.gelu", 1e6, 200e-6 + 1e-6),
+    row("step", 10.0, 500e-6 + 50e-6, size=2),  # ten operators of 5 us, and 10 us for each of two parameters
+    row("step", 100.0, 980e-6 + 500e-6, size=50),
 )
 
 
@@ -60,7 +65,13 @@ def test_a_cpu() -> None:
     assert [round(found.memory.at(size), 3) for size in (1e6, 1e7, 1e8)] == [2.0, 1.0, 0.5]
     assert math.isclose(found.dispatch_seconds, 5e-6)
     assert found.launch_seconds == found.dispatch_seconds
-    assert found.attention == {"flash2_forward": 0.5, "flash2_backward": 0.5}
+    assert found.attention == {}
+    lengths = found.attention_lengths
+    assert [lengths["flash2_forward"].at(n) for n in (64, 128)] == [0.5, 0.8]
+    assert [lengths["flash2_backward"].at(n) for n in (64, 128)] == [0.5, 0.5]
+    assert found.operators == {"aten.gelu": 0.5}
+    assert math.isclose(found.tensor_seconds, 10e-6)
+    assert math.isclose(found.step_seconds, 480e-6)
     assert (found.reserved_bytes, found.memory_bytes, found.host_bytes_per_second) == (200, 1000, 0.0)
     assert set(found.sources.values()) == {"here"}
 
