@@ -93,10 +93,10 @@ def measure(task: Task, environment: Environment) -> ExitCode:
 
 
 def _measured(task: Task, mesh: Mesh) -> dict[str, Any]:
-    facts = _facts(mesh)
-    rows = list(_computing(task, mesh)) if task.computes else []
-    if mesh.device.type == "cpu":
-        rows += steps(mesh, task.quick)
+    rows = list(steps(mesh, task.quick)) if mesh.device.type == "cpu" else []
+    facts = _facts(mesh)  # with what a process holds that has trained next to nothing
+    if task.computes:
+        rows += _computing(task, mesh)
     if mesh.world_size > 1:
         rows += _exchanging(task, mesh)
     if mesh.world_size == 1:
