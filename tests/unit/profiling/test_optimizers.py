@@ -48,7 +48,9 @@ def test_on_a_gpu_many_tensors_share_a_kernel() -> None:
     def adam(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters)
 
-    assert made(adam, "cuda", 20).launches < 20 < made(lambda ps: torch.optim.AdamW(ps, fused=False), "cpu", 20).launches
+    assert (
+        made(adam, "cuda", 20).launches < 20 < made(lambda ps: torch.optim.AdamW(ps, fused=False), "cpu", 20).launches
+    )
 
 
 def test_what_cannot_be_traced_is_said() -> None:
