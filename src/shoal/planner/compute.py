@@ -179,9 +179,14 @@ class Computer:
                 m, n, k, batch = sizes
                 return 2.0 * m * n * k * batch / (device.flops[dtype] * curve.at(intensity(m, n, k)))
         seconds = matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
-        if operation.winograd and dtype == "float32" and device.multiprocessors:
-            seconds /= _WINOGRAD
-        return seconds
+        return seconds / (_WINOGRAD if self._spares(operation) else 1.0)
+
+    def _spares(self, operation: Operation) -> bool:
+        return operation.winograd and self.dtype(operation.dtype) == "float32" and self.device.multiprocessors > 0
+
+    def spared(self, operation: Operation, samples: float) -> float:
+        """FLOPs of an operation that are counted and not executed."""
+        return operation.flops.at(samples) * (1.0 - 1.0 / _WINOGRAD) if self._spares(operation) else 0.0
 
     def ideal(self, operation: Operation) -> float:
         """Seconds of a sample's part of an operation at the best that the device does: a lower bound on one rank."""

@@ -55,6 +55,7 @@ class Predictor:
         self._exchanged = Exchanged(work.profile, self._network, self.program)
         self._costs_on: dict[int, StageCosts] = {}
         self._held = _held(work.profile)
+        self._executed: float | None = None
         self._sizes = Sizes(self.program)
         self._stages: dict[tuple[object, ...], stage_units.Stages] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
@@ -150,8 +151,6 @@ class Predictor:
         missing = max(0.0, peak - self._device(plan).memory_bytes)
         samples = self.work.global_batch
         flops = self.work.profile.flops(samples) / plan.layout.world_size
-        device = self._device(plan)
-        peak_flops = device.flops.get(plan.precision.compute) or device.flops["float32"]
         return Prediction(
             step_seconds=seconds,
             terms=terms,
@@ -161,8 +160,17 @@ class Predictor:
             missing_bytes=missing,
             bubble=terms["bubble"] / seconds if seconds else 0.0,
             flops_per_device=flops,
-            mfu=flops / seconds / peak_flops if seconds else None,
+            mfu=self._used(plan, flops) / seconds if seconds else None,
         )
+
+    def _used(self, plan: Plan, flops: float) -> float:
+        """Seconds that a device at its peak takes for the part that it executes of the model's FLOPs."""
+        computer, samples = self._costs(plan).computer, self.work.global_batch
+        if self._executed is None:
+            units, whole = self.work.profile.units, self.work.profile.flops(samples)
+            less = sum(computer.spared(operation, samples) for unit in units for operation in unit.body.operations)
+            self._executed = 1.0 - less / whole if whole else 1.0
+        return flops * self._executed / computer.device.flops[computer.dtype(plan.precision.compute)]
 
     def _share(self, plan: Plan) -> tuple[Share, int]:
         """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""

@@ -82,7 +82,11 @@ class Program:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes. `bubble` is a fraction of it; `flops_per_device` counts no recomputation."""
+    """What a step takes. `bubble` is a fraction of it; `flops_per_device` counts no recomputation.
+
+    `mfu`: these FLOPs, as far as they are executed (Winograd's algorithm does with fewer), over the peak of the dtype
+    that multiplies them (tf32 where that serves for float32).
+    """
 
     step_seconds: float
     terms: dict[str, float]
