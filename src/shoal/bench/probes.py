@@ -17,9 +17,9 @@ Call = Callable[[], Any]
 # Sides of square matmuls; (channels in, channels out, side of the filter, of the image); bytes of a stream.
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _IMAGES = (
-    (1, 6, 5, 28),
+    (1, 16, 3, 28),
     (1, 64, 3, 28),
-    (6, 16, 5, 14),
+    (16, 16, 3, 28),
     (16, 32, 3, 28),
     (32, 32, 3, 28),
     (64, 64, 3, 14),

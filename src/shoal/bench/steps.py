@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from shoal.catalogue.sums import SHARED_MEMORY, shares_memory
 from shoal.engine import Options, build
 from shoal.job import Job, Steps
 from shoal.mesh import Mesh
+from shoal.metering import StepMeter
 from shoal.plan.plan import Plan
 from shoal.profiling import profile
 from shoal.telemetry import RecordWriter
@@ -43,11 +46,16 @@ def _measured(job: Job, mesh: Mesh, count: int) -> list[float]:
     document: dict[str, Any] = {"layout": {"data": ranks}, "batch": {"grains_per_microbatch": job.grains // ranks}}
     if shares_memory(ranks):
         document["collectives"] = {"all_reduce": SHARED_MEMORY}
-    engine = build(job, Plan().with_sections(**document), mesh, Options())
+    meter = StepMeter()
+    engine = build(job, Plan().with_sections(**document), mesh, Options(observer=meter))
     around = Surroundings(note=_unheard, on_step=_unheard, stop_requested=lambda: False)
     try:
-        outcome = engine.trainer(None, _WARM_UP + count, around, RecordWriter(None)).train()
+        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # records and meter, as in a run
+            meter.attach(engine.holding, engine.updater.optimizer, engine.strategy, [])
+            records = RecordWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
+            outcome = engine.trainer(None, _WARM_UP + count, around, records).train()
     finally:
+        meter.close()
         engine.close()
     return outcome.step_seconds[_WARM_UP:]
 

@@ -159,14 +159,18 @@ class Computer:
         memory = self.moved(num_bytes, self.held.at(samples), operation.name)
         return Cost(max(compute, memory) + operation.launches * device.launch_seconds, host)
 
-    def moved(self, num_bytes: float, held: float, name: str = "") -> float:
-        """Seconds of reading and writing so many bytes, by an operator of this name; a step goes through `held`."""
+    def moved(self, num_bytes: float, held: float, name: str = "", *, in_place: bool = False) -> float:
+        """Seconds of reading and writing so many bytes, by an operator of this name; a step goes through `held`.
+
+        `in_place`: no memory is asked for.
+        """
         if not num_bytes:
             return 0.0
         device = self.device
         place = num_bytes
         if device.kind == "cpu":  # its operands were last touched long ago, or are new
             place = max(num_bytes, min(held, _STREAM_BYTES))
+            place = min(place, _STREAM_BYTES) if in_place else place
         fraction = device.memory.at(place)
         return num_bytes / (device.memory_bytes_per_second * min(fraction, device.operators.get(name, fraction)))
 
@@ -177,7 +181,8 @@ class Computer:
             curve = device.convolution.get(f"{dtype}{phase}") or device.convolution.get(dtype)
             if curve is not None:  # as measured: a library's convolutions depend on what they reuse
                 m, n, k, batch = sizes
-                return 2.0 * m * n * k * batch / (device.flops[dtype] * curve.at(intensity(m, n, k)))
+                rate = device.flops[dtype] * curve.at(intensity(m, n, k)) * _filled(operation.channels)
+                return 2.0 * m * n * k * batch / rate
         seconds = matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
         return seconds / (_WINOGRAD if self._spares(operation) else 1.0)
 
@@ -237,6 +242,11 @@ class Computer:
         return found
 
 
+def _filled(channels: int) -> float:
+    """The share of a vector's lanes that so many channels fill; images of a few channels have kernels of their own."""
+    return channels / (_LANES * ceil(channels / _LANES)) if channels > _FEW_CHANNELS else 1.0
+
+
 def _best(curve: Curve) -> float:
     return max(share for _, share in curve.points)
 
@@ -249,6 +259,9 @@ _FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.5}
 # Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
 # from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
 _ATTENTION_FILL: Final = 512.0
+# Float32 numbers of a 512-bit vector: oneDNN lays channels out in blocks of so many, but for the first layer's.
+_LANES: Final = 16
+_FEW_CHANNELS: Final = 4
 # From here on caches do not matter; beyond it the curve of a CPU is of the page faults of single large tensors.
 _STREAM_BYTES: Final = float(1 << 25)
 _NARROW_HEADS: Final = 0.25

@@ -110,10 +110,10 @@ class Exchanged:
         group = self.network.group(ranks, layout.context * layout.tensor)
         seconds = 0.0
         for num_bytes in self._divided(plan, holder.units, GLOO_BUCKET_BYTES):
-            seconds += computer.moved(2 * num_bytes, holder.held)
+            seconds += computer.moved(2 * num_bytes, holder.held, in_place=True)
             if algorithm == "native" and gathers(int(num_bytes), ranks, on_cpu=True):
                 seconds += self.network.seconds("all_gather", ranks * num_bytes, group)
-                seconds += (ranks - 1) * computer.moved(3 * num_bytes, holder.held)
+                seconds += (ranks - 1) * computer.moved(3 * num_bytes, holder.held, in_place=True)
             else:
                 seconds += self.network.all_reduce(algorithm, num_bytes, group)
         return seconds
@@ -179,7 +179,7 @@ class Exchanged:
         whole = elements if plan.shards_model else size.trainable  # under ZeRO-1 each rank has all gradients
         num_bytes += whole * program.gradient_passes * ITEMSIZE[plan.precision.reduce]
         launches = profile.optimizer_launches
-        seconds = computer.moved(num_bytes, holder.held, _UPDATE) + launches * device.launch_seconds
+        seconds = computer.moved(num_bytes, holder.held, _UPDATE, in_place=True) + launches * device.launch_seconds
         seconds = max(seconds, launches * device.dispatch_seconds)
         if layout.shard > 1 and plan.shard.level == "optimizer":
             seconds += self._handed_out(plan, holder)
