@@ -11,7 +11,7 @@ from tests.unit.planner.made import DEVICE, LINK, cluster, work
 from shoal.hardware import Cluster, Link
 from shoal.plan.plan import Plan
 from shoal.planner.profile import Weight
-from shoal.planner.step_time import predict
+from shoal.planner.step_time import Predictor
 from shoal.planner.workload import Program, Workload
 
 WEIGHTS = 4 * 8e6  # bytes of four blocks
@@ -21,7 +21,7 @@ QUIET = Program(call_seconds=0.0)
 
 def terms(given: Workload, on: Cluster, program: Program = QUIET, **sections: Any) -> dict[str, float]:
     plan = Plan().with_sections(batch={"grains_per_microbatch": 4}, **sections)
-    return predict(plan, given, on, program).terms
+    return Predictor(given, on, program).predict(plan).terms
 
 
 def test_on_cores_nothing_is_hidden() -> None:
