@@ -13,7 +13,7 @@ from math import ceil
 
 from shoal.plan.plan import Plan
 from shoal.planner.communication import Array, owners
-from shoal.planner.compute import ITEMSIZE, Computer
+from shoal.planner.compute import ITEMSIZE, Computer, Share
 from shoal.planner.division import (
     GLOO_BUCKET_BYTES,
     NCCL_BUCKET_BYTES,
@@ -22,10 +22,10 @@ from shoal.planner.division import (
     gathers,
     pack,
 )
-from shoal.planner.exchange_time import Network
+from shoal.planner.exchange_time import Group, Network
 from shoal.planner.footprint import StageSize
 from shoal.planner.overlap import gathered, hidden
-from shoal.planner.profile import Profile, Unit
+from shoal.planner.profile import Profile, Unit, Weight
 from shoal.planner.stage_cost import Passes
 from shoal.planner.workload import Program
 
@@ -72,7 +72,7 @@ class Exchanged:
         layout = plan.layout
         if layout.world_size == 1:
             return 0.0
-        small = self._small(plan)
+        small = self._small(plan) + self._completed(plan, units)
         if plan.shards_model or layout.data * layout.shard == 1:
             return small
         if computer.device.kind == "cpu":
@@ -131,6 +131,36 @@ class Exchanged:
         if (plan.shards_model or divided) and self.program.own_buckets:
             seconds += self.network.seconds("all_reduce", 8.0, everyone)
         return seconds
+
+    def _completed(self, plan: Plan, units: Sequence[Unit]) -> float:
+        """Gradients that each rank has a part of: of blocks over a context axis, of tied weights between stages."""
+        layout = plan.layout
+        if not self.program.own_buckets or layout.context * layout.pipeline == 1:
+            return 0.0
+        key = "completed", id(units), layout
+        if key not in self._known:
+            group = self.network.group(layout.context, layout.tensor)
+            blocks = [w for unit in units if unit.body.repeated for w in unit.body.weights if w.trainable]
+            found = [self._sum(w, layout.tensor, group) for w in blocks] if layout.context > 1 else []
+            if layout.pipeline > 1 and self.profile.tied:
+                stages = self.network.group(layout.pipeline, layout.world_size // layout.pipeline)
+                tied = {name for name, _ in self.profile.tied}
+                weights = [w for unit in self.profile.units for w in unit.body.weights if _named(unit, w) in tied]
+                found += [self._sum(w, layout.tensor, stages) for w in weights]
+            self._known[key] = units, found
+        return sum(self._known[key][1])
+
+    def _sum(self, weight: Weight, tensor: int, group: Group) -> float:
+        return self.network.seconds("all_reduce", weight.numel_of(tensor) * max(4.0, weight.itemsize), group)
+
+    def ends(self, plan: Plan, units: Sequence[Unit], share: Share) -> float:
+        """Sequences of a microbatch put together behind the blocks of a context axis, gradients before them."""
+        blocks = [unit.body for unit in units if unit.body.repeated]
+        if share.context == 1 or not blocks or not self.program.own_buckets:
+            return 0.0
+        group = self.network.group(share.context, share.tensor)
+        crossing = blocks[0].input_bytes, blocks[-1].output_bytes
+        return sum(self.network.seconds("all_gather", amount.at(share.samples), group) for amount in crossing)
 
     # ------------------------------------------------------------------------------------------------- the parameters
 
@@ -211,3 +241,8 @@ class Exchanged:
                 found += [float(sum(sizes[i] for i in members)) for members in messages]
             self._known[key] = units, found
         return self._known[key][1]
+
+
+def _named(unit: Unit, weight: Weight) -> str:
+    """A weight's name in the model: within a repeated body it is relative to its unit's."""
+    return f"{unit.name}.{weight.name}" if unit.body.repeated else weight.name

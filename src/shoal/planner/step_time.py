@@ -255,6 +255,7 @@ class Predictor:
         busy = sum(p.forward.seconds + p.backward.seconds for p in busiest.passes) * microbatches
         told = sum(terms.values())
         terms["launch"] = max(0.0, busy - told)
+        terms["context"] += self._exchanged.ends(plan, self.work.profile.units, share) * microbatches
         units = [unit for stage in busiest.stages for unit in stage]
         costs = self._costs(plan)
         if plan.shards_model:

@@ -108,3 +108,18 @@ def test_cores_fetch_their_samples_before_they_compute() -> None:
     slow = replace(work(), sample_seconds=1e-3)
     assert terms(slow, cluster(1, device=CORE))["data"] == pytest.approx(8e-3)
     assert terms(slow, cluster(1))["data"] == 0.0  # a GPU computes meanwhile, and longer
+
+
+def test_a_context_axis_sums_the_gradients_of_its_blocks_and_gathers_its_ends() -> None:
+    found = terms(work(), cluster(2, device=CORE), layout={"context": 2})
+    assert found["gradients"] == pytest.approx(WEIGHTS / 1e10, rel=1e-3)
+    hidden = 4 * 4e6  # bytes of four samples, half of which come from the other rank
+    assert found["context"] == pytest.approx(2 * 2 * hidden / 2 / 1e10)  # there and back, in two microbatches
+
+
+def test_tied_weights_are_summed_between_their_stages() -> None:
+    profile = replace(work().profile, tied=(("blocks.0.up", "blocks.3"),))
+    called = cluster(2, device=CORE)
+    plain = terms(work(), called, layout={"pipeline": 2})["gradients"]
+    tied = terms(replace(work(), profile=profile), called, layout={"pipeline": 2})["gradients"]
+    assert tied - plain == pytest.approx(4e6 / 1e10, rel=1e-3)
