@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.bench.assemble import Measured, Spread, device_of, link_of, table
+from shoal.bench.assemble import Measured, Spread, algorithms_of, device_of, link_of, table
 from shoal.catalogue import device as catalogued
 from shoal.hardware import Link
 
@@ -126,3 +126,20 @@ def test_a_link_predicts_what_was_measured(n: int) -> None:
 
 def test_a_lone_rank_has_no_link() -> None:
     assert link_of(measured(*DEVICE_ROWS), "none", "here") is None
+
+
+def test_an_algorithm_predicts_what_was_measured() -> None:
+    def truth(size: float) -> float:
+        return 50e-6 + size / 4e9
+
+    rows = [row("algorithm.shared_memory", size, truth(size)) for size in (1e3, 1e6, 1e8)]
+    (found,) = algorithms_of(measured(*rows, ranks=2), "here").items()
+    assert found[0] == "shared_memory"
+    for size in (1e6, 1e8):
+        assert math.isclose(found[1].sum_seconds(size, 2), truth(size), rel_tol=0.01)
+    assert algorithms_of(measured(*DEVICE_ROWS), "here") == {}
+
+
+def test_the_engines_own_time_leaves_out_what_is_counted_as_sums() -> None:
+    rows = (*DEVICE_ROWS, row("algorithm.shared_memory", 1e3, 80e-6))
+    assert math.isclose(device_of(measured(*rows, ranks=2), "core", 1000, "here").step_seconds, 400e-6)
