@@ -52,7 +52,8 @@ class Invented:
         return self.microbatches(plan) * one * fill / (at.tensor * at.context * at.pipeline)
 
     def nearly(self, plan: Plan) -> float:
-        return self.least_at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
+        alone = 40.0 if self.seed % 2 else 0.0  # what no division makes faster
+        return alone + self.least_at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
 
     def least_bytes(self, plan: Plan) -> float:
         at = plan.layout
