@@ -30,6 +30,7 @@ from shoal.planner.memory import (
     owned,
     scattered_gradients,
     sharded_parameters,
+    shared_pieces,
     whole,
 )
 
@@ -77,7 +78,8 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if described.sharding is not None:
         return fully_sharded(described.sharding).plus(sums(gradients, described.num_cut), divided)
     if plan.execution.exact:
-        reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
+        shared = plan.collectives.all_reduce == "shared_memory"
+        reduced = Volumes() if shared else exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
         summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
         if summed is None:
@@ -96,6 +98,8 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     updated = owned(gradients.parameters, layout.shard, layout.coordinate(rank).shard)
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
+        if plan.collectives.all_reduce == "shared_memory" and len(described.held) > 1:
+            summed += shared_pieces(gradients, described.held, described.num_grains)
     else:
         summed = bucketed(gradients, layout, plan.collectives.all_reduce == "native")
     return Footprint(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import sys
 from pathlib import Path
 
 import pytest
 
 from shoal.catalogue import sums
-from shoal.catalogue.sums import ALGORITHMS, all_reduce_here, comparison_file, fastest
+from shoal.catalogue.sums import ALGORITHMS, all_reduce_here, comparison_file, fastest, why_not_shared
 from shoal.plan.plan import CollectivesSection
 
 
@@ -40,23 +43,40 @@ def test_noise_does_not_choose_and_others_are_not_chosen() -> None:
 def test_by_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sums, "gpus", list)
-    monkeypatch.setattr(sums.sys, "platform", "linux")
-    assert all_reduce_here(2) == "native"
+    monkeypatch.setattr(sums, "why_not_shared", lambda: None)
+    assert all_reduce_here(2) == "shared_memory"
     assert all_reduce_here(1) == "native"
     comparison_file(2).parent.mkdir(parents=True)
     for text, wanted in (
         (json.dumps(measured(native={"10": 1.0}, ring={"10": 0.1})), "ring"),
-        ("not json", "native"),
-        ("{}", "native"),
-        ('{"all_reduce_seconds": {}}', "native"),
+        (json.dumps(measured(native={"10": 1.0}, shared_memory={"10": 1.1})), "native"),
+        ("not json", "shared_memory"),
+        ("{}", "shared_memory"),
+        ('{"all_reduce_seconds": {}}', "shared_memory"),
     ):
         comparison_file(2).write_text(text)
         assert all_reduce_here(2) == wanted
-    assert all_reduce_here(3) == "native"
-    comparison_file(2).write_text(json.dumps(measured(native={"10": 1.0}, shared_memory={"10": 0.1})))
-    assert all_reduce_here(2) == "shared_memory"
+    assert all_reduce_here(3) == "shared_memory"
     monkeypatch.setattr(sums, "gpus", lambda: ["a GPU"])
-    assert all_reduce_here(2) == "native"
+    assert all_reduce_here(3) == "native"
     monkeypatch.setattr(sums, "gpus", list)
-    monkeypatch.setattr(sums.sys, "platform", "darwin")
-    assert all_reduce_here(2) == "native"
+    monkeypatch.setattr(sums, "why_not_shared", lambda: "it cannot")
+    assert all_reduce_here(3) == "native"
+
+
+def test_what_keeps_processes_from_sharing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sums.platform, "machine", lambda: "aarch64")
+        assert "aarch64" in str(why_not_shared())
+    with monkeypatch.context() as patch:
+        patch.setattr(sums.sys, "platform", "darwin")
+        assert "darwin" in str(why_not_shared())
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        descriptors = os.listdir("/proc/self/fd")
+        assert why_not_shared() is None
+        monkeypatch.setattr(sums.os, "open", refused)
+        assert "through /proc: [Errno 13]" in str(why_not_shared())
+        assert os.listdir("/proc/self/fd") == descriptors

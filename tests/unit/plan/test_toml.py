@@ -54,7 +54,9 @@ PLANS = st.fixed_dictionaries(
         "memory": st.fixed_dictionaries({"recompute": literal("memory", "recompute")}),
         "collectives": st.fixed_dictionaries({k: literal("collectives", k) for k in ("all_reduce", "compression")}),
         "data": st.fixed_dictionaries({"workers": st.integers(0, 64)}),
-        "execution": st.fixed_dictionaries({"exact": st.booleans(), "compile": literal("execution", "compile")}),
+        "execution": st.fixed_dictionaries(
+            {"exact": st.booleans(), "channels_last": st.booleans(), "compile": literal("execution", "compile")}
+        ),
         "prediction": st.dictionaries(NAMES, VALUES, max_size=3),
     }
 )
