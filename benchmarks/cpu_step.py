@@ -10,6 +10,7 @@ is the processor's time of rank 0 for a step, to which other programs add nothin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -51,6 +52,15 @@ STEPS = {"mlp": 12, "lenet": 12, "gpt": 5, "resnet18": 4, "resnet18-strided": 6,
 USUAL = ["shared_memory", "ddp", "native", "one_process", "exact", *PEERS]
 
 
+def answer(rank: subprocess.Popen[str]) -> list[float]:
+    """The seconds that a rank tells, among what its library prints. Raises: SystemExit where it ends instead."""
+    for line in rank.stdout or ():
+        with contextlib.suppress(ValueError):
+            told: list[float] = json.loads(line)
+            return told
+    raise SystemExit(f"a rank failed: {rank.wait()}")
+
+
 class Team:
     """Ranks that train when asked to."""
 
@@ -83,11 +93,9 @@ class Team:
             assert rank.stdin is not None
             rank.stdin.write(f"go {num_steps}\n")
             rank.stdin.flush()
-        told = [rank.stdout.readline() if rank.stdout else "" for rank in self.ranks]
-        if not all(told):
-            raise SystemExit(f"a rank failed: {[rank.poll() for rank in self.ranks]}")
+        told = [answer(rank) for rank in self.ranks]
         # A segment's first step meets the caches that the others left.
-        return statistics.median(json.loads(told[0])[1:]), (self._cpu_seconds() - before) / num_steps
+        return statistics.median(told[0][1:]), (self._cpu_seconds() - before) / num_steps
 
     def _cpu_seconds(self) -> float:
         fields = Path(f"/proc/{self.ranks[0].pid}/stat").read_text().rpartition(")")[2].split()
@@ -145,7 +153,7 @@ def main() -> None:
                 low, median, high = statistics.quantiles([r[a][0] / r[b][0] for r in rows], n=4)
                 found[name] = {"median": round(median, 3), "quartiles": [round(low, 3), round(high, 3)]}
         results[job] = found
-        print(job, json.dumps(found, indent=1), flush=True)
+        print(job, json.dumps(found), flush=True)
     head = {"hardware": f"{os.cpu_count()} CPU cores", "torch": torch.__version__, "python": sys.version.split()[0]}
     head |= {name: version(PEERS[name].replace("_", "-")) for name in PEERS if name in options.teams}
     text = json.dumps({**head, "trials": options.trials, "rows": options.rows, "results": results}, indent=2)

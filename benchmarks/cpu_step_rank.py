@@ -150,7 +150,9 @@ def _made(name: str) -> tuple[shoal.Job, Any, Any, Any]:
     return job, model, job.optimizer(list(model.parameters())), loader
 
 
-def _loop(model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], Any], after_step: Callable[[], None]) -> None:
+def _loop(
+    model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], Any], after_step: Callable[[], None]
+) -> None:
     for inputs, targets in itertools.chain.from_iterable(iter(loader) for _ in itertools.count()):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())

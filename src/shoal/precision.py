@@ -57,8 +57,8 @@ class Precision:
     def inputs(self, batch: Any) -> Any:
         """The batch on the device; floating tensors in the parameters' dtype where that is not float32.
 
-        With `channels_last` images, float [N, C, H, W], lie in memory as [N, H, W, C]. Convolutions, pools and norms hand
-        that on from layer to layer; weights stay as they are.
+        With `channels_last` images, float [N, C, H, W], lie in memory as [N, H, W, C]. Convolutions, pools and norms
+        hand that on from layer to layer; weights stay as they are.
         """
         moved = tree_map(self._input, batch)
         return tree_map(_channels_last, moved) if self.channels_last else moved

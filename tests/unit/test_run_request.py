@@ -166,7 +166,9 @@ def test_devices_are_the_gpus_that_are_visible(
         assert devices_here() == found
 
 
-def test_shared_memory_unless_it_cannot_be_and_then_why(job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_shared_memory_unless_it_cannot_be_and_then_why(
+    job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("shoal.catalogue.sums.gpus", list)
     monkeypatch.setattr("shoal.catalogue.here.gpus", list)

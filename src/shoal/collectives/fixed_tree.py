@@ -102,7 +102,7 @@ class TreeSum:
             [len(n) * lengths[rank] for n in nodes],
             [len(mine) * lengths[r] for r in range(world)],
         )
-        parts = incoming.split(lengths[rank]) if lengths[rank] else [incoming] * sum(map(len, nodes))
+        parts = incoming.split(lengths[rank]) if incoming.numel() else [incoming] * sum(map(len, nodes))
         values = dict(zip((node for group in nodes for node in group), parts, strict=True))
         own = evaluate(values, self.num_grains, torch.Tensor.add_)
         padded = self._like.new_zeros(max(lengths))

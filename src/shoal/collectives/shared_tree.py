@@ -2,7 +2,8 @@
 
 A rank puts its partial sums, one or a few vectors, into its slot. Once all have, each rank adds up its part of the
 vector over all slots along the tree and writes it to everyone's result. Additions are elementwise and those of
-`fixed_tree`, so that the bits are those of every other way. Messages: none. Bytes that a rank writes: its pieces, and N.
+`fixed_tree`, so that the bits are those of every other way. Messages: none. Bytes that a rank writes: its pieces, and
+N.
 """
 
 from __future__ import annotations
