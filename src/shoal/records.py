@@ -56,6 +56,7 @@ class StepRecord:
     skipped: str | None = None  # why the optimizer did not step: "nonfinite", "overflow" or "weightless"
     nonfinite: dict[str, Any] | None = None  # rank, grains, samples
     metrics: dict[str, float] | None = None  # evaluation after this step
+    compression: dict[str, Any] | None = None  # in a sampled step: cosine and residual, and whether the guard fell back
 
     def to_line(self) -> str:
         """One line of JSON; a value that JSON has no number for is null."""
@@ -102,6 +103,9 @@ class RunRecord:
         None  # of one step by rank, as measured and as predicted: docs/traffic-and-memory.md
     )
     memory: dict[str, Any] | None = None
+    compression: dict[str, Any] | None = (
+        None  # its scheme, and since which step the guard fell back: docs/compression.md
+    )
     prediction: dict[str, Any] | None = None  # what the plan predicted beside what was measured: docs/plan.md
 
     def to_json(self) -> str:

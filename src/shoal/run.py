@@ -245,7 +245,7 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
         if plan.execution.exact
         else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
     )
-    reporter.note(f"  summation   {mode}")
+    reporter.note(f"  summation   {mode}{_compressed(engine)}")
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
     reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
     samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
@@ -264,6 +264,16 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
         reporter.note(
             "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
         )
+
+
+def _compressed(engine: Engine) -> str:
+    compression = engine.strategy.compression
+    if compression is None:
+        return ""
+    if compression.fell_back is not None:
+        return f"; {compression.scheme} fell back to uncompressed sums at step {compression.fell_back['step']}"
+    held = " with error feedback" if compression.feedback else ""
+    return f", compressed to {compression.scheme}{held}"
 
 
 def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Course) -> RunRecord:
@@ -286,6 +296,7 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         first_step_seconds=course.first_step_at - request.started_at if course.first_step_at else None,
         resumed_from=course.resumed_from,
         skipped_steps=state.skipped_steps,
+        compression=engine.strategy.compression.to_json() if engine.strategy.compression is not None else None,
         certificate=course.certificate,
         versions=versions(),
     )

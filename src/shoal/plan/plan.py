@@ -83,6 +83,23 @@ class CollectivesSection(_Section):
     compression: Literal["none", "bfloat16", "float16", "int8", "topk", "powersgd"] = "none"
 
 
+class CompressionSection(_Section):
+    """How far gradients are compressed, and how the sums are watched.
+
+    `block`: values that share a scale of int8. `density`: the share of values that topk sends. `rank`: of powersgd's
+    factors. `feedback`: what was not sent is added to the next step's gradient. Every `guard_every` steps (0: never)
+    the exact sum is made as well; where more than the share `guard_lost` of its energy is lost the rest of the run is
+    not compressed (see docs/compression.md).
+    """
+
+    block: Annotated[int, Field(ge=1)] = 256
+    density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    rank: Degree = 4
+    feedback: bool = True
+    guard_every: Annotated[int, Field(ge=0)] = 100
+    guard_lost: Annotated[float, Field(gt=0)] = 0.5
+
+
 class DataSection(_Section):
     """Processes per rank that fetch samples; 0 fetches in the rank itself."""
 
@@ -109,6 +126,7 @@ class Plan(_Section):
     precision: PrecisionSection = PrecisionSection()
     memory: MemorySection = MemorySection()
     collectives: CollectivesSection = CollectivesSection()
+    compression: CompressionSection = CompressionSection()
     data: DataSection = DataSection()
     execution: ExecutionSection = ExecutionSection()
     prediction: dict[str, Any] = Field(default_factory=dict)
@@ -128,6 +146,12 @@ class Plan(_Section):
     def divides_model(self) -> bool:
         """Whether ranks hold parts of the model."""
         return self.shards_model or self.degrees.shares_grains > 1
+
+    @property
+    def uncompressed(self) -> Plan:
+        """This plan with gradients summed as they are."""
+        plain = {"collectives": {"compression": "none"}, "compression": CompressionSection().model_dump()}
+        return self if self.collectives.compression == "none" else self.with_sections(**plain)
 
     def with_sections(self, **sections: dict[str, Any]) -> Plan:
         """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""
