@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.collectives.choose import open_tree
 from shoal.deferred import deferred
 from shoal.holding import Division, Holding
 from shoal.mesh import COLLECTIVE_TIMEOUT, Mesh
@@ -190,7 +191,8 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
 
         return FullySharded(holding.model, mesh, mark, late=plan.shard.reduce == "last_microbatch")
     if plan.execution.exact:
-        strategy = ExactDataParallel(parameters, mesh, reduce, num_grains, mark)
+        like = torch.empty(sum(p.numel() for p in parameters), dtype=reduce, device=mesh.device)
+        strategy = ExactDataParallel(parameters, mesh, open_tree(plan.collectives.all_reduce, num_grains, like), mark)
     else:
         strategy = DataParallel(parameters, mesh, reduce, mark, Summing.of(plan))
     return ShardedOptimizer(strategy, parameters, mesh, mark) if plan.layout.shard > 1 else strategy

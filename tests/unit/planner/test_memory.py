@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.unit.planner.made import cluster
-from tests.unit.planner.test_communication import MODELS, Shapes, ignore, one_step, parameters
+from tests.unit.planner.test_communication import MODELS, Shapes, ignore, one_step, parameters, tree
 from tests.unit.planner.worlds import CASES, Block, Case, Transformer, backward, shard, sharding, tokens, world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -77,7 +77,7 @@ def test_one_process_has_gradients_and_no_buckets() -> None:
 def test_gradients_of_exact_mode(held: tuple[int, ...]) -> None:
     model = parameters(MODELS["small"])
     with world(Layout(data=64), rank=3) as mesh:
-        strategy = ExactDataParallel(model, mesh, torch.float32, 8, ignore)
+        strategy = ExactDataParallel(model, mesh, tree(model), ignore)
         for _ in range(2):
             one_step(strategy, model, held)
             for parameter, like in zip(model, parameters(MODELS["small"]), strict=True):
