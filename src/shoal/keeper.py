@@ -98,6 +98,11 @@ class Keeper:
         self._writer = CheckpointWriter(store) if store is not None and mesh.rank == 0 else None
         self._newest = -1
 
+    @property
+    def every_steps(self) -> int | None:
+        """How many steps lie between two checkpoints; None where time decides."""
+        return self._every
+
     def due(self, step: int) -> bool:
         """Whether this rank calls for a checkpoint; only rank 0 does."""
         if self._writer is None or step in (0, self._newest):

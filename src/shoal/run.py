@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from shoal.environment import Environment
 from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError, StorageError
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
-from shoal.mesh import Mesh, open_mesh
+from shoal.mesh import Mesh, alone, open_mesh
 from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.toml import write as plan_text
@@ -42,6 +42,9 @@ from shoal.startup import prepare_process, versions
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Outcome, Surroundings
 from shoal.worker import die_with_launcher, tell
+
+if TYPE_CHECKING:
+    from shoal.serving.crew import Crew
 
 
 @dataclass
@@ -87,6 +90,8 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
     prepare_process(request.plan.execution.exact, threads, request.plan.shards_model)
     loaded = load(request.job)
     plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
+    if plan.serves:
+        return _train_served(loaded, plan, request, environment, signals=signals, course=course)
     with open_mesh(environment, plan.degrees) as mesh:
         _shake_hands(mesh, loaded, plan)
         directory = RunDirectory(request.out)
@@ -103,7 +108,45 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
             engine.close()
 
 
-def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals: Signals, course: _Course) -> ExitCode:
+def _train_served(
+    loaded: LoadedJob,
+    plan: Plan,
+    request: RunRequest,
+    environment: Environment,
+    *,
+    signals: Signals,
+    course: _Course,
+) -> ExitCode:
+    """What this process is in a run whose parameters are kept by servers; the conductor trains."""
+    from shoal.serving.crew import Crew
+    from shoal.serving.peers import identity
+    from shoal.serving.roles import role
+    from shoal.serving.server import serve
+    from shoal.serving.worker import work
+
+    mine = role(plan, environment.rank)
+    if mine.kind != "conductor":
+        (serve if mine.kind == "server" else work)(loaded.job, plan, environment, mine)
+        return ExitCode.DONE
+    with Crew(environment, plan.server.num_servers, identity(loaded.job, plan)) as crew:
+        options = Options(RunDirectory(request.out).checkpoints, request.checkpoint_every, request.telemetry)
+        engine = build(loaded.job, plan, alone(torch.device("cpu")), options)
+        try:
+            return _train_built(engine, loaded, request, signals, course, crew=crew)
+        finally:
+            engine.close()
+
+
+def _train_built(
+    engine: Engine,
+    loaded: LoadedJob,
+    request: RunRequest,
+    signals: Signals,
+    course: _Course,
+    *,
+    crew: Crew | None = None,
+) -> ExitCode:
+    """Trains, with the processes of `crew` where there is one."""
     mesh, directory = engine.mesh, RunDirectory(request.out)
     description = _describe(loaded, engine, request)
     saved = read_json(directory.job) if request.resume else None
@@ -115,7 +158,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
     if state is not None:
         course.steps, course.samples, course.loss, course.digest = state.step, state.samples, state.loss, state.digest
     num_steps = request.steps or engine.order.num_steps
-    pace = Pace(state.step if state else 0, num_steps, mesh.world_size)
+    pace = Pace(state.step if state else 0, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace)
     try:
         for complaint in (*complaints, *course.notes):
@@ -134,10 +177,20 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
 
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
-        outcome = engine.trainer(state, num_steps, around, records).train()
+        if crew is None:
+            conductor, outcome = None, engine.trainer(state, num_steps, around, records).train()
+        else:
+            from shoal.serving.conductor import Conductor
+
+            state = state or engine.first_state()
+            parts = engine.parts(state, num_steps, around, records)
+            conductor = Conductor(parts, around, state, engine.plan, crew)
+            outcome = conductor.train()
         predicted = engine.plan.prediction
         compared = beside(predicted, course.recent, course.peak_bytes) if predicted.get("terms") else None
         result = replace(_result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared)
+        if conductor is not None:
+            result = replace(result, server=conductor.report())
         unsaved = outcome.unsaved
         try:
             if mesh.rank == 0:
@@ -275,7 +328,7 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         error=_error_fields(outcome.unsaved, engine.mesh.rank) if outcome.unsaved else None,
         steps=state.step,
         samples=state.samples,
-        world_size=engine.mesh.world_size,
+        world_size=engine.plan.degrees.world_size,
         train_loss=state.loss,
         metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
         eval_samples=outcome.eval_samples,

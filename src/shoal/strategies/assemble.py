@@ -185,6 +185,12 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
     mesh = holding.mesh
     reduce = Precision.of(plan.precision, mesh.device).reduce
     strategy: Strategy
+    if plan.serves:
+        from shoal.strategies.parameter_server import ExactPart, FastPart
+
+        if plan.execution.exact:
+            return ExactPart(parameters, mesh, reduce, num_grains, mark)
+        return FastPart(parameters, mesh, reduce, mark)
     if plan.shards_model:
         from shoal.strategies.fully_sharded import FullySharded
 
