@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import shoal
-from shoal.admission import admitted
+from shoal.admission import admitted, shake_hands
 from shoal.agreement import together
 from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
@@ -25,10 +25,10 @@ from shoal.checkpoint.state import sha256_of
 from shoal.computation import Computation
 from shoal.engine import Engine, Options, build
 from shoal.environment import Environment
-from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError, StorageError
+from shoal.errors import ExitCode, JobMismatchError, ShoalError, StorageError
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
-from shoal.mesh import Mesh, alone, open_mesh
+from shoal.mesh import alone, open_mesh
 from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.toml import write as plan_text
@@ -93,7 +93,7 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
     if plan.serves:
         return _train_served(loaded, plan, request, environment, signals=signals, course=course)
     with open_mesh(environment, plan.degrees) as mesh:
-        _shake_hands(mesh, loaded, plan)
+        shake_hands(mesh, loaded, plan)
         directory = RunDirectory(request.out)
         meter = StepMeter()
         options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry, observer=meter)
@@ -178,19 +178,19 @@ def _train_built(
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
         if crew is None:
-            conductor, outcome = None, engine.trainer(state, num_steps, around, records).train()
+            outcome, served = engine.trainer(state, num_steps, around, records).train(), None
         else:
             from shoal.serving.conductor import Conductor
 
             state = state or engine.first_state()
             parts = engine.parts(state, num_steps, around, records)
             conductor = Conductor(parts, around, state, engine.plan, crew)
-            outcome = conductor.train()
-        predicted = engine.plan.prediction
+            outcome, served = conductor.train(), conductor.report()
+        predicted = {} if crew is not None else engine.plan.prediction  # the planner knows no servers
         compared = beside(predicted, course.recent, course.peak_bytes) if predicted.get("terms") else None
-        result = replace(_result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared)
-        if conductor is not None:
-            result = replace(result, server=conductor.report())
+        result = replace(
+            _result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared, server=served
+        )
         unsaved = outcome.unsaved
         try:
             if mesh.rank == 0:
@@ -208,28 +208,6 @@ def _train_built(
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
-
-
-def _shake_hands(mesh: Mesh, loaded: LoadedJob, plan: Plan) -> None:
-    """Raises: LaunchError, on every rank, where the ranks do not run the same thing."""
-    mine = {
-        "shoal": shoal.__version__,
-        "torch": torch.__version__,
-        "job": loaded.job.describe(),
-        "settings": loaded.settings,
-        "plan": plan.to_mapping(),
-        "device": mesh.device.type,
-    }
-    told = mesh.gather_json({**mine, "host": mesh.host})
-    for rank, other in enumerate(told):
-        differing = [name for name in mine if other[name] != told[0][name]]
-        if differing:
-            name = differing[0]
-            raise LaunchError(
-                given=f"rank {rank} on {other['host']}: {name} = {str(other[name])[:200]}",
-                conflict=f"rank 0 on {told[0]['host']} has {name} = {str(told[0][name])[:200]}",
-                remedy="start every rank with the same files, versions and arguments",
-            )
 
 
 def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[str, Any]:
@@ -282,9 +260,9 @@ def _begin(directory: RunDirectory, plan: Plan, description: dict[str, Any]) -> 
 def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: RunRequest, resumed: int | None) -> None:
     """What was chosen, and why."""
     job, plan, mesh = loaded.job, engine.plan, engine.mesh
-    share = -(-job.grains // mesh.num_data_ranks)
+    share = -(-job.grains // plan.divides_step)
     per = plan.batch.grains_per_microbatch
-    where = f"{mesh.world_size} process{'es' if mesh.world_size > 1 else ''} on {mesh.device.type}"
+    where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''} on {mesh.device.type}"
     threads = f", {torch.get_num_threads()} thread(s) each of {cores_here()} cores" if mesh.device.type == "cpu" else ""
     reporter.note(f"shoal {shoal.__version__}: {request.job.path}:{loaded.function} -> {request.out}")
     asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
@@ -296,9 +274,17 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
     mode = (
         "exact: grain by grain, one thread, fixed tree"
         if plan.execution.exact
+        else "fast: fused grains, added up on the servers"
+        if plan.serves
         else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
     )
     reporter.note(f"  summation   {mode}")
+    if plan.serves:
+        bound = f", {plan.server.staleness} updates at most" if plan.server.mode == "bounded" else ""
+        servers = f"{plan.layout.data} worker(s), {plan.server.num_servers} server(s) and a conductor"
+        reporter.note(
+            f"  servers     {plan.server.mode}{bound}: {servers}; no prediction: the planner knows no servers"
+        )
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
     reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
     samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"

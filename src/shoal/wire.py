@@ -158,7 +158,7 @@ def _proof(key: bytes, role: bytes, own: bytes, other: bytes) -> bytes:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,29 +11,26 @@ import math
 import time
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.agreement import from_rows, raise_peer
+from shoal.agreement import raise_peer
 from shoal.computation import Computation
 from shoal.data.loader import MapLoader
 from shoal.errors import InternalError, JobError, LaunchError, NonFiniteError, StorageError
 from shoal.grains import share
 from shoal.job import Progress
 from shoal.keeper import RunState
-from shoal.ledger import chain_digest
 from shoal.nonfinite import Search
 from shoal.plan.plan import Plan
-from shoal.records import Spread, StepRecord
 from shoal.serving.crew import Crew, Event, Member
 from shoal.serving.desk import Desk, Rules
+from shoal.serving.logbook import Logbook
 from shoal.serving.servers import Servers
 from shoal.serving.tally import Arrived, Tally, exactly_once
 from shoal.serving.worker import fixed_tensors
 from shoal.strategies.base import Flags, StepSums
 from shoal.strategies.parameter_server import combine
-from shoal.telemetry import peak_memory_bytes
 from shoal.trainer import MAX_BAD_STREAK, Outcome, Parts, Surroundings
 from shoal.update import Update, clipping, judged
 
@@ -62,15 +59,11 @@ class Conductor:
             self._buffers.watch(self._computation.buffers)
         self._given: dict[int, tuple[Member, float, Tensor | None]] = {}  # by ticket: who, when, buffers at that time
         self._arrived: dict[int, dict[int, Arrived]] = {}  # by step and part
-        self._words: dict[int, Any] = {}  # digests of steps that were applied before an earlier one
-        self._digested = state.step
         self.tally = Tally()
         self._joined: set[int] = set()
         self._alone_since = time.monotonic()
         self._longest = 0.0
-        self._record: StepRecord | None = None
-        self._slowest = 0
-        self._step_seconds: list[float] = []
+        self._logbook = Logbook(parts, around, state)
         self._evaluated: tuple[int, dict[str, float], int] | None = None
 
     def _grains(self, step: int, part: int, num_parts: int) -> list[Any]:
@@ -88,7 +81,7 @@ class Conductor:
         try:
             status = self._steps()
         finally:
-            self._write_record()
+            self._logbook.write()
         return self._finish(status)
 
     def _steps(self) -> str:
@@ -111,9 +104,9 @@ class Conductor:
         Every step before this one was applied and none after it, so that a checkpoint is that of any other plan.
         """
         parts, step = self._parts, self.state.step
-        if step and self._record is not None and parts.order.epoch(step) != parts.order.epoch(step - 1):
+        if self._logbook.ends_epoch:
             self._evaluate_epoch()
-        self._write_record()
+        self._logbook.write()
         if step >= parts.num_steps:
             return "completed"
         if self._around.stop_requested():
@@ -139,14 +132,25 @@ class Conductor:
             task = self._desk.take()
             if task is None:
                 return
-            known, start, buffers = self._computation, None, {}
-            if known is not None:
-                start = self._buffers.weighted(1)
-                named = dict(self._parts.model.named_buffers())
-                buffers = {name: named[name] for name in known.buffers}
+            start = self._buffers.weighted(1) if self._computation is not None else None
             self._given[task.ticket] = member, time.monotonic(), start
-            told = {"kind": "task", **vars(task), "computation": known.to_json() if known is not None else None}
-            self._crew.tell(member, told, list(buffers.values()))
+            self._tell(member, {"kind": "task", **vars(task)})
+
+    def _tell(self, member: Member, told: dict[str, Any]) -> None:
+        """Tells a worker, with how the run computes and the buffers that this changes."""
+        known, named = self._computation, dict(self._parts.model.named_buffers())
+        buffers = [named[name] for name in known.buffers] if known is not None else []
+        self._crew.tell(member, {**told, "computation": known.to_json() if known is not None else None}, buffers)
+
+    def show(self) -> None:
+        """Lets every worker pull what the servers have, and waits for that; after `train`."""
+        waiting = set(map(id, self._crew.members))
+        for member in self._crew.members:
+            self._tell(member, {"kind": "show", "version": self._desk.version})
+        while waiting:
+            event = self._crew.next(_TICK_SECONDS)
+            if event is not None and event.told["kind"] in ("shown", "lost"):
+                waiting.discard(id(event.member))
 
     def _handle(self, event: Event) -> None:
         kind = event.told["kind"]
@@ -246,6 +250,7 @@ class Conductor:
         """Decides on a step's update, on all servers alike."""
         parts, order = self._parts, self._parts.order
         self._clock.mark("optimizer")
+        parts.step.observer.begin(step, 1.0)
         if not exactly_once(arrived.values(), len(order.grains(step))):
             raise InternalError(
                 given=f"step {step}",
@@ -263,12 +268,17 @@ class Conductor:
         elif update.skipped is None:
             self._assign_buffers(sums, start)
         parts.step.observer.updated(update.skipped)
-        self._advance(step, sums, update, arrived, found)
+        staleness = self._desk.version - min(part.version for part in arrived.values())
+        self.tally.applied(arrived.values(), order.grains(step), staleness)
+        self.state.computation = self._computation.to_json() if self._computation is not None else None
+        self._logbook.count(sums, update, found, arrived)
+        self._desk.applied()
 
     def _update(self, sums: StepSums, arrived: dict[int, Arrived], progress: Progress) -> Update:
         parts, servers = self._parts, self.servers
         rate = parts.updater.stepper.set_rates(progress)
-        norm, scale, skipped = 0.0, math.nan, "weightless"
+        norm, scale = 0.0, math.nan
+        skipped: str | None = "weightless"
         if sums.weight:
             scale = 1.0 / sums.weight
             norms = servers.combine(progress.step, {part: a.task.ticket for part, a in arrived.items()})
@@ -330,64 +340,12 @@ class Conductor:
                 found |= {"rank": came.member.rank, "host": came.member.host}
         return found
 
-    def _advance(
-        self, step: int, sums: StepSums, update: Update, arrived: dict[int, Arrived], found: dict[str, Any] | None
-    ) -> None:
-        """Counts the step, and keeps its record until the next."""
-        self._write_record()
-        parts, state, desk = self._parts, self.state, self._desk
-        staleness = desk.version - min(part.version for part in arrived.values())
-        self.tally.applied(arrived.values(), parts.order.grains(step), staleness)
-        digest = state.digest
-        state.advance(sums, update.skipped)
-        self._words[step] = sums.digest
-        while self._digested in self._words:  # in the order of the steps, whatever that of their updates
-            digest = chain_digest(digest, self._words.pop(self._digested))
-            self._digested += 1
-        state.digest = digest
-        state.computation = self._computation.to_json() if self._computation is not None else None
-        desk.applied()
-        seconds, spans = self._clock.end()
-        self._step_seconds.append(seconds)
-        came = [arrived[part] for part in sorted(arrived)]
-        spreads = from_rows(np.array([part.row for part in came])).spreads
-        ranks = {n: Spread(s.min, s.max, came[s.rank_of_max].member.rank) for n, s in spreads.items()}
-        self._slowest = ranks["busy_seconds"].rank_of_max
-        self._record = StepRecord(
-            step=state.step,
-            epoch=parts.order.epoch(step),
-            samples=state.samples,
-            num_samples=sums.num_samples,
-            loss=state.loss,
-            weight=sums.weight if math.isfinite(sums.weight) else None,
-            grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
-            learning_rate=update.learning_rate if math.isfinite(update.learning_rate) else 0.0,
-            loss_scale=None,
-            seconds=seconds,
-            spans=spans,
-            ranks=ranks,
-            memory_bytes=peak_memory_bytes(parts.step.mesh.device),
-            digest=state.digest,
-            skipped=update.skipped,
-            nonfinite=found,
-            push={"step": step + 1, "workers": [part.member.number for part in came], "staleness": staleness},
-        )
-        self._clock.begin()
-
     def _evaluate_epoch(self) -> None:
-        parts, state = self._parts, self.state
         self.servers.fetch(optimizer=False)
-        metrics, count = parts.evaluator.evaluate(parts.model)
-        if count and self._record is not None:
-            self._evaluated = state.step, metrics, count
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            self._record = StepRecord(**{**vars(self._record), "metrics": finite})
-
-    def _write_record(self) -> None:
-        record, self._record = self._record, None
-        if record is not None:
-            self._parts.records.write(record)
-            self._around.on_step(record, self._slowest)
+        metrics, count = self._parts.evaluator.evaluate(self._parts.model)
+        if count:
+            self._evaluated = self.state.step, metrics, count
+            self._logbook.evaluated(metrics)
 
     def _finish(self, status: str) -> Outcome:
         parts = self._parts
@@ -404,7 +362,7 @@ class Conductor:
                 _, metrics, eval_samples = self._evaluated
             else:
                 metrics, eval_samples = parts.evaluator.evaluate(parts.model)
-        return Outcome(status, self.state, metrics, eval_samples, self._step_seconds, unsaved)
+        return Outcome(status, self.state, metrics, eval_samples, self._logbook.step_seconds, unsaved)
 
     def report(self) -> dict[str, Any]:
         """The block `server` of the result. JSON values."""

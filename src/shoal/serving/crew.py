@@ -25,7 +25,7 @@ _JOIN_SECONDS = 60.0
 # A server answers within the time of an optimizer step; one that is stopped does not.
 _ANSWER_SECONDS = 60.0
 # Workers say each second that they run: one that says nothing for so long is stopped, or its host is gone.
-SILENT_SECONDS = 8.0
+SILENT_SECONDS = 5.0
 
 # To each server, in order: what it is asked, and the tensors with it.
 Asked = tuple[dict[str, Any], Sequence[Tensor]]

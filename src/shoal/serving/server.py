@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.state import load_optimizer, optimizer_state
 from shoal.engine import build_model
 from shoal.environment import Environment
-from shoal.errors import PeerError
+from shoal.errors import PeerError, PlanError
 from shoal.faults import as_shoal_error, to_json
 from shoal.job import Job, Progress
 from shoal.plan.plan import Plan
@@ -29,8 +29,14 @@ _CPU = torch.device("cpu")
 
 
 def homes(model: nn.Module, num_servers: int) -> list[list[str]]:
-    """The names of the trainable parameters of each server."""
+    """The names of the trainable parameters of each server. Raises: PlanError where one would have none."""
     sizes = {name: p.nbytes for name, p in model.named_parameters() if p.requires_grad}
+    if len(sizes) < num_servers:
+        raise PlanError(
+            given=f"server.num_servers = {num_servers} for a model of {len(sizes)} trainable parameters",
+            conflict="a server keeps whole parameters, at least one",
+            remedy=f"server.num_servers = {max(1, len(sizes))} at most",
+        )
     return divide_parameters(sizes, num_servers)
 
 

@@ -66,8 +66,9 @@ class Worker:
             task, tensors = self._wire.receive()
             if task["kind"] == "end":
                 return
-            if task["kind"] == "pull":
-                self._pull(task["version"])
+            if task["kind"] == "show":
+                self._adopt(task, tensors)
+                self._wire.send({"kind": "shown", "version": self._pull(task["version"])})
             else:
                 self._compute(task, tensors)
 
@@ -83,6 +84,7 @@ class Worker:
         data = runner.fetch(task["step"])
         if runner.error is not None:
             raise runner.error
+        self._watch.begins(task["part"])
         runner.run(data, 1.0, lambda has_data, error: [])
         self._watch.computed()
         clock.mark("exposed_communication")
@@ -211,6 +213,9 @@ class Watch:
 
     def pulled(self, version: int) -> None:
         """The worker has the parameters after so many steps."""
+
+    def begins(self, part: int) -> None:
+        """The worker begins to compute a part of a step."""
 
     def computed(self) -> None:
         """The worker has computed its part of a step; gradients are in the parameters' `.grad`, in fast mode."""
