@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.faults.test_preempted import wait_until_handed_on
 from tests.launching import JOBS, Ended, Run, Started, run, start
 
 pytestmark = pytest.mark.faults
@@ -110,18 +111,19 @@ def test_a_server_that_dies_ends_the_run_which_goes_on_elsewhere(undisturbed: En
 @pytest.mark.slow
 def test_asked_to_stop_it_leaves_a_checkpoint_without_a_gap(undisturbed: Ended, tmp_path: Path) -> None:
     """In asynchronous mode what is out is finished first; then one process goes on from there."""
-    sample, out = 6 * BATCH + 3, tmp_path / "run"
-    held = {"TEST_HOLD": f"{tmp_path}:{sample}"}
+    samples, out = (6 * BATCH + 3, 7 * BATCH + 3), tmp_path / "run"
+    held = {"TEST_HOLD": f"{tmp_path}:{samples[0]}:{samples[1]}"}
     with start(Run(JOB, out, None, arguments=plan(tmp_path, "asynchronous", 2), environment=held)) as started:
-        holder(started, tmp_path, sample)
+        for sample in samples:
+            holder(started, tmp_path, sample)
         started.send(signal.SIGTERM)
-        started.until(lambda: True, "the signal")
-        (tmp_path / f"open-{sample}").touch()
+        wait_until_handed_on(started)
+        for sample in samples:
+            (tmp_path / f"open-{sample}").touch()
         ended = started.wait().expect(75)
-    assert ended.result["status"] == "preempted"
-    assert 7 <= ended.result["steps"] < STEPS + 1
+    assert (ended.result["status"], ended.result["steps"]) == ("preempted", 8), "what was out, and no more"
     plain = tmp_path / "plain.toml"
     plain.write_text("[layout]\ndata = 1\n", encoding="utf-8")
     resumed = run(Run(JOB, out, None, arguments=("--resume", "--plan", str(plain)))).expect(0)
-    assert resumed.result["resumed_from"] == ended.result["steps"]
+    assert resumed.result["resumed_from"] == 8
     assert resumed.result["sample_digest"] == undisturbed.result["sample_digest"]

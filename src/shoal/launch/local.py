@@ -79,7 +79,7 @@ def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
             def replace(worker: _Worker) -> bool:
                 """Starts the worker's place anew, where that may help."""
                 rank = worker.rank
-                if rank not in run.replaceable or replaced[rank] == _MOST_REPLACED or signals.received:
+                if rank not in run.replaceable or replaced[rank] == _MOST_REPLACED or signals.twice:
                     return False
                 replaced[rank] += 1
                 _keep_log(worker, run.logs)
@@ -124,7 +124,8 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
     threads = str(run.num_threads)
     number, port = run.num_processes, listener.getsockname()[1]
     descriptor = listener.fileno() if rank == 0 else None
-    environment = Environment(rank, number, rank, number, port=port, listen_fd=descriptor, key=run.key)
+    key = run.key if run.replaceable else None
+    environment = Environment(rank, number, rank, number, port=port, listen_fd=descriptor, key=key)
     variables = {
         **os.environ,
         **environment.variables(),

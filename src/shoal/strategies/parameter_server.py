@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shoal.collectives.fixed_tree import evaluate
 from shoal.job import Progress
 from shoal.microbatch import Microbatch
-from shoal.planner.division import Range
+from shoal.planner.division import Range, divide
 from shoal.strategies.base import NUM_SUMS, Flags, StepSums
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
 
@@ -115,13 +115,10 @@ def divide_parameters(sizes: Mapping[str, int], num_servers: int) -> list[list[s
 
     A parameter is never cut, so that any optimizer may be asked for. Each server's are in the order of the model.
     """
-    loads = [0] * num_servers
-    homes: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        home = loads.index(min(loads))
-        loads[home] += max(1, sizes[name])
-        homes[name] = home
-    return [[name for name in sizes if homes[name] == server] for server in range(num_servers)]
+    owners = divide([max(1, size) for size in sizes.values()], num_servers)
+    return [
+        [name for name, owner in zip(sizes, owners, strict=True) if owner == server] for server in range(num_servers)
+    ]
 
 
 class Ledger:
