@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # which a first optimizer imports: once here, not in each forked rank
-from tests.conformance.cases import convolutions, images
+from tests.conformance.cases import classify, convolutions, images, vectors
 from tests.conformance.cases import job as small
 
 import shoal
 from shoal.engine import Options, build, build_model
 from shoal.environment import Environment
+from shoal.errors import NonFiniteError, UserCodeError
 from shoal.grains import divide, share
 from shoal.mesh import alone
 from shoal.metering import array
@@ -72,6 +73,7 @@ def trained(job: shoal.Job, plan: shoal.Plan, folder: Path) -> dict[str, Any]:
             conductor = Conductor(parts, around, state, plan, crew)
             outcome = conductor.train()
             found = {**conductor.report(), "digest": outcome.state.digest, "metrics": outcome.metrics}
+            found["skipped"] = outcome.state.skipped_steps
             (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
             engine.close()
 
@@ -141,6 +143,37 @@ def test_ahead_of_each_other_every_sample_counts_once(mode: str, staleness: int,
     if mode == "bounded":
         assert max(map(int, found["staleness"])) <= staleness
     assert found["metrics"]["accuracy"] > 0.5
+
+
+def spoilt() -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample 37, of grain 2 of step 2, is not finite."""
+    inputs, labels = vectors(100)
+    inputs[37] = float("nan")
+    return inputs, labels
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_step_that_is_not_finite_is_left_out_on_all_servers(mode: str, tmp_path: Path) -> None:
+    job = small(train_data=spoilt, shuffle=False, on_nonfinite="skip", length=shoal.Steps(5))
+    found = trained(job, planned(job, mode), tmp_path / "run")
+    assert found["skipped"] == 1
+    assert found["digest"] == digest_of_one_process(job)
+    assert found["metrics"]["loss"] < 2.0
+    stopping = small(train_data=spoilt, shuffle=False, length=shoal.Steps(5))
+    with pytest.raises(NonFiniteError, match=r"step 2: rank [345] on .*, grains \[2\], samples \[37\]"):
+        trained(stopping, planned(stopping, mode), tmp_path / "stopped")
+
+
+def test_a_worker_that_raises_is_named(tmp_path: Path) -> None:
+    def raising(model: torch.nn.Module, batch: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("no loss here")
+        return classify(model, batch)
+
+    job = small(loss=raising)
+    with pytest.raises(UserCodeError, match="no loss here") as caught:
+        trained(job, planned(job, "synchronous"), tmp_path / "run")
+    assert caught.value.rank in (3, 4, 5), "conductor and two servers come before"
 
 
 @pytest.mark.parametrize("exact", [False, True])

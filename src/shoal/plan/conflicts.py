@@ -169,7 +169,8 @@ CONFLICTS: tuple[Rule, ...] = (
     ),
 )
 
-_SERVED: tuple[Rule, ...] = (
+# The same of plans with servers.
+SERVED: tuple[Rule, ...] = (
     *(
         Rule(
             lambda plan, axis=axis: plan.serves and _wide(plan, axis),  # type: ignore[misc]
@@ -238,7 +239,7 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
 
 def excluded(plan: Plan) -> Iterator[Conflict]:
     """What the table refuses in this plan."""
-    for rule in (*CONFLICTS, *_SERVED):
+    for rule in (*CONFLICTS, *SERVED):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
 

@@ -175,6 +175,7 @@ def work(job: Job, plan: Plan, environment: Environment, role: Role, watch: Watc
         raise
     except Exception as error:
         told = as_shoal_error(error)
+        told.rank, told.host = environment.rank, socket.gethostname()
         with contextlib.suppress(ClosedError):
             wire.send({"kind": "failed", "error": to_json(told, environment.rank, socket.gethostname())})
         raise told from error
