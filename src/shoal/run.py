@@ -28,6 +28,7 @@ from shoal.environment import Environment
 from shoal.errors import ExitCode, JobMismatchError, ShoalError, StorageError
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
+from shoal.keeper import RunState
 from shoal.mesh import alone, open_mesh
 from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
@@ -63,6 +64,7 @@ class _Course:
     notes: tuple[str, ...] = ()
     recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
     peak_bytes: int | None = None
+    crew: Crew | None = None  # with servers, the other processes
 
 
 _RECENT = 1000  # steps whose times are compared with the prediction
@@ -132,21 +134,13 @@ def _train_served(
         options = Options(RunDirectory(request.out).checkpoints, request.checkpoint_every, request.telemetry)
         engine = build(loaded.job, plan, alone(torch.device("cpu")), options)
         try:
-            return _train_built(engine, loaded, request, signals, course, crew=crew)
+            course.crew = crew
+            return _train_built(engine, loaded, request, signals, course)
         finally:
             engine.close()
 
 
-def _train_built(
-    engine: Engine,
-    loaded: LoadedJob,
-    request: RunRequest,
-    signals: Signals,
-    course: _Course,
-    *,
-    crew: Crew | None = None,
-) -> ExitCode:
-    """Trains, with the processes of `crew` where there is one."""
+def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals: Signals, course: _Course) -> ExitCode:
     mesh, directory = engine.mesh, RunDirectory(request.out)
     description = _describe(loaded, engine, request)
     saved = read_json(directory.job) if request.resume else None
@@ -177,16 +171,8 @@ def _train_built(
 
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
-        if crew is None:
-            outcome, served = engine.trainer(state, num_steps, around, records).train(), None
-        else:
-            from shoal.serving.conductor import Conductor
-
-            state = state or engine.first_state()
-            parts = engine.parts(state, num_steps, around, records)
-            conductor = Conductor(parts, around, state, engine.plan, crew)
-            outcome, served = conductor.train(), conductor.report()
-        predicted = {} if crew is not None else engine.plan.prediction  # the planner knows no servers
+        outcome, served = _trained(engine, (state, num_steps), around, records, course.crew)
+        predicted = {} if served is not None else engine.plan.prediction  # the planner knows no servers
         compared = beside(predicted, course.recent, course.peak_bytes) if predicted.get("terms") else None
         result = replace(
             _result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared, server=served
@@ -208,6 +194,20 @@ def _train_built(
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+def _trained(
+    engine: Engine, course: tuple[RunState | None, int], around: Surroundings, records: RecordWriter, crew: Crew | None
+) -> tuple[Outcome, dict[str, Any] | None]:
+    """From a state up to a step: how it ended, and with a crew what came of its pushes."""
+    state, num_steps = course
+    if crew is None:
+        return engine.trainer(state, num_steps, around, records).train(), None
+    from shoal.serving.conductor import Conductor
+
+    state = state or engine.first_state()
+    conductor = Conductor(engine.parts(state, num_steps, around, records), around, state, engine.plan, crew)
+    return conductor.train(), conductor.report()
 
 
 def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[str, Any]:
