@@ -77,16 +77,19 @@ def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
             replaced: Counter[int] = Counter()
 
             def replace(worker: _Worker) -> bool:
-                """Starts the worker's place anew, where that may help."""
+                """Starts the worker's place anew, where that may help; True where nobody need miss it."""
                 rank = worker.rank
                 if rank not in run.replaceable or replaced[rank] == _MOST_REPLACED or signals.twice:
                     return False
-                replaced[rank] += 1
-                _keep_log(worker, run.logs)
-                workers[rank] = _start(run, rank, listener, Path(folder))
+                if not _is_well(workers[0]):
+                    replaced[rank] += 1
+                    _keep_log(worker, run.logs)
+                    workers[rank] = _start(run, rank, listener, Path(folder))
                 return True
 
-            _watch(workers, signals, replace)
+            _watch(workers, signals, replace if run.replaceable else None)
+            if run.replaceable and _is_well(workers[0]):  # who is left over had been given up
+                return workers[0].process.returncode, None
             return _verdict(workers, signals)
         finally:
             _end(workers, signal.SIGKILL)
@@ -152,8 +155,16 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
     return _Worker(rank, process, report, log)
 
 
-def _watch(workers: list[_Worker], signals: Signals, replace: Callable[[_Worker], bool]) -> None:
-    """Waits until all have ended; hands signals on, and ends the rest once one has died without a word for good."""
+def _is_well(worker: _Worker) -> bool:
+    """Whether it has ended, and as it should."""
+    return worker.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
+
+
+def _watch(workers: list[_Worker], signals: Signals, replace: Callable[[_Worker], bool] | None) -> None:
+    """Waits until all have ended; hands signals on, and ends the rest once one has died without a word for good.
+
+    Where some are replaced, by `replace`, rank 0 leads the others, and none of them outlives it by long.
+    """
     handed_on: signal.Signals | None = None
     failed_at = math.inf
     while any(w.process.poll() is None for w in workers):
@@ -162,10 +173,13 @@ def _watch(workers: list[_Worker], signals: Signals, replace: Callable[[_Worker]
             handed_on = wanted
             _end(workers, wanted)
         failed = [w for w in workers if w.process.poll() not in (None, 0, ExitCode.PREEMPTED)]
-        failed = [w for w in failed if w.how_it_ended() is not None or not replace(w)]
+        if replace is not None:
+            failed = [w for w in failed if w.how_it_ended() is not None or not replace(w)]
+            failed += [workers[0]] if _is_well(workers[0]) else []
         if failed:
             failed_at = min(failed_at, time.monotonic())
-            grace = _GRACE_SECONDS if any(w.how_it_ended() is None for w in failed) else _PATIENCE_SECONDS
+            word = replace is None and all(w.how_it_ended() is not None for w in failed)
+            grace = _PATIENCE_SECONDS if word else _GRACE_SECONDS
             if time.monotonic() - failed_at > grace:
                 _end(workers, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
