@@ -92,6 +92,11 @@ class Wire:
         """From now on a peer may be silent for so long; None: for ever."""
         self._socket.settimeout(seconds)
 
+    def limit_sending(self, seconds: float) -> None:
+        """From now on a peer that takes nothing for so long is taken for gone; it may be silent for ever."""
+        limit = struct.pack("@ll", int(seconds), 0)  # struct timeval
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
     def _read(self, count: int) -> bytes:
         buffer = bytearray(count)
         self._fill(memoryview(buffer))

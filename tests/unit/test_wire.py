@@ -50,6 +50,14 @@ def test_a_message_that_was_cut_short(wires: tuple[Wire, Wire]) -> None:
         wires[1].receive()
 
 
+def test_a_peer_that_takes_nothing_is_taken_for_gone(wires: tuple[Wire, Wire]) -> None:
+    """As one that is stopped. A limit on sending is none on waiting for what it says."""
+    wires[0].limit_sending(1)
+    with pytest.raises(ClosedError, match="gone"):
+        wires[0].send({"kind": "welcome"}, [torch.zeros(4 << 20)])
+    assert wires[0]._socket.gettimeout() is None
+
+
 @pytest.mark.parametrize(
     "raw",
     [

@@ -193,7 +193,7 @@ class Conductor:
         for member in self._crew.silent():
             self._end(member, f"{member} has said nothing for {now - member.heard:.0f} s")
         for member in late:
-            if member in self._crew.members:
+            if member in self._crew.members and not member.ended:
                 self._end(member, f"{member} has not been done with its part of a step for {limit:.0f} s")
         if self._crew.members:
             self._alone_since = now

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.environment import Environment
 from shoal.errors import LaunchError, PeerError, ShoalError
-from shoal.serving.peers import raise_if_error, refuse_stranger
+from shoal.serving.peers import key_of, raise_if_error, refuse_stranger
 from shoal.wire import ClosedError, Wire, admit
 
 _JOIN_SECONDS = 60.0
@@ -41,6 +41,7 @@ class Member:
     host: str
     wire: Wire
     heard: float = field(default_factory=time.monotonic)
+    ended: bool = False  # by the conductor
 
     def __str__(self) -> str:
         return f"worker {self.number} (rank {self.rank}, process {self.pid})"
@@ -59,14 +60,9 @@ class Crew:
     """Servers and workers of a run, as they connect to the socket that the launcher has opened."""
 
     def __init__(self, environment: Environment, num_servers: int, identity: dict[str, Any]) -> None:
-        if environment.listen_fd is None or environment.key is None:
-            raise LaunchError(
-                given="a plan with servers in processes that another launcher has started",
-                conflict="who replaces a worker that dies is shoal's own launcher, which starts all of them",
-                remedy='write `shoal run` without torchrun, on one host, or server.mode = "none"',
-            )
+        self._key, self._identity = key_of(environment), identity
+        assert environment.listen_fd is not None, "who made the key has opened a socket"
         self._listener = socket.socket(fileno=os.dup(environment.listen_fd))
-        self._key, self._identity = bytes.fromhex(environment.key), identity
         self._num_servers = num_servers
         self._events: queue.Queue[Event | ShoalError] = queue.Queue()
         self._servers: dict[int, Wire] = {}
@@ -74,6 +70,7 @@ class Crew:
         self._ports: dict[int, int] = {}
         self._complete = threading.Event()
         self._closing = False
+        self._looked = time.monotonic()
         self.members: list[Member] = []
         self._thread = threading.Thread(target=self._welcome, daemon=True)
 
@@ -121,6 +118,7 @@ class Crew:
             if len(self._servers) == self._num_servers:
                 self._complete.set()
             return
+        wire.limit_sending(_ANSWER_SECONDS)
         member = Member(hello["number"], hello["rank"], hello["pid"], hello["host"], wire)
         self._events.put(Event(member, {"kind": "joined"}))
         with contextlib.suppress(ClosedError):
@@ -185,10 +183,15 @@ class Crew:
     def silent(self) -> list[Member]:
         """The workers that have said nothing for SILENT_SECONDS."""
         now = time.monotonic()
-        return [member for member in self.members if now - member.heard > SILENT_SECONDS]
+        away, self._looked = now - self._looked > SILENT_SECONDS / 2, now
+        if away:  # it was this process that was stopped, or busy: what they have said may not have been read yet
+            for member in self.members:
+                member.heard = now
+        return [member for member in self.members if now - member.heard > SILENT_SECONDS and not member.ended]
 
     def end(self, member: Member) -> None:
         """SIGKILL to a worker of this host, whose place its launcher fills again."""
+        member.ended = True
         if member.host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.pid, signal.SIGKILL)

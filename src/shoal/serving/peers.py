@@ -28,15 +28,27 @@ def identity(job: Job, plan: Plan) -> dict[str, Any]:
     return {"shoal": shoal.__version__, "torch": torch.__version__, "job": job.describe(), "plan": plan.to_mapping()}
 
 
+def key_of(environment: Environment) -> bytes:
+    """The run's key. Raises: LaunchError where no launcher has made one."""
+    if environment.key is None:
+        raise LaunchError(
+            given="a plan with servers, in processes that another launcher has started",
+            conflict="shoal's own launcher replaces a worker that dies, and starts all of them",
+            remedy='write `shoal run` without torchrun, on one host, or server.mode = "none"',
+        )
+    return bytes.fromhex(environment.key)
+
+
 def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: int = 0) -> Wire:
     """A wire to the conductor, which has been told who this is; `port` is where a server listens.
 
     Raises: LaunchError where it does not answer.
     """
+    key = key_of(environment)
     deadline = time.monotonic() + _JOIN_SECONDS
     while True:
         try:
-            wire = connect(environment.address, environment.port, bytes.fromhex(environment.key or ""))
+            wire = connect(environment.address, environment.port, key)
             break
         except ClosedError as error:
             if time.monotonic() > deadline:

@@ -19,7 +19,7 @@ from shoal.faults import as_shoal_error, to_json
 from shoal.job import Job, Progress
 from shoal.plan.plan import Plan
 from shoal.precision import Precision
-from shoal.serving.peers import introduce
+from shoal.serving.peers import introduce, key_of
 from shoal.serving.roles import Role
 from shoal.strategies.parameter_server import Kept, Push, Shard, divide_parameters, unpack
 from shoal.update import Parameters, Stepper, build_optimizer
@@ -132,7 +132,7 @@ def serve(job: Job, plan: Plan, environment: Environment, role: Role) -> None:
         wire = introduce(environment, role, job, plan, port=listener.getsockname()[1])
         try:
             server = Server(job, plan, role.number)
-            key = bytes.fromhex(environment.key or "")
+            key = key_of(environment)
             threading.Thread(target=_attend, args=(server, listener, key), daemon=True).start()
             _answer_all(server, wire)
         except ClosedError as error:

@@ -22,7 +22,7 @@ from shoal.mesh import alone, choose_device
 from shoal.observation import Observer
 from shoal.plan.plan import Plan
 from shoal.precision import Precision
-from shoal.serving.peers import introduce, raise_if_error
+from shoal.serving.peers import introduce, key_of, raise_if_error
 from shoal.serving.roles import Role
 from shoal.step import StepRunner
 from shoal.strategies.parameter_server import ExactPart, FastPart, unpack
@@ -189,7 +189,7 @@ def _work(job: Job, plan: Plan, wire: Wire, who: tuple[Environment, Role], watch
     engine = build(job, plan, alone(choose_device(local)), Options(observer=watch.observer))
     try:
         watch.attach(engine)
-        worker = Worker(engine, wire, bytes.fromhex(environment.key or ""), watch)
+        worker = Worker(engine, wire, key_of(environment), watch)
         try:
             worker.attend()
         finally:
