@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # which a first optimizer imports: once here, not in each forked rank
-from tests.conformance.cases import classify, convolutions, images, vectors
+from tests.conformance.cases import adamw, classify, convolutions, images, vectors
 from tests.conformance.cases import job as small
 
 import shoal
+from shoal.checkpoint import weights_sha256
 from shoal.engine import Options, build, build_model
 from shoal.environment import Environment
 from shoal.errors import NonFiniteError, UserCodeError
@@ -58,8 +59,10 @@ def verdict_on(job: shoal.Job, plan: shoal.Plan, folder: Path) -> Verdict:
     return judge_traces(job, plan, folder)
 
 
-def trained(job: shoal.Job, plan: shoal.Plan, folder: Path) -> dict[str, Any]:
-    """The report, final values and digest of a run."""
+def trained(
+    job: shoal.Job, plan: shoal.Plan, folder: Path, checkpoints: Path | None = None, steps: int = 0
+) -> dict[str, Any]:
+    """The report, final values and digest of a run, up to its end or so many steps; resumed where it can be."""
 
     def rank(environment: Environment) -> None:
         mine = role(plan, environment.rank)
@@ -67,13 +70,15 @@ def trained(job: shoal.Job, plan: shoal.Plan, folder: Path) -> dict[str, Any]:
             (serve if mine.kind == "server" else work)(job, plan, environment, mine)
             return
         with Crew(environment, plan.server.num_servers, identity(job, plan)) as crew:
-            engine = build(job, plan, alone(CPU), Options())
-            around, state = Surroundings(print, lambda record, rank: None, lambda: False), engine.first_state()
-            parts = engine.parts(state, engine.order.num_steps, around, RecordWriter(None))
+            engine = build(job, plan, alone(CPU), Options(checkpoints))
+            around = Surroundings(print, lambda record, rank: None, lambda: False)
+            state = engine.load()[0] or engine.first_state()
+            parts = engine.parts(state, steps or engine.order.num_steps, around, RecordWriter(None))
             conductor = Conductor(parts, around, state, plan, crew)
             outcome = conductor.train()
             found = {**conductor.report(), "digest": outcome.state.digest, "metrics": outcome.metrics}
             found["skipped"] = outcome.state.skipped_steps
+            found["weights"] = weights_sha256(engine.model.state_dict())
             (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
             engine.close()
 
@@ -83,11 +88,17 @@ def trained(job: shoal.Job, plan: shoal.Plan, folder: Path) -> dict[str, Any]:
     return found
 
 
-def digest_of_one_process(job: shoal.Job) -> str:
-    engine = build(job, complete(shoal.Plan(), job.grains, job.grain_size), alone(CPU), Options())
+def by_one_process(
+    job: shoal.Job, checkpoints: Path | None = None, steps: int = 0, *, exact: bool = False
+) -> tuple[str, str]:
+    """The digest and the final values of a run without servers; resumed where it can be."""
+    plan = shoal.Plan().with_sections(execution={"exact": exact})
+    engine = build(job, complete(plan, job.grains, job.grain_size), alone(CPU), Options(checkpoints))
     around = Surroundings(print, lambda record, rank: None, lambda: False)
     try:
-        return engine.trainer(None, engine.order.num_steps, around, RecordWriter(None)).train().state.digest
+        state, last = engine.load()[0], steps or engine.order.num_steps
+        outcome = engine.trainer(state, last, around, RecordWriter(None)).train()
+        return outcome.state.digest, weights_sha256(engine.model.state_dict())
     finally:
         engine.close()
 
@@ -137,12 +148,25 @@ def test_a_server_that_counts_a_push_twice_is_caught(tmp_path: Path, monkeypatch
 def test_ahead_of_each_other_every_sample_counts_once(mode: str, staleness: int, tmp_path: Path) -> None:
     job = normalised()
     found = trained(job, planned(job, mode, staleness=staleness), tmp_path / "run")
-    assert found["digest"] == digest_of_one_process(job)
+    assert found["digest"] == by_one_process(job)[0]
     assert (found["applied_steps"], found["applied_pushes"]) == (20, 20)
     assert sum(found["staleness"].values()) == 20
     if mode == "bounded":
         assert max(map(int, found["staleness"])) <= staleness
     assert found["metrics"]["accuracy"] > 0.5
+
+
+def test_resumed_with_servers_and_without(tmp_path: Path) -> None:
+    """To the bit, with the optimizer's state, which has been on two servers."""
+    job = small(optimizer=adamw, length=shoal.Steps(6))
+    plan = planned(job, "synchronous", 2, execution={"exact": True})
+    whole = by_one_process(job, exact=True)
+    trained(job, plan, tmp_path / "first", tmp_path / "a", steps=3)
+    assert by_one_process(job, tmp_path / "a", exact=True) == whole
+    by_one_process(job, tmp_path / "b", 3, exact=True)
+    found = trained(job, plan, tmp_path / "then", tmp_path / "b")
+    assert (found["digest"], found["weights"]) == whole
+    assert found["applied_steps"] == 3
 
 
 def spoilt() -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +181,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_servers(mode: str, tmp_pat
     job = small(train_data=spoilt, shuffle=False, on_nonfinite="skip", length=shoal.Steps(5))
     found = trained(job, planned(job, mode), tmp_path / "run")
     assert found["skipped"] == 1
-    assert found["digest"] == digest_of_one_process(job)
+    assert found["digest"] == by_one_process(job)[0]
     assert found["metrics"]["loss"] < 2.0
     stopping = small(train_data=spoilt, shuffle=False, length=shoal.Steps(5))
     with pytest.raises(NonFiniteError, match=r"step 2: rank [345] on .*, grains \[2\], samples \[37\]"):
