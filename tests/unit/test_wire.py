@@ -91,7 +91,7 @@ def _admit(listener: socket.socket, key: bytes, found: list[Wire | ClosedError])
         found.append(error)
 
 
-@pytest.mark.parametrize("key", [KEY, OTHER])
+@pytest.mark.parametrize("key", [KEY, OTHER], ids=["the same", "another"])
 def test_only_who_knows_the_key_is_let_in(key: bytes) -> None:
     found: list[Wire | ClosedError] = []
     with listen() as listener:
