@@ -121,14 +121,10 @@ def _train_served(
 ) -> ExitCode:
     """What this process is in a run whose parameters are kept by servers; the conductor trains."""
     from shoal.serving.crew import Crew
+    from shoal.serving.part import take_part
     from shoal.serving.peers import identity
-    from shoal.serving.roles import role
-    from shoal.serving.server import serve
-    from shoal.serving.worker import work
 
-    mine = role(plan, environment.rank)
-    if mine.kind != "conductor":
-        (serve if mine.kind == "server" else work)(loaded.job, plan, environment, mine)
+    if take_part(loaded.job, plan, environment):
         return ExitCode.DONE
     with Crew(environment, plan.server.num_servers, identity(loaded.job, plan)) as crew:
         options = Options(RunDirectory(request.out).checkpoints, request.checkpoint_every, request.telemetry)
@@ -278,7 +274,7 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
         if plan.serves
         else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
     )
-    reporter.note(f"  summation   {mode}")
+    reporter.note(f"  summation   {mode}{_compressed(engine)}")
     if plan.serves:
         bound = f", {plan.server.staleness} updates at most" if plan.server.mode == "bounded" else ""
         servers = f"{plan.layout.data} worker(s), {plan.server.num_servers} server(s) and a conductor"
@@ -305,6 +301,16 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
         )
 
 
+def _compressed(engine: Engine) -> str:
+    compression = engine.strategy.compression
+    if compression is None:
+        return ""
+    if compression.fell_back is not None:
+        return f"; {compression.scheme} fell back to uncompressed sums at step {compression.fell_back['step']}"
+    held = " with error feedback" if compression.feedback else ""
+    return f", compressed to {compression.scheme}{held}"
+
+
 def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Course) -> RunRecord:
     seconds = np.array(outcome.step_seconds or [math.nan])
     median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
@@ -325,6 +331,7 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         first_step_seconds=course.first_step_at - request.started_at if course.first_step_at else None,
         resumed_from=course.resumed_from,
         skipped_steps=state.skipped_steps,
+        compression=engine.strategy.compression.to_json() if engine.strategy.compression is not None else None,
         certificate=course.certificate,
         versions=versions(),
     )

@@ -257,8 +257,19 @@ class Trainer:
             digest=state.digest,
             skipped=update.skipped,
             nonfinite=found,
+            compression=self._compared(sums, update),
         )
         self._evaluate_epoch()
+
+    def _compared(self, sums: StepSums, update: Update) -> dict[str, Any] | None:
+        """What the guard of compressed sums has seen in this step; it is said once where it ends the compression."""
+        compression, found = self._parts.step.strategy.compression, sums.compared
+        if compression is None or found is None:
+            return None
+        said = compression.said(found) if update.skipped is None else None
+        if said is not None:
+            self._around.note(said)
+        return {**found.to_json(), "fell_back": said is not None}
 
     def _evaluate_epoch(self) -> None:
         """Evaluates where an epoch has ended; outside the step's time."""

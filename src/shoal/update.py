@@ -255,13 +255,17 @@ def clipping(limit: float | None, norm: float) -> float:
 # parameters reads and writes half as much.
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_DTYPES = (torch.float32, torch.float64)
+_PLAIN = (nn.Parameter, Tensor)
 
 
 @contextlib.contextmanager
-def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context in which a step on the CPU uses torch's fused kernels, where nobody chose otherwise and they apply."""
+def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> Iterator[None]:
+    """A context in which a step on the CPU uses torch's fused kernels, where nobody chose otherwise and they apply.
+
+    `kinds`: of tensors to which they do.
+    """
     own = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in _FUSED
-    groups = [group for group in optimizer.param_groups if own and _can_fuse(group)]
+    groups = [group for group in optimizer.param_groups if own and _can_fuse(group, kinds)]
     for group in groups:
         group["fused"] = True
     try:
@@ -271,14 +275,14 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["fused"] = None
 
 
-def _can_fuse(group: dict[str, Any]) -> bool:
+def _can_fuse(group: dict[str, Any], kinds: tuple[type, ...]) -> bool:
     chosen = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable", "maximize"))
     if chosen or group.get("fused", False) is not None or group.get("foreach") is not None:
         return False
     if isinstance(group["lr"], Tensor):
         return False
     return all(
-        type(tensor) in (nn.Parameter, Tensor)
+        type(tensor) in kinds
         and tensor.device.type == "cpu"
         and tensor.dtype in _FUSED_DTYPES
         and tensor.layout == torch.strided

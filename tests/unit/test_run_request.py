@@ -74,7 +74,8 @@ def test_a_plan_file_says_the_devices(job: str) -> None:
 
 
 def test_what_is_not_executed_is_refused_at_once(job: str) -> None:
-    Path("plan.toml").write_text(write(Plan().with_sections(collectives={"compression": "int8"})))
+    plan = Plan().with_sections(execution={"exact": True}, collectives={"compression": "int8"})
+    Path("plan.toml").write_text(write(plan))
     with pytest.raises(PlanError, match=r"collectives\.compression = .int8"):
         request(job, "--plan", "plan.toml")
 

@@ -17,14 +17,15 @@ Call = Callable[[], Any]
 # Sides of square matmuls; (channels in, channels out, side of the filter, of the image); bytes of a stream.
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _IMAGES = (
-    (1, 6, 5, 28),
+    (1, 16, 3, 28),
     (1, 64, 3, 28),
-    (6, 16, 5, 14),
+    (16, 16, 3, 28),
     (16, 32, 3, 28),
     (32, 32, 3, 28),
     (64, 64, 3, 14),
     (128, 128, 3, 14),
-    (256, 256, 3, 14),
+    (256, 256, 3, 7),
+    (512, 512, 3, 4),
 )
 _STREAMS = {
     "cpu": tuple(1 << power for power in (13, 15, 17, 19, 21, 23, 25, 26, 27)),
@@ -33,7 +34,8 @@ _STREAMS = {
 _IMAGES_A_BATCH = 32
 _CHAIN = 16  # operators of the chain that shows what starting one takes
 # Large enough that each device is past its start-up, small enough for a core: positions of attention, by kind.
-_POSITIONS = {"cpu": 512, "cuda": 4096}
+_POSITIONS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (4096,)}
+_TOKENS = {"cpu": 1024, "cuda": 4096}  # of all sequences
 
 
 @dataclass(frozen=True)
@@ -157,25 +159,36 @@ def _streams(device: torch.device) -> Iterator[Probe]:
 
 
 def _attentions(device: torch.device) -> Iterator[Probe]:
-    """Fused attention, forward, and with its backward (two and a half times the forward's FLOPs)."""
+    """Fused attention by its positions, forward, and with its backward (two and a half times the forward's FLOPs).
+
+    Causal on a CPU, as in a language model: how much of the other half its kernel leaves out is a part of its rate.
+    """
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    length, heads, width = _POSITIONS[device.type], 4, 64
-    work = 4.0 * heads * length * length * width
+    heads, width, causal = 4, 64, device.type == "cpu"
 
-    def inputs() -> list[torch.Tensor]:
-        return [_tensor(1, heads, length, width, device=device, dtype=dtype) for _ in range(3)]
+    def probes(length: int) -> Iterator[Probe]:
+        batch = max(1, _TOKENS[device.type] // length)
+        work = (2.0 if causal else 4.0) * batch * heads * length * length * width
 
-    def forward() -> Call:
-        q, k, v = inputs()
-        return lambda: F.scaled_dot_product_attention(q, k, v)
+        def inputs() -> list[torch.Tensor]:
+            return [_tensor(batch, heads, length, width, device=device, dtype=dtype) for _ in range(3)]
 
-    def both() -> Call:
-        q, k, v = (x.requires_grad_() for x in inputs())
-        gradient = torch.randn_like(q)
-        return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), gradient)
+        def forward() -> Call:
+            q, k, v = inputs()
+            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    yield Probe(f"attention.{dtype}.forward", work, forward)
-    yield Probe(f"attention.{dtype}.both", 3.5 * work, both, graph=False)
+        def both() -> Call:
+            q, k, v = (x.requires_grad_() for x in inputs())
+            gradient = torch.randn_like(q)
+            return lambda: torch.autograd.grad(
+                F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), gradient
+            )
+
+        yield Probe(f"attention.{dtype}.forward", work, forward, size=length)
+        yield Probe(f"attention.{dtype}.both", 3.5 * work, both, size=length, graph=False)
+
+    found = [probe for length in _POSITIONS[device.type] for probe in probes(length)]
+    yield from sorted(found, key=lambda probe: probe.name)
 
 
 def _as(dtype: str, device: torch.device, call: Call) -> Call:

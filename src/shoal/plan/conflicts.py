@@ -65,11 +65,24 @@ def _exact(plan: Plan, axis: str) -> bool:
     return plan.execution.exact and _wide(plan, axis)
 
 
+def _compressed(plan: Plan, axis: str | None = None) -> bool:
+    return plan.collectives.compression != "none" and (axis is None or _wide(plan, axis))
+
+
+def _unused(plan: Plan, schemes: tuple[str, ...]) -> bool:
+    return plan.collectives.compression not in schemes
+
+
 def _pipelined(plan: Plan, *schedules: str) -> bool:
     return _wide(plan, "pipeline") and plan.pipeline.schedule in schedules
 
 
 _ALONE = "a worker computes whole grains with the whole model, which servers alone divide"
+# Schemes that hold something back; a cast to 16 bits loses no more than the last of them.
+FED_BACK = ("int8", "topk", "powersgd")
+# Of the 127 levels of a signed byte each of so many ranks has 4.
+MOST_INT8_RANKS = 31
+
 _NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: a {} axis adds in an order of its own"
 
 # Each row is one refusal; every row that applies is told, all of them at once.
@@ -138,10 +151,37 @@ CONFLICTS: tuple[Rule, ...] = (
         'collectives.all_reduce = "native", or shard.level = "optimizer"',
     ),
     Rule(
-        lambda plan: plan.collectives.compression != "none",
-        ("collectives.compression",),
-        "this version compresses nothing, and runs nothing as less than it asks for",
-        'collectives.compression = "none"',
+        lambda plan: _compressed(plan) and plan.execution.exact,
+        ("collectives.compression", "execution.exact"),
+        "compressed sums are not the sums of one process, and exact mode promises each bit of them",
+        'collectives.compression = "none", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: _compressed(plan) and plan.shards_model,
+        ("collectives.compression", "shard.level", "layout.shard"),
+        "gradients that are divided are summed by fully_shard's own reduce-scatter, which compresses nothing",
+        'collectives.compression = "none", or shard.level = "optimizer"',
+    ),
+    *(
+        Rule(
+            partial(_compressed, axis=axis),
+            ("collectives.compression", f"layout.{axis}"),
+            f"what a rank holds back is kept for whole parameters, and on a {axis} axis each rank has others",
+            f'collectives.compression = "none", or layout.{axis} = 1 and a larger data axis',
+        )
+        for axis in ("tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: _compressed(plan) and plan.precision.reduce != "float32",
+        ("collectives.compression", "precision.reduce"),
+        "compression begins with gradients in float32, and what it holds back is added to them",
+        'precision.reduce = "float32" (collectives.compression = "bfloat16" or "float16" sends 16 bits)',
+    ),
+    Rule(
+        lambda plan: plan.collectives.compression == "int8" and plan.degrees.divides_grains > MOST_INT8_RANKS,
+        ("collectives.compression", "layout.data", "layout.shard"),
+        f"sums of all ranks have to fit in 8 bits, and with more than {MOST_INT8_RANKS} each has fewer than 4 levels",
+        f'at most {MOST_INT8_RANKS} data ranks (data x shard), or collectives.compression = "bfloat16" or "powersgd"',
     ),
     Rule(
         lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor"),
@@ -223,12 +263,35 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
     Idle(
         lambda plan: plan.degrees.divides_grains == 1,
-        ("collectives.all_reduce",),
+        ("collectives.all_reduce", "collectives.compression"),
         "one rank, or ranks that compute the same grains, have no gradients to sum over the data",
     ),
     Idle(lambda plan: plan.server.mode != "bounded", ("server.staleness",), 'server.mode is not "bounded"'),
     Idle(lambda plan: not plan.serves, ("server.num_servers",), 'server.mode is "none"'),
     Idle(lambda plan: plan.serves, ("collectives.all_reduce",), "gradients are added up on the servers"),
+    *(
+        Idle(
+            partial(_unused, schemes=schemes),
+            (key,),
+            f"it belongs to collectives.compression = {' or '.join(map(repr, schemes))}".replace("'", '"'),
+        )
+        for key, schemes in (
+            ("compression.block", ("int8",)),
+            ("compression.density", ("topk",)),
+            ("compression.rank", ("powersgd",)),
+            ("compression.feedback", FED_BACK),
+        )
+    ),
+    Idle(
+        lambda plan: not _compressed(plan),
+        ("compression.guard_every", "compression.guard_lost"),
+        'collectives.compression = "none"',
+    ),
+    Idle(
+        lambda plan: _compressed(plan) and plan.compression.guard_every == 0,
+        ("compression.guard_lost",),
+        "compression.guard_every is 0: nothing is compared",
+    ),
     Idle(
         lambda plan: not _wide(plan, "pipeline"),
         ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"),

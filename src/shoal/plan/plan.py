@@ -91,6 +91,23 @@ class ServerSection(_Section):
     num_servers: Degree = 1
 
 
+class CompressionSection(_Section):
+    """How far gradients are compressed, and how the sums are watched.
+
+    `block`: values that share a scale of int8. `density`: the share of values that topk sends. `rank`: of powersgd's
+    factors. `feedback`: what was not sent is added to the next step's gradient. Every `guard_every` steps (0: never)
+    the exact sum is made as well; where more than the share `guard_lost` of its energy is lost the rest of the run is
+    not compressed (see docs/compression.md).
+    """
+
+    block: Annotated[int, Field(ge=1)] = 256
+    density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    rank: Degree = 4
+    feedback: bool = True
+    guard_every: Annotated[int, Field(ge=0)] = 100
+    guard_lost: Annotated[float, Field(gt=0)] = 0.5
+
+
 class DataSection(_Section):
     """Processes per rank that fetch samples; 0 fetches in the rank itself."""
 
@@ -116,6 +133,7 @@ class Plan(_Section):
     precision: PrecisionSection = PrecisionSection()
     memory: MemorySection = MemorySection()
     collectives: CollectivesSection = CollectivesSection()
+    compression: CompressionSection = CompressionSection()
     server: ServerSection = ServerSection()
     data: DataSection = DataSection()
     execution: ExecutionSection = ExecutionSection()
@@ -156,6 +174,12 @@ class Plan(_Section):
     def divides_step(self) -> int:
         """Among how many ranks the grains of one step are divided; a worker that runs ahead computes all of them."""
         return 1 if self.server.mode in ("bounded", "asynchronous") else self.degrees.divides_grains
+
+    @property
+    def uncompressed(self) -> Plan:
+        """This plan with gradients summed as they are."""
+        plain = {"collectives": {"compression": "none"}, "compression": CompressionSection().model_dump()}
+        return self if self.collectives.compression == "none" else self.with_sections(**plain)
 
     def with_sections(self, **sections: dict[str, Any]) -> Plan:
         """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""

@@ -18,6 +18,7 @@ from shoal.planner.communication import (
     sharded_optimizer,
     sums,
 )
+from shoal.planner.compressed import buffers, compressed
 from shoal.planner.divided import Partial, SlicedBlock, Staged, completed, exchanges, messages
 from shoal.planner.memory import (
     Footprint,
@@ -79,7 +80,10 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if plan.execution.exact:
         reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
-        summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
+        if plan.collectives.compression != "none" and layout.world_size > 1:
+            summed = compressed(gradients, plan, rank, sampled=plan.compression.guard_every == 1)
+        else:
+            summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
         if summed is None:
             return None
         reduced = summed
@@ -96,6 +100,8 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     updated = owned(gradients.parameters, layout.shard, layout.coordinate(rank).shard)
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
+    elif plan.collectives.compression != "none" and layout.world_size > 1:
+        summed = buffers(gradients, plan)
     else:
         summed = bucketed(gradients, layout, plan.collectives.all_reduce == "native")
     return Footprint(

@@ -31,6 +31,7 @@ class Cost:
     batch: float = 1.0
     launches: int = 1
     of_weight: bool = False
+    channels: int = 0
     winograd: bool = False
 
 
@@ -213,7 +214,9 @@ def _convolution(event: Event) -> list[Cost]:
     moved = _moves(event)
     flops = 2.0 * m * n * k * groups
     kind, winograd = _kind(event, weight)
-    return [Cost(kind, flops, moved.read_bytes, moved.written_bytes, m, n, k, groups, winograd=winograd)]
+    channels = weight.shape[1 if event.arguments["transposed"] else 0]
+    sizes = m, n, k, groups
+    return [Cost(kind, flops, moved.read_bytes, moved.written_bytes, *sizes, channels=channels, winograd=winograd)]
 
 
 def _kind(event: Event, weight: Ref) -> tuple[Kind, bool]:
@@ -239,10 +242,14 @@ def _convolution_backward(event: Event) -> list[Cost]:
     found = []
     if of_input:
         read, written = output.num_bytes + weight.num_bytes, made.pop(0).num_bytes
-        found.append(Cost(kind, flops, read, written, m, reach, num_out, groups, winograd=winograd))
+        sizes = m, reach, num_out, groups
+        found.append(Cost(kind, flops, read, written, *sizes, channels=input.shape[1], winograd=winograd))
     if of_weight:
         read, written = output.num_bytes + input.num_bytes, made.pop(0).num_bytes
-        found.append(Cost(kind, flops, read, written, num_out, reach, m, groups, of_weight=True, winograd=winograd))
+        sizes = num_out, reach, m, groups
+        found.append(
+            Cost(kind, flops, read, written, *sizes, of_weight=True, channels=input.shape[1], winograd=winograd)
+        )
     if of_bias:
         found.append(Cost(read_bytes=output.num_bytes, written_bytes=made.pop(0).num_bytes, of_weight=True))
     return found

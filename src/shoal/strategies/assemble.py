@@ -18,7 +18,7 @@ from shoal.plan.plan import Plan
 from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import Precision
 from shoal.strategies.base import Mark, Strategy
-from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
+from shoal.strategies.data_parallel import DataParallel, ExactDataParallel, Summing
 from shoal.strategies.materialise import Whole, materialise
 from shoal.strategies.recompute import recompute
 from shoal.strategies.sharded import ShardedOptimizer
@@ -198,5 +198,5 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
     if plan.execution.exact:
         strategy = ExactDataParallel(parameters, mesh, reduce, num_grains, mark)
     else:
-        strategy = DataParallel(parameters, mesh, reduce, mark, plan.collectives.all_reduce)
+        strategy = DataParallel(parameters, mesh, reduce, mark, Summing.of(plan))
     return ShardedOptimizer(strategy, parameters, mesh, mark) if plan.layout.shard > 1 else strategy

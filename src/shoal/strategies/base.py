@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,10 @@ from torch import Tensor
 
 from shoal.ledger import DIGEST_WORDS, grain_digest
 from shoal.microbatch import Microbatch
+
+if TYPE_CHECKING:
+    from shoal.collectives.compression import Compression
+    from shoal.collectives.guard import Comparison
 
 # The sums of a step: loss total, weight, samples, the digest's words, then weighted buffers (see buffers.py).
 TOTAL, WEIGHT, SAMPLES, DIGEST = 0, 1, 2, 3
@@ -34,6 +39,7 @@ class StepSums:
     sums: npt.NDArray[np.float64]
     flags: Flags
     rows: npt.NDArray[np.float64] | None = None  # [world_size, n]: every rank's row, where they travelled with the sums
+    compared: Comparison | None = None  # compressed with exact gradients, in a sampled step
 
     @property
     def loss(self) -> float:
@@ -90,9 +96,11 @@ class Strategy(ABC):
     where no rank's loss depended on it.
     """
 
+    compression: Compression | None = None  # what compresses the gradients on their way
+
     @abstractmethod
-    def begin(self) -> None:
-        """Starts a step: no gradients, no sums."""
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        """Starts a step, perhaps again: no gradients, no sums. Loss totals are multiplied by `factor`."""
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:

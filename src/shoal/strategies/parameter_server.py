@@ -28,9 +28,9 @@ T = TypeVar("T")
 class FastPart(DataParallel):
     """What one worker computes of a step: one sum over its grains; after `finish` in the parameters' `.grad`."""
 
-    def begin(self) -> None:
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
         """No gradients, no sums, no grains."""
-        super().begin()
+        super().begin(step, factor)
         self._grains: list[int] = []
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:

@@ -20,6 +20,7 @@ from shoal.startup import prepare_process
 from shoal.verification.certificate import certificate, write_certificate
 from shoal.verification.fork import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
+from shoal.verification.parallel import left_out
 
 
 def verify(request: RunRequest, num_steps: int) -> ExitCode:
@@ -48,6 +49,8 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     if request.num_processes == 1:
         print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
 
+    planned = request.plan.uncompressed
+
     def made(plan: Plan) -> tuple[LoadedJob, Plan]:
         loaded = load(request.job)
         return loaded, complete(plan, loaded.job.grains, loaded.job.grain_size, request.wishes.max_microbatch)
@@ -58,12 +61,13 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
 
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     num_threads = int(told) if told.isdecimal() and int(told) else request.threads_per_process
-    trace_forked(make, request.plan, folder, num_steps, num_threads)
+    trace_forked(make, planned, folder, num_steps, num_threads)
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
-    prepare_process(request.plan.execution.exact, cores_here())
-    loaded, plan = made(request.plan)
+    prepare_process(planned.execution.exact, cores_here())
+    loaded, plan = made(planned)
     verdict = judge_traces(loaded.job, plan, folder)
+    verdict.notes += left_out(request.plan)
     _print(verdict, plan, parallel_seconds)
     document = certificate(verdict, loaded, plan, parallel_seconds)
     write_certificate(request.out / "certificate.json", document)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shoal.catalogue import sums
+from shoal.catalogue import dump, sums
+from shoal.catalogue.here import measured_file
 from shoal.catalogue.sums import ALGORITHMS, all_reduce_here, comparison_file, fastest
+from shoal.hardware import Cluster, Device, Link
 from shoal.plan.plan import CollectivesSection
 
 
@@ -59,4 +62,22 @@ def test_by_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert all_reduce_here(2) == "native"
     monkeypatch.setattr(sums, "gpus", list)
     monkeypatch.setattr(sums.sys, "platform", "darwin")
+    assert all_reduce_here(2) == "native"
+
+
+def test_by_what_the_cluster_says_where_no_comparison_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    slow = Link("Gloo", bytes_per_second=1e9, latency_seconds=1e-4)
+    fast = Link("memory", bytes_per_second=4e9, latency_seconds=0.0, call_seconds=1e-5)
+    core = Device("core", "cpu", 10**9, 1e10, {"float32": 1e10})
+    found = Cluster("here", core, 2, within=slow, algorithms={"shared_memory": fast})
+    assert sums.fastest_on(found, 2) == "shared_memory"
+    assert sums.fastest_on(found, 1) == sums.fastest_on(found, 4) == "native"
+    assert sums.fastest_on(replace(found, algorithms={"shared_memory": slow}), 2) == "native"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sums, "gpus", list)
+    monkeypatch.setattr(sums.sys, "platform", "linux")
+    measured_file().parent.mkdir(parents=True)
+    measured_file().write_text(dump(found))
+    assert all_reduce_here(2) == "shared_memory"
+    measured_file().write_text("no cluster")
     assert all_reduce_here(2) == "native"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -18,8 +19,9 @@ from shoal.planner.aims import Aim, Limit, parse, tied
 from shoal.planner.choice import NothingFitsError, choose, limit_of
 from shoal.planner.comparison import section
 from shoal.planner.costs import costs_of
+from shoal.planner.filling import Turns
 from shoal.planner.search import Candidate, Costs, Group, Search
-from shoal.planner.space import Place, Space, counts, described, microbatch_sizes, simplicity
+from shoal.planner.space import Cut, Level, Place, Space, Way, counts, described, microbatch_sizes, simplicity
 from shoal.planner.workload import Prediction, Workload
 
 MEMORY = 100.0
@@ -51,7 +53,7 @@ class Invented:
         return self.microbatches(plan) * one * fill / (at.tensor * at.context * at.pipeline)
 
     def nearly(self, plan: Plan) -> float:
-        return self.least_seconds(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
+        return self.least_at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
 
     def least_bytes(self, plan: Plan) -> float:
         at = plan.layout
@@ -59,6 +61,13 @@ class Invented:
         depth = {"optimizer": 60.0, "gradients": 40.0, "parameters": 20.0}[plan.shard.level] if at.shard > 1 else 120.0
         parts = at.tensor * at.pipeline * at.context
         return depth / parts + 80.0 / (at.shard * parts) + kept * plan.batch.grains_per_microbatch / parts
+
+    def least_at(self, plan: Plan) -> float:
+        replicas = plan.layout.data * plan.layout.shard
+        return self.least_seconds(plan) * (1 + 0.2 * noise(self.seed, replicas, plan.layout.pipeline))
+
+    def filled(self, seconds: float, turns: Turns) -> float:
+        return seconds * turns.microbatches / turns.pipeline
 
     def predict(self, plan: Plan) -> Prediction:
         self.num_predicted += 1
@@ -72,7 +81,9 @@ class Invented:
         return Prediction(seconds, terms, {"parameters": peak}, peak, lacks == 0, lacks, bubble, 1.0, None)
 
     def costs(self) -> Costs:
-        return Costs(self.predict, self.least_seconds, self.least_bytes, self.nearly, MEMORY)
+        return Costs(
+            self.predict, self.least_seconds, self.least_bytes, self.nearly, MEMORY, self.filled, self.least_at
+        )
 
 
 def every_plan(space: Space) -> Iterator[Plan]:
@@ -222,12 +233,16 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         almost = 1 + 1e-9
         assert search.floor(place) <= predicted.step_seconds * almost
         assert costs.least_seconds(plan) <= costs.nearly(plan) * almost
+        assert costs.least_seconds(plan) <= costs.least_at(plan) * almost
+        assert costs.least_at(plan) <= costs.nearly(plan) * almost
         assert costs.nearly(plan) <= predicted.step_seconds * almost
         assert costs.least_bytes(plan) <= predicted.peak_bytes * almost
         group = Group(plan.batch.grains_per_microbatch, plan.memory.recompute, plan.tensor.sequence)
         bounds = {found: seconds for seconds, found in search.groups(place)}
         if group in bounds:
             assert bounds[group] <= predicted.step_seconds * almost
+            way = Way(*group, plan.pipeline.schedule, plan.pipeline.stages_per_rank)
+            assert search.filled(search.kin([place])[0], way, bounds[group]) <= predicted.step_seconds * almost
         else:
             assert not predicted.fits
 
@@ -295,3 +310,15 @@ def test_places_in_words() -> None:
     space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2, 4))
     assert {str(place) for cut in space.cuts for place in space.places(cut) if place.devices == 1} == {"one device"}
     assert any(str(Place(2, cut)) == "data x shard 2, tensor 2" for cut in space.cuts)
+
+
+def test_replicas_sum_by_what_is_fastest_among_so_many() -> None:
+    space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2), all_reduces={2: "shared_memory"})
+
+    def chosen(replicas: int, shard: int = 1, level: Level = "parameters") -> str:
+        return space.plan(Place(replicas, Cut()), Way(1), shard, level).collectives.all_reduce
+
+    assert chosen(2) == chosen(2, 2, "optimizer") == "shared_memory"
+    assert chosen(1) == chosen(2, 2, "parameters") == "native"
+    exact = replace(space, base=Plan().with_sections(execution={"exact": True}))
+    assert exact.plan(Place(2, Cut()), Way(1)).collectives.all_reduce == "native"
