@@ -5,8 +5,8 @@ place: degrees, with data x shard as one. Family: a place and a way, of which on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from shoal.plan.conflicts import excluded
 from shoal.plan.legal import ModelFacts, conflicts, fits
 from shoal.plan.plan import (
     BatchSection,
+    CollectivesSection,
     LayoutSection,
     MemorySection,
     PipelineSection,
@@ -120,6 +121,7 @@ class Space:
     max_stages: int | None = None
     engine: bool = True
     tensor: bool = True  # whether it is known what a tensor axis would cut
+    all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, where another than the base's is faster
 
     def at(self, *devices: int) -> Space:
         """The part of the space on these numbers of devices."""
@@ -185,7 +187,9 @@ class Space:
         if self.facts.sequence is None or heads is None:
             yield Illegal("context > 1", "the model shows no sequences and heads that it could divide")
         if most > self.num_layers:
-            yield Illegal(f"pipeline > {self.num_layers}", f"the model shows {self.num_layers} layers to cut between")
+            yield Illegal(
+                f"pipeline > {self.num_layers}", f"the model shows {self.num_layers} block{'s' * (self.num_layers > 1)}"
+            )
         seen: set[str] = set()
         for cut in (Cut(2, 2, 1), Cut(1, 2, 2), Cut(2, 1, 2), Cut(2, 2, 2)):
             legal_alone = cut.tensor in self._tensor_degrees and cut.pipeline in self._pipeline_degrees(most)
@@ -198,10 +202,14 @@ class Space:
 
     def places(self, cut: Cut) -> Iterator[Place]:
         """The numbers of replicas that make a legal number of devices of a cut."""
-        for devices in self.counts:
-            replicas, rest = divmod(devices, cut.ranks)
-            if not rest and 1 <= replicas <= self.facts.num_grains:
+        ranks, legal = cut.ranks, self._legal_counts
+        for replicas in range(1, min(self.facts.num_grains, max(self.counts) // ranks) + 1):
+            if replicas * ranks in legal:
                 yield Place(replicas, cut)
+
+    @cached_property
+    def _legal_counts(self) -> frozenset[int]:
+        return frozenset(self.counts)
 
     def share(self, place: Place) -> int:
         """Grains of the rank that has most."""
@@ -250,6 +258,9 @@ class Space:
         values["shard"] = _shard(level if shard > 1 else "parameters")
         values["pipeline"] = _pipeline(way.schedule, way.stages)
         values["tensor"] = _tensor(way.sequence)
+        summed = shard == 1 or level == "optimizer"
+        if summed and (algorithm := self.all_reduces.get(place.replicas)) and not self.base.execution.exact:
+            values["collectives"] = _collectives(self.base.collectives, algorithm)
         return Plan.model_construct(**values)
 
     def plans(self, place: Place, way: Way) -> Iterator[Plan]:
@@ -338,6 +349,11 @@ def _memory(recompute: Recompute) -> MemorySection:
 @lru_cache(maxsize=8)
 def _shard(level: Level) -> ShardSection:
     return ShardSection.model_construct(level=level, offload=False)
+
+
+@lru_cache(maxsize=8)
+def _collectives(base: CollectivesSection, algorithm: str) -> CollectivesSection:
+    return base.model_copy(update={"all_reduce": algorithm})
 
 
 @lru_cache(maxsize=2)

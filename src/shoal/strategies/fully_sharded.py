@@ -190,7 +190,7 @@ class FullySharded(Replicated):
         self._cut = {number: p for number, p in self._cut.items() if not p.is_meta}
         self._handles: dict[int, RemovableHandle] = {}
 
-    def begin(self) -> None:
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
         """No gradients, no sums, and nothing gathered that a forward without a backward has left."""
         self.rest()
         for parameter in self._parameters:

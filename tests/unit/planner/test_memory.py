@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.unit.planner.made import cluster
-from tests.unit.planner.test_communication import MODELS, Shapes, ignore, one_step, parameters
+from tests.unit.planner.test_communication import MODELS, Shapes, ignore, one_step, parameters, tree
 from tests.unit.planner.worlds import CASES, Block, Case, Transformer, backward, shard, sharding, tokens, world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +38,7 @@ from shoal.planner.memory import (
     transformer_block,
     whole,
 )
-from shoal.planner.step_time import predict
+from shoal.planner.step_time import Predictor
 from shoal.planner.workload import Workload
 from shoal.profiling import profile
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
@@ -77,7 +77,7 @@ def test_one_process_has_gradients_and_no_buckets() -> None:
 def test_gradients_of_exact_mode(held: tuple[int, ...]) -> None:
     model = parameters(MODELS["small"])
     with world(Layout(data=64), rank=3) as mesh:
-        strategy = ExactDataParallel(model, mesh, torch.float32, 8, ignore)
+        strategy = ExactDataParallel(model, mesh, tree(model), ignore)
         for _ in range(2):
             one_step(strategy, model, held)
             for parameter, like in zip(model, parameters(MODELS["small"]), strict=True):
@@ -220,7 +220,7 @@ def test_what_is_kept_in_a_world_of_64_is_what_the_planner_says(layout: dict[str
         return model(batch).float().sum(), 1
 
     work = Workload(profile(Transformer, loss, lambda n: tokens().repeat(n, 1)[:n].clone(), device="cpu"), 128, 64)
-    predicted = predict(Plan().with_sections(layout=layout, shard={"level": "parameters"}), work, cluster(64))
+    predicted = Predictor(work, cluster(64)).predict(Plan().with_sections(layout=layout, shard={"level": "parameters"}))
     model = Transformer()
     with world(Layout(**layout), rank=5):
         mesh = init_device_mesh("cpu", (layout.get("data", 1), layout["shard"]), mesh_dim_names=("data", "shard"))
