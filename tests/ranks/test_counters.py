@@ -14,7 +14,7 @@ import torch.distributed as dist
 from examples.models import GPT
 from tests.conformance.cases import job as small
 from tests.launching import JOBS, Run, run
-from tests.unit.planner.made import cluster
+from tests.unit.planner.made import cluster, predict
 from tests.unit.planner.worlds import Case, Transformer, backward, shard, sharding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,7 +38,6 @@ from shoal.planner.memory import (
     scattered_gradients,
     sharded_parameters,
 )
-from shoal.planner.step_time import predict
 from shoal.planner.workload import Workload
 from shoal.profiling import profile_job
 from shoal.telemetry import RecordWriter
@@ -235,7 +234,7 @@ def test_activations_grow_with_the_microbatch_and_not_with_their_number(tmp_path
 
 
 # How far the planner may be from what a rank keeps: not at all, where the model is whole. A profile knows what a batch
-# keeps and not in which stage: inputs and targets of a microbatch, 0.5 %. Of zero bubble's last stage the loss is
+# keeps and not in which stage: inputs and targets of a microbatch, 0.5 %. In zero bubble the last stage's loss is
 # let go of in the first half of the backward: 5 %. What a tensor axis leaves whole and the planner divides: 0.04 %.
 PLANNED: dict[str, tuple[dict[str, Any], float]] = {
     "data": ({"layout": {"data": 2}, "batch": {"grains_per_microbatch": 2}}, 0.0),

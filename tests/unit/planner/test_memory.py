@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.unit.planner.made import cluster
+from tests.unit.planner.made import cluster, predict
 from tests.unit.planner.test_communication import MODELS, Shapes, ignore, one_step, parameters, tree
 from tests.unit.planner.worlds import CASES, Block, Case, Transformer, backward, shard, sharding, tokens, world
 from torch import Tensor, nn
