@@ -38,6 +38,7 @@ def section(prediction: Prediction, about: Mapping[str, Any]) -> dict[str, Any]:
         "peak_bytes": int(prediction.peak_bytes),
         "terms": dict(prediction.terms),
         "memory": {name: int(value) for name, value in prediction.memory.items()},
+        "kept_bytes": list(prediction.kept_bytes),
     }
     return found if prediction.mfu is None else {**found, "mfu": prediction.mfu}
 

@@ -70,6 +70,7 @@ class Answer:
             "cluster": case.cluster.name,
             "devices": self.chosen.devices,
             "device": case.cluster.device.name,
+            "device_kind": case.cluster.device.kind,
             "aim": str(self.choice.aim),
             "planner": __version__,
             "job": self.job,

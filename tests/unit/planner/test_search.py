@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -20,7 +21,7 @@ from shoal.planner.comparison import section
 from shoal.planner.costs import costs_of
 from shoal.planner.filling import Turns
 from shoal.planner.search import Candidate, Costs, Group, Search
-from shoal.planner.space import Place, Space, Way, counts, described, microbatch_sizes, simplicity
+from shoal.planner.space import Cut, Level, Place, Space, Way, counts, described, microbatch_sizes, simplicity
 from shoal.planner.workload import Prediction, Workload
 
 MEMORY = 100.0
@@ -323,3 +324,15 @@ def test_places_in_words() -> None:
     space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2, 4))
     assert {str(place) for cut in space.cuts for place in space.places(cut) if place.devices == 1} == {"one device"}
     assert any(str(Place(2, cut)) == "data x shard 2, tensor 2" for cut in space.cuts)
+
+
+def test_replicas_sum_by_what_is_fastest_among_so_many() -> None:
+    space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2), all_reduces={2: "shared_memory"})
+
+    def chosen(replicas: int, shard: int = 1, level: Level = "parameters") -> str:
+        return space.plan(Place(replicas, Cut()), Way(1), shard, level).collectives.all_reduce
+
+    assert chosen(2) == chosen(2, 2, "optimizer") == "shared_memory"
+    assert chosen(1) == chosen(2, 2, "parameters") == "native"
+    exact = replace(space, base=Plan().with_sections(execution={"exact": True}))
+    assert exact.plan(Place(2, Cut()), Way(1)).collectives.all_reduce == "native"
