@@ -372,3 +372,8 @@ def _sum(passes: Sequence[Passes]) -> tuple[Pass, Pass]:
     for one in passes[1:]:
         total += one
     return total.forward, total.backward
+
+
+def predict(plan: Plan, work: Workload, cluster: Cluster, program: Program | None = None) -> Prediction:
+    """What a step of one plan takes; for many plans make a Predictor."""
+    return Predictor(work, cluster, program).predict(plan)
