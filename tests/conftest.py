@@ -29,6 +29,13 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
         "a loss over pairs",
         "blocks computed again",
     ),
+    ("test_compression.py", "test_a_step_sends_and_holds_what_the_formulas_say"): (
+        "int8, native",
+        "topk, ring on 3",
+        "powersgd, halving on 3",
+    ),
+    ("test_compression.py", "test_replicas_stay_equal_and_a_resume_changes_nothing"): ("topk", "powersgd"),
+    ("test_compression.py", "test_a_gradient_that_is_not_finite_is_seen"): ("int8",),
     ("test_models.py", "test_verified_on_two_ranks"): ("llama", "bert-exact", "keras-batch-norm"),
 }
 

@@ -125,7 +125,9 @@ def _add_plan(commands: Any) -> None:
         "--aim",
         metavar="A",
         default="fastest",
-        help="fastest (default), cheapest, deadline=2h (of the whole job), efficiency=0.8 (fewest devices), widest=0.8",
+        help="fastest (default); cheapest; deadline=2h: the cheapest that ends the whole job in 2 hours; "
+        "efficiency=0.8: the fewest devices that keep 80%% of the best throughput per device; "
+        "widest=0.8: the most devices that do",
     )
     plan.add_argument("--max-devices", metavar="N", help="use at most N devices")
     plan.add_argument("--precision", metavar="P", help="fp32, bf16, bf16-pure or fp16")
@@ -176,7 +178,9 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
         request.check()
         request = request.with_devices(devices_here).with_own_sums()
         check(request.plan)
-        if request.world_size > 1:
+        if request.num_processes > 1:
+            for note in request.notes():
+                print(f"note: {note}", file=sys.stderr)
             return _refused(request) or _launch(request, given)
         environment = Environment()
     world_size = environment.world_size
@@ -283,7 +287,14 @@ def _launch(request: RunRequest, given: list[str]) -> int:
     if request.wishes.devices is not None:
         arguments += ["--devices", str(request.wishes.devices)]
     code, error = launch(
-        LocalRun(arguments, request.world_size, request.threads_per_process, request.started_at, request.out / "logs")
+        LocalRun(
+            arguments,
+            request.num_processes,
+            request.threads_per_process,
+            request.started_at,
+            request.out / "logs",
+            replaceable=request.plan.worker_ranks,
+        )
     )
     if error is not None:
         _tell(request, error)

@@ -22,6 +22,7 @@ from shoal.ledger import EMPTY_DIGEST, chain_digest
 from shoal.mesh import Mesh
 from shoal.precision import LossScale
 from shoal.strategies.base import StepSums, Strategy
+from shoal.withheld import GROUP, CompressedState, left_behind
 
 
 @dataclass
@@ -97,6 +98,20 @@ class Keeper:
         self._mesh, self._store, self._trained, self._every = mesh, store, trained, every_steps
         self._writer = CheckpointWriter(store) if store is not None and mesh.rank == 0 else None
         self._newest = -1
+        self._notes: list[str] = []
+
+    @property
+    def _compressed(self) -> CompressedState | None:
+        compression = self._trained.strategy.compression
+        if compression is None:
+            return None
+        names = [name for name, p in self._trained.holding.parameters() if p.requires_grad]
+        return CompressedState(compression, self._mesh, names)
+
+    @property
+    def every_steps(self) -> int | None:
+        """How many steps lie between two checkpoints; None where time decides."""
+        return self._every
 
     def due(self, step: int) -> bool:
         """Whether this rank calls for a checkpoint; only rank 0 does."""
@@ -133,7 +148,10 @@ class Keeper:
     def _start(self, state: RunState) -> None:
         document = {"run": state.to_json(), "world_size": self._mesh.world_size}
         document["streams"] = self._mesh.gather_json(self._trained.loader.state())
-        if self._trained.holding.divides_state:
+        compressed = self._compressed
+        if compressed is not None:
+            document[GROUP] = compressed.document()
+        if self._trained.holding.divides_state or (compressed is not None and compressed.compression.carries):
             self._write_together(state.step, document)
         else:
             together(self._mesh, lambda: self._hand_over(state.step, document))
@@ -142,7 +160,11 @@ class Keeper:
         """This rank's tensors by group, the optimizer's as copies or themselves, and the optimizer's document."""
         holding = self._trained.holding
         tensors, document = optimizer_state(self._trained.optimizer, holding.model, copy)
-        return {"model": holding.tensors(), "optimizer": holding.state(tensors)}, document
+        held = {"model": holding.tensors(), "optimizer": holding.state(tensors)}
+        compressed = self._compressed
+        if compressed is not None and compressed.compression.carries:
+            held[GROUP] = compressed.held()
+        return held, document
 
     def _hand_over(self, step: int, document: dict[str, Any]) -> None:
         """What rank 0 holds, which is everything, to the thread that writes."""
@@ -179,7 +201,8 @@ class Keeper:
         step, complaints = self._mesh.gather_json([newest.step if newest else None, complaints])[0]
         if step is None:
             return None, complaints
-        return together(self._mesh, lambda: self._take_up(store, newest, step, loss_scale)), complaints
+        state = together(self._mesh, lambda: self._take_up(store, newest, step, loss_scale))
+        return state, [*complaints, *self._notes]
 
     def _take_up(self, store: Store, saved: Saved | None, step: int, loss_scale: LossScale) -> RunState:
         try:
@@ -225,6 +248,8 @@ class Keeper:
         tensors = {path: tensor for path, (_, tensor) in targets.items()}
         load_optimizer(trained.optimizer, holding.model, tensors, {**document["optimizer"], "state": state})
         fill(saved, "model", held)
+        compressed = self._compressed
+        self._notes = compressed.restore(saved) if compressed is not None else left_behind(saved)
         trained.loader.restore(document["streams"])
         self._newest = saved.step
         if self._writer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +42,7 @@ from shoal.recorder import Recorder
 from shoal.replay import Replay
 from shoal.startup import prepare_process
 from shoal.strategies.assemble import assemble
-from shoal.strategies.base import NUM_SUMS, Flags, microbatch_sums
+from shoal.strategies.base import NUM_SUMS, Flags, StepSums, microbatch_sums
 from shoal.strategies.compiled import compile_blocks
 from shoal.strategies.recompute import recompute
 from shoal.update import Parameters, Updater
@@ -86,13 +87,15 @@ class Session:
         self.replay = Replay.told(os.environ)
         if self.replay and self.replay.of is not None:  # the same loop on one process
             plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
+        if self.replay:  # compressed sums are not those of one process
+            plan = plan.uncompressed
         self.plan = complete(plan, self._job.grains, self._job.grain_size)
         refuse_unsupported(self.plan)
         _refuse_divided(self.plan)
         prepare_process(self.plan.execution.exact, num_threads=None)
         self._exit = contextlib.ExitStack()
         self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
-        self._precision = Precision.of(self.plan.precision, self.mesh.device)
+        self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
         self._stepped = False
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -163,6 +166,12 @@ class Session:
 
 
 def _refuse_divided(plan: Plan) -> None:
+    if plan.serves:
+        raise PlanError(
+            given=f'a Session with server.mode = "{plan.server.mode}"',
+            conflict="a loop of your own updates the parameters itself, which servers would do",
+            remedy='use shoal run with a job file, or server.mode = "none"',
+        )
     if plan.divides_model:
         degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
         raise PlanError(
@@ -276,7 +285,7 @@ class _Loop:
         agreement = agree(self._mesh, Report(has_data=True, checkpoint=self._keeper.due(self.state.step)))
         if agreement.checkpoint:
             self._keeper.save(self.state)
-        self._strategy.begin()
+        self._strategy.begin(self.state.step, self._factor)
         self._buffers.begin()
         self._observer.begin(self.state.step, self._factor)
         flags = Flags()
@@ -311,8 +320,15 @@ class _Loop:
             )
         if update.skipped is None:
             self._buffers.assign(sums.buffers, sums.num_samples)
+            self._tell_of_fall_back(sums)
         self._observer.updated(update.skipped)
         self.state.advance(sums, update.skipped)
+
+    def _tell_of_fall_back(self, sums: StepSums) -> None:
+        compression = self._strategy.compression
+        said = compression.said(sums.compared) if compression is not None and sums.compared is not None else None
+        if said is not None and self._mesh.rank == 0:
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
 
     @contextlib.contextmanager
     def _scope(self, microbatch: Microbatch) -> Iterator[None]:

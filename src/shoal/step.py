@@ -212,7 +212,7 @@ class StepRunner:
     def _compute(self, data: StepData | None) -> StepSums:
         """Gradients and sums of the step. An exception here leaves every rank in step: it travels with the sums."""
         parts = self._parts
-        parts.strategy.begin()
+        parts.strategy.begin(self._step, self._factor)
         self._parts.buffers.begin()
         parts.observer.begin(self._step, self._factor)
         self.seen = []

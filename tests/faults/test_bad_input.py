@@ -26,7 +26,7 @@ FILES = {
     "schema.toml": "schema = 99\n",
     "section.toml": "layout = 3\n",
     "broken.toml": "[layout\n",
-    "compression.toml": '[collectives]\ncompression = "int8"\n',
+    "compression.toml": '[collectives]\ncompression = "int8"\n[execution]\nexact = true\n',
     "stages.toml": '[layout]\npipeline = 2\n[pipeline]\nschedule = "interleaved_1f1b"\n',
     "two.toml": "[layout]\ndata = 2\n",
     "three.toml": "[layout]\ndata = 3\n",

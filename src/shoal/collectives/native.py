@@ -71,7 +71,8 @@ class Native(Collective):
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         """As torch."""
-        work = dist.all_gather_into_tensor(output.view(-1), tensor.view(-1), group=self.group, async_op=True)
+        rows = list(output.view(self.world_size, -1).unbind())
+        work = dist.all_gather(rows, tensor.view(-1), group=self.group, async_op=True)
         return self._begun(_Work(work), asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:

@@ -65,9 +65,23 @@ def _exact(plan: Plan, axis: str) -> bool:
     return plan.execution.exact and _wide(plan, axis)
 
 
+def _compressed(plan: Plan, axis: str | None = None) -> bool:
+    return plan.collectives.compression != "none" and (axis is None or _wide(plan, axis))
+
+
+def _unused(plan: Plan, schemes: tuple[str, ...]) -> bool:
+    return plan.collectives.compression not in schemes
+
+
 def _pipelined(plan: Plan, *schedules: str) -> bool:
     return _wide(plan, "pipeline") and plan.pipeline.schedule in schedules
 
+
+_ALONE = "a worker computes whole grains with the whole model, which servers alone divide"
+# Schemes that hold something back; a cast to 16 bits loses no more than the last of them.
+FED_BACK = ("int8", "topk", "powersgd")
+# Of the 127 levels of a signed byte each of so many ranks has 4.
+MOST_INT8_RANKS = 31
 
 _NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: a {} axis adds in an order of its own"
 
@@ -125,10 +139,10 @@ CONFLICTS: tuple[Rule, ...] = (
         "tensor.sequence = false, or layout.context = 1",
     ),
     Rule(
-        lambda plan: plan.collectives.all_reduce != "native" and plan.execution.exact,
+        lambda plan: plan.collectives.all_reduce not in ("native", "shared_memory") and plan.execution.exact,
         ("collectives.all_reduce", "execution.exact"),
-        "exact mode sums in a tree of its own, whatever the ranks",
-        'collectives.all_reduce = "native", or execution.exact = false',
+        "exact mode sums in a tree of its own, over sockets or through shared memory",
+        'collectives.all_reduce = "native" or "shared_memory", or execution.exact = false',
     ),
     Rule(
         lambda plan: plan.collectives.all_reduce != "native" and plan.shards_model,
@@ -137,10 +151,43 @@ CONFLICTS: tuple[Rule, ...] = (
         'collectives.all_reduce = "native", or shard.level = "optimizer"',
     ),
     Rule(
-        lambda plan: plan.collectives.compression != "none",
-        ("collectives.compression",),
-        "this version compresses nothing, and runs nothing as less than it asks for",
-        'collectives.compression = "none"',
+        lambda plan: plan.execution.channels_last and plan.execution.exact,
+        ("execution.channels_last", "execution.exact"),
+        "kernels for channels last add in another order: exact bits are those of the usual one",
+        "execution.channels_last = false, or execution.exact = false",
+    ),
+    Rule(
+        lambda plan: _compressed(plan) and plan.execution.exact,
+        ("collectives.compression", "execution.exact"),
+        "compressed sums are not the sums of one process, and exact mode promises each bit of them",
+        'collectives.compression = "none", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: _compressed(plan) and plan.shards_model,
+        ("collectives.compression", "shard.level", "layout.shard"),
+        "gradients that are divided are summed by fully_shard's own reduce-scatter, which compresses nothing",
+        'collectives.compression = "none", or shard.level = "optimizer"',
+    ),
+    *(
+        Rule(
+            partial(_compressed, axis=axis),
+            ("collectives.compression", f"layout.{axis}"),
+            f"what a rank holds back is kept for whole parameters, and on a {axis} axis each rank has others",
+            f'collectives.compression = "none", or layout.{axis} = 1 and a larger data axis',
+        )
+        for axis in ("tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: _compressed(plan) and plan.precision.reduce != "float32",
+        ("collectives.compression", "precision.reduce"),
+        "compression begins with gradients in float32, and what it holds back is added to them",
+        'precision.reduce = "float32" (collectives.compression = "bfloat16" or "float16" sends 16 bits)',
+    ),
+    Rule(
+        lambda plan: plan.collectives.compression == "int8" and plan.degrees.divides_grains > MOST_INT8_RANKS,
+        ("collectives.compression", "layout.data", "layout.shard"),
+        f"sums of all ranks have to fit in 8 bits, and with more than {MOST_INT8_RANKS} each has fewer than 4 levels",
+        f'at most {MOST_INT8_RANKS} data ranks (data x shard), or collectives.compression = "bfloat16" or "powersgd"',
     ),
     Rule(
         lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor"),
@@ -168,6 +215,49 @@ CONFLICTS: tuple[Rule, ...] = (
     ),
 )
 
+# The same of plans with servers.
+SERVED: tuple[Rule, ...] = (
+    *(
+        Rule(
+            lambda plan, axis=axis: plan.serves and _wide(plan, axis),  # type: ignore[misc]
+            (f"layout.{axis}", "server.mode"),
+            _ALONE,
+            f'layout.{axis} = 1 and a larger layout.data, or server.mode = "none"',
+        )
+        for axis in ("shard", "tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: plan.execution.exact and plan.server.mode in ("bounded", "asynchronous"),
+        ("server.mode", "execution.exact"),
+        "what is applied when depends on which worker is done first: no two runs have the same bits",
+        'server.mode = "synchronous", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.collectives.compression != "none",
+        ("collectives.compression", "server.mode"),
+        "pushes carry whole gradients",
+        'collectives.compression = "none", or server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.execution.compile != "none",
+        ("execution.compile", "server.mode"),
+        "this version's workers compile nothing",
+        'execution.compile = "none", or server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.precision.loss_scale != "none",
+        ("precision.loss_scale", "server.mode"),
+        "this version scales no loss of gradients that are pushed",
+        'precision.loss_scale = "none" with precision.compute = "bfloat16", or server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.data.workers > 0,
+        ("data.workers", "server.mode"),
+        "which step a worker computes next is not known before it asks: nothing can be read ahead",
+        'data.workers = 0, or server.mode = "none"',
+    ),
+)
+
 # Each row is one warning, told where the settings are not what a plan says by default.
 WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.reduce", "shard.offload"), "layout.shard is 1"),
@@ -179,8 +269,34 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
     Idle(
         lambda plan: plan.degrees.divides_grains == 1,
-        ("collectives.all_reduce",),
+        ("collectives.all_reduce", "collectives.compression"),
         "one rank, or ranks that compute the same grains, have no gradients to sum over the data",
+    ),
+    Idle(lambda plan: plan.server.mode != "bounded", ("server.staleness",), 'server.mode is not "bounded"'),
+    Idle(lambda plan: not plan.serves, ("server.num_servers",), 'server.mode is "none"'),
+    Idle(lambda plan: plan.serves, ("collectives.all_reduce",), "gradients are added up on the servers"),
+    *(
+        Idle(
+            partial(_unused, schemes=schemes),
+            (key,),
+            f"it belongs to collectives.compression = {' or '.join(map(repr, schemes))}".replace("'", '"'),
+        )
+        for key, schemes in (
+            ("compression.block", ("int8",)),
+            ("compression.density", ("topk",)),
+            ("compression.rank", ("powersgd",)),
+            ("compression.feedback", FED_BACK),
+        )
+    ),
+    Idle(
+        lambda plan: not _compressed(plan),
+        ("compression.guard_every", "compression.guard_lost"),
+        'collectives.compression = "none"',
+    ),
+    Idle(
+        lambda plan: _compressed(plan) and plan.compression.guard_every == 0,
+        ("compression.guard_lost",),
+        "compression.guard_every is 0: nothing is compared",
     ),
     Idle(
         lambda plan: not _wide(plan, "pipeline"),
@@ -192,7 +308,7 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
 
 def excluded(plan: Plan) -> Iterator[Conflict]:
     """What the table refuses in this plan."""
-    for rule in CONFLICTS:
+    for rule in (*CONFLICTS, *SERVED):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
 

@@ -83,6 +83,31 @@ class CollectivesSection(_Section):
     compression: Literal["none", "bfloat16", "float16", "int8", "topk", "powersgd"] = "none"
 
 
+class ServerSection(_Section):
+    """Whether servers keep the parameters and workers push gradients to them; `staleness` bounds what is applied."""
+
+    mode: Literal["none", "synchronous", "bounded", "asynchronous"] = "none"
+    staleness: Annotated[int, Field(ge=0)] = 0
+    num_servers: Degree = 1
+
+
+class CompressionSection(_Section):
+    """How far gradients are compressed, and how the sums are watched.
+
+    `block`: values that share a scale of int8. `density`: the share of values that topk sends. `rank`: of powersgd's
+    factors. `feedback`: what was not sent is added to the next step's gradient. Every `guard_every` steps (0: never)
+    the exact sum is made as well; where more than the share `guard_lost` of its energy is lost the rest of the run is
+    not compressed (see docs/compression.md).
+    """
+
+    block: Annotated[int, Field(ge=1)] = 256
+    density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    rank: Degree = 4
+    feedback: bool = True
+    guard_every: Annotated[int, Field(ge=0)] = 100
+    guard_lost: Annotated[float, Field(gt=0)] = 0.5
+
+
 class DataSection(_Section):
     """Processes per rank that fetch samples; 0 fetches in the rank itself."""
 
@@ -90,9 +115,10 @@ class DataSection(_Section):
 
 
 class ExecutionSection(_Section):
-    """Exact or fast sums over grains; compilation."""
+    """Exact or fast sums over grains; compilation; whether images come with their channels last in memory."""
 
     exact: bool = False
+    channels_last: bool = False
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
 
 
@@ -108,6 +134,8 @@ class Plan(_Section):
     precision: PrecisionSection = PrecisionSection()
     memory: MemorySection = MemorySection()
     collectives: CollectivesSection = CollectivesSection()
+    compression: CompressionSection = CompressionSection()
+    server: ServerSection = ServerSection()
     data: DataSection = DataSection()
     execution: ExecutionSection = ExecutionSection()
     prediction: dict[str, Any] = Field(default_factory=dict)
@@ -127,6 +155,32 @@ class Plan(_Section):
     def divides_model(self) -> bool:
         """Whether ranks hold parts of the model."""
         return self.shards_model or self.degrees.shares_grains > 1
+
+    @property
+    def serves(self) -> bool:
+        """Whether servers keep the parameters; the ranks of the layout are then workers."""
+        return self.server.mode != "none"
+
+    @property
+    def num_processes(self) -> int:
+        """The ranks of the layout, and with servers these and the conductor."""
+        return self.degrees.world_size + (1 + self.server.num_servers if self.serves else 0)
+
+    @property
+    def worker_ranks(self) -> range:
+        """With servers the ranks of the workers, which come last: those that may die and be replaced."""
+        return range(1 + self.server.num_servers, self.num_processes) if self.serves else range(0)
+
+    @property
+    def divides_step(self) -> int:
+        """Among how many ranks the grains of one step are divided; a worker that runs ahead computes all of them."""
+        return 1 if self.server.mode in ("bounded", "asynchronous") else self.degrees.divides_grains
+
+    @property
+    def uncompressed(self) -> Plan:
+        """This plan with gradients summed as they are."""
+        plain = {"collectives": {"compression": "none"}, "compression": CompressionSection().model_dump()}
+        return self if self.collectives.compression == "none" else self.with_sections(**plain)
 
     def with_sections(self, **sections: dict[str, Any]) -> Plan:
         """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""

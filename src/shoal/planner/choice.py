@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from shoal.errors import PlanError
-from shoal.planner.aims import Aim, Key, Limit, tied
+from shoal.planner.aims import TOLD_APART, Aim, Key, Limit, tied
 from shoal.planner.search import Candidate, Search, Seen
 from shoal.planner.space import Cut, Illegal, Place, simplicity
 
@@ -31,12 +31,14 @@ class Rejected:
 class Choice:
     """What a search answers. `alternatives` are the best plans of the next best layouts, in order.
 
+    `faster`: what is faster on more devices, by less than a prediction can tell, where the aim is the fastest.
     `num_tied`: plans too close to the best to tell apart, of which the simplest was chosen. `num_places`: layouts that
     were considered; `num_predicted` and `num_bounded`: plans that were predicted, and that bounds excluded.
     """
 
     aim: Aim
     chosen: Candidate
+    faster: Candidate | None
     alternatives: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
     illegal: tuple[Illegal, ...]
@@ -84,10 +86,13 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
     if found is None:
         raise _nothing(search, aim, seen, limit)
     chosen, close = found
+    fewer = _fewer(search, aim, chosen, seen)
+    faster, chosen = (chosen, fewer) if fewer is not None else (None, chosen)
     alternatives = _next_best(search, aim, chosen, seen)
     return Choice(
         aim=aim,
         chosen=chosen,
+        faster=faster,
         alternatives=alternatives,
         rejected=tuple(_rejected(search, seen, chosen)),
         illegal=tuple(search.space.illegal()),
@@ -96,6 +101,23 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
         num_predicted=seen.num_predicted,
         num_bounded=seen.num_bounded - seen.num_predicted,
     )
+
+
+def _fewer(search: Search, aim: Aim, best: Candidate, seen: Seen) -> Candidate | None:
+    """A plan on fewer devices that no prediction tells from the fastest; None where there is none, or it is not asked.
+
+    More devices have to be worth more than the error of a prediction.
+    """
+    if aim.name != "fastest" or best.devices == 1:
+        return None
+    within = Limit(seconds=best.seconds * (1 + TOLD_APART))
+    fewest = Aim("efficiency")  # by devices, then by seconds
+    places = [place for place in search.places if place.devices < best.devices]
+    first = next(search.in_order(fewest, within, places, seen), None)
+    if first is None:
+        return None
+    found = simplest(search.in_order(Aim(), within, search.by_devices[first.devices], seen), Aim())
+    return found[0] if found else first
 
 
 def _key(aim: Aim, candidate: Candidate) -> Key:
@@ -112,7 +134,7 @@ def _next_best(search: Search, aim: Aim, chosen: Candidate, seen: Seen) -> tuple
     """The best plans of other degrees on as many devices: of those places whose bounds promise most."""
     own = place_of(chosen)
     others = [place for place in search.by_devices[chosen.devices] if place != own]
-    promising = sorted(others, key=lambda place: max(seen.bounds.get(place, 0.0), search.floor(place)))
+    promising = sorted(others, key=search.least_of)
     best = (next(search.in_order(aim, places=[place], seen=seen), None) for place in promising[:NUM_PROMISING])
     found = [candidate for candidate in best if candidate is not None]
     return tuple(sorted(found, key=lambda candidate: _key(aim, candidate))[:NUM_ALTERNATIVES])
@@ -129,6 +151,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} KiB"
 
 
+def counted(devices: int) -> str:
+    """A number of devices in words."""
+    return "1 device" if devices == 1 else f"{devices} devices"
+
+
 def _rejected(search: Search, seen: Seen, chosen: Candidate) -> Iterator[Rejected]:
     """Each place that was not chosen on as many devices, by itself; the others by their number of devices."""
     own = place_of(chosen)
@@ -141,7 +168,7 @@ def _rejected(search: Search, seen: Seen, chosen: Candidate) -> Iterator[Rejecte
         reasons = [_reason(search, seen, place, chosen) for place in places]
         slowest = float("inf")
         least = min(reasons, key=lambda reason: slowest if reason.seconds is None else reason.seconds)
-        yield Rejected(f"{devices} devices, nearest: {least.what}", devices, least.reason, least.seconds)
+        yield Rejected(f"{counted(devices)}, nearest: {least.what}", devices, least.reason, least.seconds)
 
 
 def _reason(search: Search, seen: Seen, place: Place, chosen: Candidate) -> Rejected:
@@ -161,7 +188,7 @@ def compared(other: Candidate, chosen: Candidate) -> str:
     if other.seconds <= chosen.seconds:
         more = other.devices - chosen.devices
         if more > 0:
-            return f"{chosen.seconds / other.seconds - 1:.0%} faster, with {more} more devices"
+            return f"{chosen.seconds / other.seconds - 1:.0%} faster, with {more} more device{'s' if more > 1 else ''}"
         return "as fast within what a prediction can tell, and less simple"
     slower = f"{other.seconds / chosen.seconds - 1:.0%} slower"
     if other.prediction.bubble >= max(_MUCH_BUBBLE, 2 * chosen.prediction.bubble):
@@ -190,7 +217,7 @@ def _nothing(search: Search, aim: Aim, seen: Seen, limit: Limit) -> NothingFitsE
         return NothingFitsError(
             given=given,
             conflict=f"the fastest plan takes {needs:.3g} s for the whole job ({fastest.seconds:.3g} s a step on "
-            f"{fastest.devices} devices)",
+            f"{counted(fastest.devices)})",
             remedy=f"write --aim deadline={needs * 1.01:.0f}s, or give a larger cluster",
         )
     if not seen.missing_bytes:

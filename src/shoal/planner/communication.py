@@ -121,11 +121,14 @@ class Gradients:
         """Whether the step's sums and rows travel in the last bucket: of float32, and summed over all ranks."""
         return self.reduce_itemsize == 4 and layout.shares_grains == 1
 
+    def groups(self) -> list[list[int]]:
+        """The parameters of each flat buffer, in the order in which they are sent."""
+        sizes = [p.numel * self.reduce_itemsize for p in self.parameters]
+        return divide_into_buckets(sizes, GLOO_BUCKET_BYTES if self.on_cpu else NCCL_BUCKET_BYTES)
+
     def buckets(self, layout: Layout) -> list[int]:
         """Elements of each flat buffer, in the order in which they are sent; the last one carries the sums."""
-        sizes = [p.numel * self.reduce_itemsize for p in self.parameters]
-        groups = divide_into_buckets(sizes, GLOO_BUCKET_BYTES if self.on_cpu else NCCL_BUCKET_BYTES)
-        lengths = [sum(self.parameters[i].numel for i in group) for group in groups]
+        lengths = [sum(self.parameters[i].numel for i in group) for group in self.groups()]
         lengths[-1] += NUM_FLAGS + len(self.parameters)
         if self.carries_sums(layout) and layout.world_size > 1:
             lengths[-1] += 1 + NUM_LIMBS * (NUM_STEP_SUMS - 1) + self.buffer_numel

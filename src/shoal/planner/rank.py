@@ -18,6 +18,7 @@ from shoal.planner.communication import (
     sharded_optimizer,
     sums,
 )
+from shoal.planner.compressed import buffers, compressed
 from shoal.planner.divided import Partial, SlicedBlock, Staged, completed, exchanges, messages
 from shoal.planner.memory import (
     Footprint,
@@ -30,6 +31,7 @@ from shoal.planner.memory import (
     owned,
     scattered_gradients,
     sharded_parameters,
+    shared_pieces,
     whole,
 )
 
@@ -77,9 +79,13 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if described.sharding is not None:
         return fully_sharded(described.sharding).plus(sums(gradients, described.num_cut), divided)
     if plan.execution.exact:
-        reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
+        shared = plan.collectives.all_reduce == "shared_memory"
+        reduced = Volumes() if shared else exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
-        summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
+        if plan.collectives.compression != "none" and layout.world_size > 1:
+            summed = compressed(gradients, plan, rank, sampled=plan.compression.guard_every == 1)
+        else:
+            summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
         if summed is None:
             return None
         reduced = summed
@@ -96,6 +102,10 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     updated = owned(gradients.parameters, layout.shard, layout.coordinate(rank).shard)
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
+        if plan.collectives.all_reduce == "shared_memory" and len(described.held) > 1:
+            summed += shared_pieces(gradients, described.held, described.num_grains)
+    elif plan.collectives.compression != "none" and layout.world_size > 1:
+        summed = buffers(gradients, plan)
     else:
         summed = bucketed(gradients, layout, plan.collectives.all_reduce == "native")
     return Footprint(

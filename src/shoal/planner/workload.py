@@ -84,6 +84,7 @@ class Program:
 class Prediction:
     """What a step takes. `bubble` is a fraction of it; `flops_per_device` counts no recomputation.
 
+    `kept_bytes`: what autograd keeps at its peak between forwards and backwards, by the rank of a pipeline.
     `mfu`: these FLOPs, as far as they are executed (Winograd's algorithm does with fewer), over the peak of the dtype
     that multiplies them (tf32 where that serves for float32).
     """
@@ -97,3 +98,4 @@ class Prediction:
     bubble: float
     flops_per_device: float
     mfu: float | None
+    kept_bytes: tuple[int, ...] = ()

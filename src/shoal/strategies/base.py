@@ -5,14 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.ledger import DIGEST_WORDS, grain_digest
+from shoal.ledger import DIGEST_WORDS, grains_digest
 from shoal.microbatch import Microbatch
+
+if TYPE_CHECKING:
+    from shoal.collectives.compression import Compression
+    from shoal.collectives.guard import Comparison
 
 # The sums of a step: loss total, weight, samples, the digest's words, then weighted buffers (see buffers.py).
 TOTAL, WEIGHT, SAMPLES, DIGEST = 0, 1, 2, 3
@@ -34,6 +39,7 @@ class StepSums:
     sums: npt.NDArray[np.float64]
     flags: Flags
     rows: npt.NDArray[np.float64] | None = None  # [world_size, n]: every rank's row, where they travelled with the sums
+    compared: Comparison | None = None  # compressed with exact gradients, in a sampled step
 
     @property
     def loss(self) -> float:
@@ -66,8 +72,7 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
     """What one microbatch adds to the step's sums: float64 on the device, so that nothing waits for the device here."""
     host = np.zeros(NUM_SUMS)
     host[SAMPLES] = microbatch.num_samples
-    for grain, ids in zip(microbatch.grains, microbatch.ids, strict=True):
-        host[DIGEST:] += grain_digest(microbatch.step, grain.index, ids)
+    host[DIGEST:] = grains_digest(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
     sums = torch.cat([torch.from_numpy(host).to(buffers.device), buffers])
     sums[TOTAL] = total.detach()
     sums[WEIGHT] = weight
@@ -90,9 +95,11 @@ class Strategy(ABC):
     where no rank's loss depended on it.
     """
 
+    compression: Compression | None = None  # what compresses the gradients on their way
+
     @abstractmethod
-    def begin(self) -> None:
-        """Starts a step: no gradients, no sums."""
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        """Starts a step, perhaps again: no gradients, no sums. Loss totals are multiplied by `factor`."""
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from torch import Tensor
 from shoal.collectives.base import Collective, Handle
 from shoal.planner.division import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
 from shoal.strategies.base import Flags
+
+if TYPE_CHECKING:
+    from shoal.collectives.compression import Compression
+    from shoal.collectives.guard import Comparison
 
 _NUM_FLAGS = 2
 
@@ -42,13 +47,18 @@ class GradientBuckets:
         dtype: torch.dtype,
         world_size: int,
         collective: Collective | None = None,
+        compression: Compression | None = None,
     ) -> None:
         """`collective` sums over `world_size` ranks, and the buffers lie where it wants them; None for one rank.
+
+        `compression` sums the gradients instead, where there is one.
 
         Collective: where it allocates for all ranks together.
         """
         self._parameters = list(parameters)
         self._dtype, self._world_size, self._collective = dtype, world_size, collective
+        self._compression = compression
+        self.compared: Comparison | None = None  # a step's, where it was sampled
         self._buckets: list[_Bucket] = []
         self._place: dict[int, tuple[_Bucket, Tensor]] = {}
         self._num_extras = 0
@@ -83,6 +93,8 @@ class GradientBuckets:
                 self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
                 start = end
             self._buckets.append(bucket)
+            if self._compression is not None:
+                self._compression.add(group, [tuple(self._parameters[i].shape) for i in group], device)
 
     def _allocate(self, length: int, device: torch.device) -> Tensor:
         if self._collective is not None and device.type == "cpu":
@@ -113,8 +125,9 @@ class GradientBuckets:
             start = end
 
     def buffers(self) -> list[Tensor]:
-        """The flat buffers, and what the collective keeps."""
-        return [*(b.flat for b in self._buckets), *(self._collective.buffers() if self._collective else ())]
+        """The flat buffers, and what the collective and the compression keep."""
+        kept = [summing.buffers() for summing in (self._collective, self._compression) if summing is not None]
+        return [*(b.flat for b in self._buckets), *(tensor for tensors in kept for tensor in tensors)]
 
     def begin(self) -> None:
         """No gradients."""
@@ -165,7 +178,10 @@ class GradientBuckets:
     def _launch(self) -> None:
         assert self._collective is not None, "several ranks have something to sum with"
         bucket = self._buckets[self._launched]
-        bucket.work = self._collective.all_reduce(bucket.flat, asynchronous=True)
+        if self._compression is not None:
+            bucket.work = self._compression.start(self._launched, bucket.flat)
+        else:
+            bucket.work = self._collective.all_reduce(bucket.flat, asynchronous=True)
         self._launched += 1
 
     def _zero_missing(self, first: int) -> None:
@@ -213,7 +229,19 @@ class GradientBuckets:
                 bucket.work.wait()
         status = tail.float().cpu()
         used = status[_NUM_FLAGS : self._num_status].tolist()
+        if self._compression is not None:
+            self.compared = self._compression.settle([b.flat for b in self._buckets], self._places(used))
         return Flags(int(status[0]), int(status[1])), used, status[self._num_status :]
+
+    def _places(self, used: list[float]) -> list[tuple[int, int, int]]:
+        """Bucket, start and stop of each parameter that no rank used."""
+        numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
+        found = []
+        for i in (i for i, count in enumerate(used) if not count):
+            bucket, view = self._place[i]
+            start = int(view.storage_offset()) - int(bucket.flat.storage_offset())
+            found.append((numbers[id(bucket)], start, start + view.numel()))
+        return found
 
     def close(self) -> None:
         """Takes the hooks off, and closes the collective."""

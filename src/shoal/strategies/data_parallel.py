@@ -6,7 +6,8 @@ grain, summed in the fixed tree; bit-identical on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,31 +18,59 @@ from shoal.collectives.choose import open_collective
 from shoal.collectives.fixed_tree import TreeSum, evaluate
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
+from shoal.plan.plan import CompressionSection, Plan
 from shoal.strategies.base import NUM_SUMS, WEIGHT, Flags, Mark, Replicated, StepSums
 from shoal.strategies.buckets import GradientBuckets
 
 
+@dataclass(frozen=True)
+class Summing:
+    """How gradients are summed: the algorithm, and what compresses them on the way."""
+
+    algorithm: str = "native"
+    scheme: str = "none"
+    options: CompressionSection = field(default_factory=CompressionSection)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Summing:
+        """As a plan says."""
+        return cls(plan.collectives.all_reduce, plan.collectives.compression, plan.compression)
+
+
 class DataParallel(Replicated):
-    """Fast mode. `mark` is told when the step waits for communication; `algorithm` names the all-reduce.
+    """Fast mode. `mark` is told when the step waits for communication.
 
     Collective: all ranks, what the algorithm needs to be opened.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, mark: Mark, algorithm: str = "native"
+        self,
+        parameters: Sequence[Tensor],
+        mesh: Mesh,
+        reduce: torch.dtype,
+        mark: Mark,
+        summing: Summing = Summing(),
     ) -> None:
         self._mesh, self._mark = mesh, mark
         collective = None
         if mesh.num_data_ranks > 1:
             parts = mesh.layout.groups("data", "shard") if mesh.replicas is not None else ()
             team = Team(mesh.replicas, [list(ranks) for ranks in parts])
-            collective = open_collective(algorithm, team, mesh.device)
-        self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective)
+            collective = open_collective(summing.algorithm, team, mesh.device)
+            if summing.scheme != "none":
+                from shoal.collectives.compression import Compression
 
-    def begin(self) -> None:
+                self.compression = Compression(collective, summing.scheme, summing.options)
+        self._factor = 1.0
+        self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
+
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
         """No gradients, no sums."""
         self._buckets.begin()
         self._sums: Tensor | None = None
+        self._factor = factor
+        if self.compression is not None:
+            self.compression.begin(step)
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         """Adds a microbatch; sums of full buckets are on their way while the last one's backward still runs."""
@@ -56,6 +85,8 @@ class DataParallel(Replicated):
 
     def arm(self) -> None:
         """Lets full buckets go."""
+        if self.compression is not None and self._sums is not None:
+            self.compression.arm(float(self._sums[WEIGHT]) * self._factor)
         self._buckets.arm()
 
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
@@ -78,7 +109,13 @@ class DataParallel(Replicated):
         flags, extras = self._buckets.finish(flags, extras)
         cut = len(extras) - rows.numel()
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
-        return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered)
+        return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered, self._buckets.compared)
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Every rank computes the same; what compression has held back counts from here on."""
+        step()
+        if self.compression is not None:
+            self.compression.commit()
 
     def gradient_buffers(self) -> list[Tensor]:
         """The buckets."""
@@ -97,18 +134,17 @@ def all_sums(sums: Tensor, flags: Flags) -> StepSums:
 
 
 class ExactDataParallel(Replicated):
-    """Exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype."""
+    """Exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype.
 
-    def __init__(
-        self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, num_grains: int, mark: Mark
-    ) -> None:
-        self._parameters, self._mesh, self._num_grains, self._mark = list(parameters), mesh, num_grains, mark
-        length = sum(p.numel() for p in self._parameters)
-        self._like = torch.empty(length, dtype=reduce, device=mesh.device)
-        self._tree = TreeSum(self._num_grains, self._like)
+    `tree` sums over the grains of all ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, tree: TreeSum, mark: Mark) -> None:
+        self._parameters, self._mesh, self._tree, self._mark = list(parameters), mesh, tree, mark
+        self._num_grains = tree.num_grains
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
         """No gradients, no sums."""
         self._tree.clear()
         self._rows: dict[int, Tensor] = {}
@@ -147,8 +183,8 @@ class ExactDataParallel(Replicated):
         status = torch.cat([torch.tensor([flags.errors, flags.redo], dtype=torch.float64), self._used])
         if self._mesh.world_size > 1:
             # Each row has one writer and is zero elsewhere: this sum only moves values and changes no bit of them.
-            dist.all_reduce(table)
-            dist.all_reduce(status)
+            self._tree.move(table)
+            self._tree.move(status)
         flags = Flags(int(status[0]), int(status[1]))
         holders = [torch.nonzero(table[:, 0] == rank + 1).flatten().tolist() for rank in range(self._mesh.world_size)]
         present = {(g, g + 1): table[g, 1:] for held in holders for g in held}
@@ -168,7 +204,8 @@ class ExactDataParallel(Replicated):
         return self._tree.buffers()
 
     def close(self) -> None:
-        """Holds no hooks."""
+        """Closes the tree."""
+        self._tree.close()
 
 
 # Whole numbers as digits of this base: sums over up to 4096 ranks of such digits are exact in float32.

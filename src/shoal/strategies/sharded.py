@@ -53,13 +53,14 @@ class ShardedOptimizer(Strategy):
 
     def __init__(self, inner: Strategy, parameters: Sequence[Tensor], mesh: Mesh, mark: Mark) -> None:
         self._inner, self._parameters, self._mesh, self._mark = inner, list(parameters), mesh, mark
+        self.compression = inner.compression
         self._ranks = mesh.ranks("shard")
         owners = divide([p.numel() * p.itemsize for p in self._parameters], len(self._ranks))
         self._root = {id(p): self._ranks[owner] for p, owner in zip(self._parameters, owners, strict=True)}
 
-    def begin(self) -> None:
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
         """As the inner strategy."""
-        self._inner.begin()
+        self._inner.begin(step, factor)
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         """As the inner strategy."""
@@ -104,6 +105,7 @@ class ShardedOptimizer(Strategy):
             while under_way:
                 _arrive(*under_way.popleft())
         self._mark("optimizer")
+        self._inner.update(_nothing)
 
     def _pieces(self, parameters: list[Tensor]) -> Iterator[_Piece]:
         for root in self._ranks:
@@ -134,6 +136,10 @@ class ShardedOptimizer(Strategy):
     def close(self) -> None:
         """As the inner strategy."""
         self._inner.close()
+
+
+def _nothing() -> None:
+    """The optimizer has stepped."""
 
 
 def _arrive(piece: _Piece, work: dist.Work) -> None:

@@ -11,6 +11,7 @@ from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
 from shoal.verification.fork import trace_forked
 from shoal.verification.judge import Verdict, at_least_one, judge_traces
+from shoal.verification.parallel import left_out
 from shoal.verification.session import verify_session
 
 __all__ = ["Verdict", "verify", "verify_session"]
@@ -28,8 +29,11 @@ def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
             remedy="call the job function: shoal.verify(job(), plan)",
         )
     at_least_one("steps", steps)
-    plan = complete(plan, job.grains, job.grain_size)
+    notes = left_out(plan)
+    plan = complete(plan.uncompressed, job.grains, job.grain_size)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
         trace_forked(lambda plan: (job, plan), plan, folder, steps)
-        return judge_traces(job, plan, folder)
+        verdict = judge_traces(job, plan, folder)
+        verdict.notes += notes
+        return verdict

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.errors import ExitCode
+from shoal.errors import ExitCode, PlanError
 from shoal.faults import as_shoal_error
 from shoal.job import Job
 from shoal.job_file import LoadedJob, load
@@ -20,6 +20,7 @@ from shoal.startup import prepare_process
 from shoal.verification.certificate import certificate, write_certificate
 from shoal.verification.fork import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
+from shoal.verification.parallel import left_out
 
 
 def verify(request: RunRequest, num_steps: int) -> ExitCode:
@@ -41,9 +42,14 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
 
 def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     began = time.monotonic()
-    print(f"verifying          {request.job.path}: {num_steps} steps on {request.world_size} process(es)", flush=True)
-    if request.world_size == 1:
+    _refuse_ahead(request.plan)
+    print(
+        f"verifying          {request.job.path}: {num_steps} steps on {request.num_processes} process(es)", flush=True
+    )
+    if request.num_processes == 1:
         print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
+
+    planned = request.plan.uncompressed
 
     def made(plan: Plan) -> tuple[LoadedJob, Plan]:
         loaded = load(request.job)
@@ -55,17 +61,28 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
 
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     num_threads = int(told) if told.isdecimal() and int(told) else request.threads_per_process
-    trace_forked(make, request.plan, folder, num_steps, num_threads)
+    trace_forked(make, planned, folder, num_steps, num_threads)
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
-    prepare_process(request.plan.execution.exact, cores_here())
-    loaded, plan = made(request.plan)
+    prepare_process(planned.execution.exact, cores_here())
+    loaded, plan = made(planned)
     verdict = judge_traces(loaded.job, plan, folder)
+    verdict.notes += left_out(request.plan)
     _print(verdict, plan, parallel_seconds)
     document = certificate(verdict, loaded, plan, parallel_seconds)
     write_certificate(request.out / "certificate.json", document)
     print(f"written            {request.out / 'certificate.json'}")
     return ExitCode.DONE if verdict.verified else ExitCode.FAILED
+
+
+def _refuse_ahead(plan: Plan) -> None:
+    """Raises: PlanError for workers that run ahead of each other."""
+    if plan.server.mode in ("bounded", "asynchronous"):
+        raise PlanError(
+            given=f'server.mode = "{plan.server.mode}"',
+            conflict="its gradients are of older parameters: it does not compute what one process computes",
+            remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
+        )
 
 
 def _print(verdict: Verdict, plan: Plan, parallel_seconds: float) -> None:

@@ -230,14 +230,46 @@ EXCLUDED = [
 ]
 EXCLUDED += [
     (
-        of(layout={"data": 2}, collectives={"compression": "int8"}),
-        'collectives.compression = "int8"',
-        'collectives.compression = "none"',
+        of(layout={"data": 2}, collectives={"compression": "int8"}, execution={"exact": True}),
+        'collectives.compression = "int8", execution.exact = true',
+        'collectives.compression = "none", or execution.exact = false',
+    ),
+    (
+        of(layout={"shard": 2}, collectives={"compression": "topk"}),
+        'collectives.compression = "topk", shard.level = "parameters", layout.shard = 2',
+        'shard.level = "optimizer"',
+    ),
+    *(
+        (
+            of(
+                layout={"data": 2, axis: 2},
+                collectives={"compression": "bfloat16"},
+                batch={"grains_per_microbatch": 1},
+            ),
+            f'collectives.compression = "bfloat16", layout.{axis} = 2',
+            f"layout.{axis} = 1 and a larger data axis",
+        )
+        for axis in ("tensor", "pipeline", "context")
+    ),
+    (
+        of(layout={"data": 2}, collectives={"compression": "powersgd"}, precision={"reduce": "bfloat16"}),
+        'collectives.compression = "powersgd", precision.reduce = "bfloat16"',
+        'precision.reduce = "float32"',
+    ),
+    (
+        of(layout={"data": 16, "shard": 2}, shard={"level": "optimizer"}, collectives={"compression": "int8"}),
+        'collectives.compression = "int8", layout.data = 16, layout.shard = 2',
+        "at most 31 data ranks",
     ),
     (
         of(layout={"data": 2}, collectives={"all_reduce": "ring"}, execution={"exact": True}),
         'collectives.all_reduce = "ring", execution.exact = true',
-        'collectives.all_reduce = "native", or execution.exact = false',
+        'collectives.all_reduce = "native" or "shared_memory", or execution.exact = false',
+    ),
+    (
+        of(execution={"channels_last": True, "exact": True}),
+        "execution.channels_last = true, execution.exact = true",
+        "execution.channels_last = false, or execution.exact = false",
     ),
     (
         of(layout={"shard": 2}, collectives={"all_reduce": "shared_memory"}),
@@ -297,7 +329,8 @@ EXCLUDED += [
 
 @pytest.mark.parametrize(("plan", "given", "remedy"), EXCLUDED)
 def test_settings_that_exclude_each_other(plan: Plan, given: str, remedy: str) -> None:
-    for facts in (None, GPT):
+    fits = plan.degrees.divides_grains <= GPT.num_grains
+    for facts in (None, GPT) if fits else (None,):
         error = refused(plan, facts)
         assert given in error.given
         assert remedy in error.remedy
@@ -322,6 +355,24 @@ def test_each_row_is_tried() -> None:
         (
             of(pipeline={"stages_per_rank": 2, "split": ["a"]}),
             'pipeline.stages_per_rank = 2, pipeline.split = ["a"]: no effect',
+        ),
+        (of(collectives={"compression": "int8"}), 'collectives.compression = "int8": no effect'),
+        (
+            of(layout={"data": 2}, collectives={"compression": "topk"}, compression={"block": 64}),
+            'compression.block = 64: no effect, since it belongs to collectives.compression = "int8"',
+        ),
+        (of(layout={"data": 2}, compression={"guard_lost": 0.9}), "compression.guard_lost = 0.9: no effect"),
+        (
+            of(layout={"data": 2}, collectives={"compression": "float16"}, compression={"feedback": False}),
+            "compression.feedback = false: no effect",
+        ),
+        (
+            of(
+                layout={"data": 2},
+                collectives={"compression": "int8"},
+                compression={"guard_every": 0, "guard_lost": 0.9},
+            ),
+            "compression.guard_lost = 0.9: no effect, since compression.guard_every is 0",
         ),
     ],
 )

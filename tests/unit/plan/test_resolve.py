@@ -120,10 +120,11 @@ def test_everything_unsupported_is_named_at_once() -> None:
         layout={"tensor": 2},
         execution={"exact": True},
         collectives={"all_reduce": "ring", "compression": "int8"},
+        precision={"reduce": "bfloat16"},
     )
     with pytest.raises(PlanError) as caught:
         refuse_unsupported(plan)
-    for key in ("execution.exact", "collectives.all_reduce", "collectives.compression"):
+    for key in ("execution.exact", "collectives.all_reduce", "collectives.compression", "precision.reduce"):
         assert f"{key} = " in caught.value.given
         assert f"{key} = " in caught.value.remedy
 

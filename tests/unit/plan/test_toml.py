@@ -53,8 +53,23 @@ PLANS = st.fixed_dictionaries(
         ),
         "memory": st.fixed_dictionaries({"recompute": literal("memory", "recompute")}),
         "collectives": st.fixed_dictionaries({k: literal("collectives", k) for k in ("all_reduce", "compression")}),
+        "server": st.fixed_dictionaries(
+            {"mode": literal("server", "mode"), "staleness": st.integers(0, 64), "num_servers": DEGREES}
+        ),
+        "compression": st.fixed_dictionaries(
+            {
+                "block": DEGREES,
+                "density": st.floats(1e-9, 1.0),
+                "rank": DEGREES,
+                "feedback": st.booleans(),
+                "guard_every": st.integers(0, 10**6),
+                "guard_lost": st.floats(1e-9, 1e9),
+            }
+        ),
         "data": st.fixed_dictionaries({"workers": st.integers(0, 64)}),
-        "execution": st.fixed_dictionaries({"exact": st.booleans(), "compile": literal("execution", "compile")}),
+        "execution": st.fixed_dictionaries(
+            {"exact": st.booleans(), "channels_last": st.booleans(), "compile": literal("execution", "compile")}
+        ),
         "prediction": st.dictionaries(NAMES, VALUES, max_size=3),
     }
 )

@@ -112,7 +112,7 @@ def test_flags_travel_with_the_sums(exact: bool) -> None:
 
 
 def test_what_is_not_executed_is_refused() -> None:
-    plan = Plan().with_sections(collectives={"compression": "int8"})
+    plan = Plan().with_sections(collectives={"compression": "int8"}, precision={"reduce": "bfloat16"})
     model = nn.Linear(1, 1)
     with pytest.raises(PlanError, match=r"collectives\.compression"):
         assemble(plan, Holding(MESH, model), list(model.parameters()), 4, lambda span: None)

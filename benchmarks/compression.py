@@ -1,0 +1,282 @@
+"""Claim: compressed sums send the bytes that the formulas say and train LeNet and a GPT to the uncompressed loss.
+
+docs/compression.md has the table: of each scheme, on two ranks, bytes of gradients and of all messages in a step, the
+loss on held-out data after training, beside the spread of the uncompressed run over seeds, and the time of a step
+beside the uncompressed one in the same run. Repeat with `python -m benchmarks.compression [--again]`; each cell is kept
+in benchmarks/results/compression.json as it comes, so that what was cut short goes on; 6 minutes on 2 idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "compression.json"
+PAGE = ROOT / "docs" / "compression.md"
+BEGIN, END = "<!-- written by benchmarks/compression.py -->", "<!-- end of what it writes -->"
+
+SCHEMES = ("none", "bfloat16", "float16", "int8", "topk", "powersgd")
+# Of the uncompressed run more seeds: what a seed changes is the noise.
+SEEDS = {scheme: (0, 1, 2, 3) if scheme == "none" else (0, 1) for scheme in SCHEMES}
+TASKS: dict[str, dict[str, Any]] = {
+    "lenet": {"epochs": 1},
+    "gpt": {"steps": 200, "layers": 2, "width": 128, "block": 64},
+}
+TITLES = {"lenet": "LeNet on Fashion-MNIST, one epoch", "gpt": "GPT of 0.4 M parameters, 200 steps"}
+TIMED_STEPS, ROUNDS, DISCARDED = 6, 5, 2
+TIMED = {"steps": 10**6, "layers": 4, "width": 256}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of one training: bytes of one rank in a step, and the mean loss over the evaluation data."""
+
+    task: str
+    scheme: str
+    seed: int
+    eval_loss: float
+    eval_accuracy: float
+    payload_bytes: int
+    traffic: dict[str, Any]
+    predicted: dict[str, Any]
+    worst_lost: float | None
+    least_cosine: float | None
+    fell_back: bool
+    step_seconds: float
+
+
+def job(task: str, **settings: Any) -> Any:
+    """The example's job."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import fashion_mnist
+    import gpt
+
+    made = {"lenet": fashion_mnist.job, "gpt": gpt.job}[task]
+    return made(**settings)
+
+
+def planned(made: Any, scheme: str) -> Any:
+    """Two data ranks."""
+    import shoal
+    from shoal.plan.resolve import complete
+
+    sections = {"layout": {"data": 2}, "collectives": {"compression": scheme}}
+    if scheme != "none":
+        sections["compression"] = {"guard_every": 50}
+    return complete(shoal.Plan().with_sections(**sections), made.grains, made.grain_size)
+
+
+def train(task: str, scheme: str, seed: int, folder: Path) -> Cell:
+    """One cell on two forked ranks, each with one thread."""
+    from shoal.verification.fork import forked
+
+    made = job(task, seed=seed, **TASKS[task])
+    plan = planned(made, scheme)
+    with forked(2, partial(_rank, made, plan, folder), folder) as wait:
+        wait()
+    told = json.loads((folder / "told.json").read_text())
+    return Cell(task=task, scheme=scheme, seed=seed, **told)
+
+
+def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
+    from shoal.computation import Computation
+    from shoal.engine import Options, build
+    from shoal.mesh import open_mesh
+    from shoal.metering import Shares, StepMeter, describe, predicted
+    from shoal.planner.compressed import payload
+    from shoal.telemetry import RecordWriter
+    from shoal.trainer import Surroundings
+
+    records: list[Any] = []
+    around = Surroundings(lambda line: None, lambda record, rank: records.append(record), lambda: False)
+    with open_mesh(environment, plan.degrees) as mesh:
+        meter = StepMeter()
+        engine = build(made, plan, mesh, Options(telemetry=False, observer=meter))
+        try:
+            meter.attach(engine.holding, engine.updater.optimizer, engine.strategy)
+            outcome = engine.trainer(None, engine.order.num_steps, around, RecordWriter(None)).train()
+            found = Computation.from_json(outcome.state.computation or {})
+            shares = Shares(made.grains, engine.order.grains(1), found.effective_grains, found.buffers)
+            step = describe(engine.holding, engine.updater.optimizer, plan, engine.precision, shares)
+            if mesh.rank:
+                return
+            compared = [r.compression for r in records if r.compression]
+            whole = step.gradients.numel * step.gradients.reduce_itemsize
+            told = {
+                "eval_loss": outcome.metrics.get("loss", outcome.metrics.get("bits_per_byte")),
+                "eval_accuracy": outcome.metrics["accuracy"],
+                "payload_bytes": payload(step.gradients, plan) if plan.collectives.compression != "none" else whole,
+                "traffic": (meter.to_json() or {})["traffic"],
+                "predicted": predicted(plan, step, mesh.rank)["traffic"],
+                "worst_lost": max((c["lost"] for c in compared), default=None),
+                "least_cosine": min((c["cosine"] for c in compared), default=None),
+                "fell_back": any(c["fell_back"] for c in compared),
+                "step_seconds": statistics.median(outcome.step_seconds),
+            }
+            (folder / "told.json").write_text(json.dumps(told))
+        finally:
+            meter.close()
+            engine.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- time
+
+
+def timed(folder: Path, number: int) -> dict[str, float]:
+    """Median seconds of a step of the GPT example under each scheme, in one round of them."""
+    from shoal.verification.fork import forked
+
+    found = {}
+    made = job("gpt", **TIMED)
+    for scheme in SCHEMES:
+        into = folder / f"{scheme}-{number}"
+        with forked(2, partial(_timed_rank, made, planned(made, scheme), into), into) as wait:
+            wait()
+        found[scheme] = json.loads((into / "told.json").read_text())
+    return found
+
+
+def _timed_rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
+    from shoal.engine import Options, build
+    from shoal.mesh import open_mesh
+    from shoal.telemetry import RecordWriter
+    from shoal.trainer import Surroundings
+
+    around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
+    with open_mesh(environment, plan.degrees) as mesh:
+        engine = build(made, plan, mesh, Options(telemetry=False, eval_samples=1))
+        try:
+            outcome = engine.trainer(None, TIMED_STEPS, around, RecordWriter(None)).train()
+            if mesh.rank == 0:
+                seconds = statistics.median(outcome.step_seconds[DISCARDED:])
+                (folder / "told.json").write_text(json.dumps(seconds))
+        finally:
+            engine.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- table
+
+
+def total_bytes(traffic: dict[str, Any]) -> int:
+    """Bytes that each of two ranks puts on the wire in a step: half of what is gathered, all of what is summed."""
+    return sum(
+        kind["bytes"] // 2 if name == "all_gather" else kind["bytes"]
+        for kinds in traffic.values()
+        for name, kind in kinds.items()
+    )
+
+
+def table(kept: dict[str, Any]) -> list[str]:
+    """The tables of the page."""
+    cells = [Cell(**cell) for cell in kept["cells"].values()]
+    lines = []
+    for task, title in TITLES.items():
+        by = {s: [c for c in cells if c.task == task and c.scheme == s] for s in SCHEMES}
+        if not all(by.values()):
+            continue
+        plain = {c.seed: c.eval_loss for c in by["none"]}
+        noise = max(plain.values()) - min(plain.values())
+        lines += [
+            f"**{title}** (uncompressed: loss {min(plain.values()):.4f} to {max(plain.values()):.4f} over "
+            f"{len(plain)} seeds, a spread of {noise:.4f})",
+            "",
+            "| scheme | gradients, bytes | of float32 | a rank sends, bytes | as the formula | loss | beside "
+            "uncompressed | within noise | worst `lost` | least cosine |",
+            "|---|---:|---:|---:|---|---:|---:|---|---:|---:|",
+        ]
+        whole = by["none"][0].payload_bytes
+        for scheme, found in by.items():
+            first = found[0]
+            beside = statistics.mean(c.eval_loss - plain[c.seed] for c in found)
+            lost = max((c.worst_lost for c in found if c.worst_lost is not None), default=None)
+            cosine = min((c.least_cosine for c in found if c.least_cosine is not None), default=None)
+            within = "" if scheme == "none" else ("yes" if beside <= noise else "no")
+            within += ", fell back" if any(c.fell_back for c in found) else ""
+            cells_ = [
+                scheme,
+                f"{first.payload_bytes:,}",
+                f"1 / {whole / first.payload_bytes:.1f}" if scheme != "none" else "",
+                f"{total_bytes(first.traffic):,}",
+                "yes" if all(c.traffic == c.predicted for c in found) else "no",
+                f"{statistics.mean(c.eval_loss for c in found):.4f}",
+                f"{beside:+.4f}" if scheme != "none" else "",
+                within,
+                "" if lost is None else f"{lost:.2g}",
+                "" if cosine is None else f"{cosine:.3f}",
+            ]
+            lines.append("| " + " | ".join(cells_) + " |")
+        lines.append("")
+    if kept.get("rounds"):
+        times = {scheme: [round_[scheme] for round_ in kept["rounds"]] for scheme in SCHEMES}
+        base = times["none"]
+        lines += [
+            f"**Time of a step**, GPT of 3.3 M parameters, two ranks of a thread each, Gloo over loopback, median of "
+            f"{len(base)} rounds of {TIMED_STEPS - DISCARDED} steps (least and most):",
+            "",
+            "| scheme | milliseconds | beside uncompressed, round by round |",
+            "|---|---:|---:|",
+        ]
+        for scheme, seconds in times.items():
+            ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
+            spread = f"({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})"
+            lines.append(f"| {scheme} | {statistics.median(seconds) * 1e3:.0f} {spread} | {ratio:.2f} |")
+    return lines
+
+
+def remembered(otherwise: dict[str, Any]) -> dict[str, Any]:
+    """The results so far."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else otherwise
+
+
+def main() -> int:
+    """Does what is missing, and writes the page's tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--again", action="store_true", help="forget what is known")
+    parser.add_argument("--only", choices=(*TASKS, "time"), help="one part of it")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="start no cell after so long; a further call goes on"
+    )
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    if arguments.again:
+        RESULTS.unlink(missing_ok=True)
+    kept = remembered({"cells": {}})
+    # The uncompressed and the first of each scheme before further seeds.
+    wanted = [(t, s, n) for t in TASKS for n in (0, 1, 2, 3) for s in SCHEMES if n in SEEDS[s]]
+    with tempfile.TemporaryDirectory() as name:
+        for task, scheme, seed in wanted:
+            key = f"{task} {scheme} {seed}"
+            late = time.monotonic() - began > arguments.seconds
+            if key in kept["cells"] or late or arguments.only not in (None, task):
+                continue
+            cell = train(task, scheme, seed, Path(name) / key.replace(" ", "-"))
+            kept = remembered(kept)  # another call may have gone on with another part
+            kept["cells"][key] = asdict(cell)
+            print(f"{key}: loss {cell.eval_loss:.4f}, {cell.step_seconds * 1e3:.0f} ms a step", flush=True)
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+        while arguments.only in (None, "time") and len(kept.get("rounds", ())) < ROUNDS:
+            if time.monotonic() - began > arguments.seconds:
+                break
+            round_ = timed(Path(name), len(kept.get("rounds", ())))
+            print({scheme: round(seconds, 3) for scheme, seconds in round_.items()}, flush=True)
+            kept = remembered(kept)
+            kept["rounds"] = [*kept.get("rounds", ()), round_]
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    lines = "\n".join(table(kept))
+    print(lines)
+    page = PAGE.read_text()
+    PAGE.write_text(page[: page.index(BEGIN)] + f"{BEGIN}\n{lines}\n{END}" + page.partition(END)[2])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
