@@ -11,13 +11,13 @@ import warnings
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 import shoal
-from shoal.admission import admitted
+from shoal.admission import admitted, shake_hands
 from shoal.agreement import together
 from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
@@ -25,10 +25,11 @@ from shoal.checkpoint.state import sha256_of
 from shoal.computation import Computation
 from shoal.engine import Engine, Options, build
 from shoal.environment import Environment
-from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError, StorageError
+from shoal.errors import ExitCode, JobMismatchError, ShoalError, StorageError
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
-from shoal.mesh import Mesh, open_mesh
+from shoal.keeper import RunState
+from shoal.mesh import alone, open_mesh
 from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.toml import write as plan_text
@@ -42,6 +43,9 @@ from shoal.startup import prepare_process, versions
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Outcome, Surroundings
 from shoal.worker import die_with_launcher, tell
+
+if TYPE_CHECKING:
+    from shoal.serving.crew import Crew
 
 
 @dataclass
@@ -60,6 +64,7 @@ class _Course:
     notes: tuple[str, ...] = ()
     recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
     peak_bytes: int | None = None
+    crew: Crew | None = None  # with servers, the other processes
 
 
 _RECENT = 1000  # steps whose times are compared with the prediction
@@ -87,8 +92,10 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
     prepare_process(request.plan.execution.exact, threads, request.plan.shards_model)
     loaded = load(request.job)
     plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
+    if plan.serves:
+        return _train_served(loaded, plan, request, environment, signals=signals, course=course)
     with open_mesh(environment, plan.degrees) as mesh:
-        _shake_hands(mesh, loaded, plan)
+        shake_hands(mesh, loaded, plan)
         directory = RunDirectory(request.out)
         meter = StepMeter()
         options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry, observer=meter)
@@ -100,6 +107,32 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
             return _train_built(engine, loaded, request, signals, course)
         finally:
             meter.close()
+            engine.close()
+
+
+def _train_served(
+    loaded: LoadedJob,
+    plan: Plan,
+    request: RunRequest,
+    environment: Environment,
+    *,
+    signals: Signals,
+    course: _Course,
+) -> ExitCode:
+    """What this process is in a run whose parameters are kept by servers; the conductor trains."""
+    from shoal.serving.crew import Crew
+    from shoal.serving.part import take_part
+    from shoal.serving.peers import identity
+
+    if take_part(loaded.job, plan, environment):
+        return ExitCode.DONE
+    with Crew(environment, plan.server.num_servers, identity(loaded.job, plan)) as crew:
+        options = Options(RunDirectory(request.out).checkpoints, request.checkpoint_every, request.telemetry)
+        engine = build(loaded.job, plan, alone(torch.device("cpu")), options)
+        try:
+            course.crew = crew
+            return _train_built(engine, loaded, request, signals, course)
+        finally:
             engine.close()
 
 
@@ -115,7 +148,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
     if state is not None:
         course.steps, course.samples, course.loss, course.digest = state.step, state.samples, state.loss, state.digest
     num_steps = request.steps or engine.order.num_steps
-    pace = Pace(state.step if state else 0, num_steps, mesh.world_size)
+    pace = Pace(state.step if state else 0, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace)
     try:
         for complaint in (*complaints, *course.notes):
@@ -134,10 +167,12 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
 
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
-        outcome = engine.trainer(state, num_steps, around, records).train()
-        predicted = engine.plan.prediction
+        outcome, served = _trained(engine, (state, num_steps), around, records, course.crew)
+        predicted = {} if served is not None else engine.plan.prediction  # the planner knows no servers
         compared = beside(predicted, course.recent, course.peak_bytes) if predicted.get("terms") else None
-        result = replace(_result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared)
+        result = replace(
+            _result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared, server=served
+        )
         unsaved = outcome.unsaved
         try:
             if mesh.rank == 0:
@@ -157,26 +192,18 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
 
 
-def _shake_hands(mesh: Mesh, loaded: LoadedJob, plan: Plan) -> None:
-    """Raises: LaunchError, on every rank, where the ranks do not run the same thing."""
-    mine = {
-        "shoal": shoal.__version__,
-        "torch": torch.__version__,
-        "job": loaded.job.describe(),
-        "settings": loaded.settings,
-        "plan": plan.to_mapping(),
-        "device": mesh.device.type,
-    }
-    told = mesh.gather_json({**mine, "host": mesh.host})
-    for rank, other in enumerate(told):
-        differing = [name for name in mine if other[name] != told[0][name]]
-        if differing:
-            name = differing[0]
-            raise LaunchError(
-                given=f"rank {rank} on {other['host']}: {name} = {str(other[name])[:200]}",
-                conflict=f"rank 0 on {told[0]['host']} has {name} = {str(told[0][name])[:200]}",
-                remedy="start every rank with the same files, versions and arguments",
-            )
+def _trained(
+    engine: Engine, course: tuple[RunState | None, int], around: Surroundings, records: RecordWriter, crew: Crew | None
+) -> tuple[Outcome, dict[str, Any] | None]:
+    """From a state up to a step: how it ended, and with a crew what came of its pushes."""
+    state, num_steps = course
+    if crew is None:
+        return engine.trainer(state, num_steps, around, records).train(), None
+    from shoal.serving.conductor import Conductor
+
+    state = state or engine.first_state()
+    conductor = Conductor(engine.parts(state, num_steps, around, records), around, state, engine.plan, crew)
+    return conductor.train(), conductor.report()
 
 
 def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[str, Any]:
@@ -229,9 +256,9 @@ def _begin(directory: RunDirectory, plan: Plan, description: dict[str, Any]) -> 
 def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: RunRequest, resumed: int | None) -> None:
     """What was chosen, and why."""
     job, plan, mesh = loaded.job, engine.plan, engine.mesh
-    share = -(-job.grains // mesh.num_data_ranks)
+    share = -(-job.grains // plan.divides_step)
     per = plan.batch.grains_per_microbatch
-    where = f"{mesh.world_size} process{'es' if mesh.world_size > 1 else ''} on {mesh.device.type}"
+    where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''} on {mesh.device.type}"
     threads = f", {torch.get_num_threads()} thread(s) each of {cores_here()} cores" if mesh.device.type == "cpu" else ""
     reporter.note(f"shoal {shoal.__version__}: {request.job.path}:{loaded.function} -> {request.out}")
     asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
@@ -243,9 +270,17 @@ def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: R
     mode = (
         "exact: grain by grain, one thread, fixed tree"
         if plan.execution.exact
+        else "fast: fused grains, added up on the servers"
+        if plan.serves
         else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
     )
     reporter.note(f"  summation   {mode}{_compressed(engine)}")
+    if plan.serves:
+        bound = f", {plan.server.staleness} updates at most" if plan.server.mode == "bounded" else ""
+        servers = f"{plan.layout.data} worker(s), {plan.server.num_servers} server(s) and a conductor"
+        reporter.note(
+            f"  servers     {plan.server.mode}{bound}: {servers}; no prediction: the planner knows no servers"
+        )
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
     reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
     samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
@@ -285,7 +320,7 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         error=_error_fields(outcome.unsaved, engine.mesh.rank) if outcome.unsaved else None,
         steps=state.step,
         samples=state.samples,
-        world_size=engine.mesh.world_size,
+        world_size=engine.plan.degrees.world_size,
         train_loss=state.loss,
         metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
         eval_samples=outcome.eval_samples,

@@ -130,6 +130,11 @@ class RunRequest:
         return self.plan.degrees.world_size
 
     @property
+    def num_processes(self) -> int:
+        """Those and, where the plan has servers, these and their conductor."""
+        return self.plan.num_processes
+
+    @property
     def threads_per_process(self) -> int:
         """The host's cores divided among the processes; one in exact mode, since kernels depend on it."""
         return 1 if self.plan.execution.exact else max(1, cores_here() // self.world_size)

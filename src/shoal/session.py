@@ -166,6 +166,12 @@ class Session:
 
 
 def _refuse_divided(plan: Plan) -> None:
+    if plan.serves:
+        raise PlanError(
+            given=f'a Session with server.mode = "{plan.server.mode}"',
+            conflict="a loop of your own updates the parameters itself, which servers would do",
+            remedy='use shoal run with a job file, or server.mode = "none"',
+        )
     if plan.divides_model:
         degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
         raise PlanError(

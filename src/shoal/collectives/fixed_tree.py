@@ -51,6 +51,11 @@ class TreeSum:
         """A vector to fill and `add`."""
         return self._spare.pop() if self._spare else torch.empty_like(self._like)
 
+    @property
+    def nodes(self) -> dict[Range, Tensor]:
+        """This rank's own sums, by the ranges of grains that they are over."""
+        return self._nodes
+
     def buffers(self) -> list[Tensor]:
         """All the vectors that are allocated."""
         return [self._like, *self._nodes.values(), *self._spare]

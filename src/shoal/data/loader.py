@@ -112,6 +112,11 @@ class MapLoader:
         self.close()
         self._per_microbatch, self._next = grains_per_microbatch, step
 
+    def move(self, place: Place) -> None:
+        """From now on reads what another data rank computes, and a step only once it is asked for."""
+        self.close()
+        self._place, self.looks_ahead = place, False
+
     def most_microbatches(self, step: int) -> int:
         """How many microbatches the rank with most of them has in `step`."""
         return max(len(self.requests(step, rank)) for rank in range(self._place.num_ranks))

@@ -209,6 +209,12 @@ def summary(answer: Answer) -> str:
     tied = (
         f"; {choice.num_tied} more were as fast within 1 %, of which the simplest was taken" if choice.num_tied else ""
     )
+    if choice.faster is not None:
+        gain = answer.chosen.seconds / choice.faster.seconds - 1.0
+        tied += (
+            f"; {several(choice.faster.devices, 'device')} would be {gain:.1%} faster, which is less than a prediction "
+            "can tell"
+        )
     return (
         f"aim {choice.aim}: {choice.num_places} layouts, {choice.num_predicted} plans predicted, all others excluded "
         f"by bounds, in {seconds(answer.search_seconds)}{tied}"

@@ -38,7 +38,7 @@ from shoal.planner.memory import (
     transformer_block,
     whole,
 )
-from shoal.planner.step_time import predict
+from shoal.planner.step_time import Predictor
 from shoal.planner.workload import Workload
 from shoal.profiling import profile
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
@@ -220,7 +220,7 @@ def test_what_is_kept_in_a_world_of_64_is_what_the_planner_says(layout: dict[str
         return model(batch).float().sum(), 1
 
     work = Workload(profile(Transformer, loss, lambda n: tokens().repeat(n, 1)[:n].clone(), device="cpu"), 128, 64)
-    predicted = predict(Plan().with_sections(layout=layout, shard={"level": "parameters"}), work, cluster(64))
+    predicted = Predictor(work, cluster(64)).predict(Plan().with_sections(layout=layout, shard={"level": "parameters"}))
     model = Transformer()
     with world(Layout(**layout), rank=5):
         mesh = init_device_mesh("cpu", (layout.get("data", 1), layout["shard"]), mesh_dim_names=("data", "shard"))
