@@ -46,7 +46,8 @@ class Predictors:
         told = ", ".join(f"{name} {100 * seconds / found.step_seconds:.0f} %" for name, seconds in largest if seconds)
         # Most sources print what torch's allocator counts, without the driver's and the library's own memory.
         apart = 0.0 if "nvidia-smi" in row.get("mem_def", "") else found.memory["reserved"]
-        return Answer(found.step_seconds, (found.peak_bytes - apart) / GIB, found.fits, told)
+        peak = self._known[key].first_bytes(plan) if "rank-0" in row.get("mem_def", "") else found.peak_bytes
+        return Answer(found.step_seconds, (peak - apart) / GIB, found.fits, told)
 
     def _described(self, row: Row) -> describe.Described:
         if self._kind == "ddp":

@@ -36,7 +36,7 @@ def pairs(rows: Iterable[Row], predictions: Iterable[Row], outcome: Callable[[Ro
             continue
         seconds = published.number(prediction, "step_time_s") or None
         gib = published.number(prediction, "peak_mem_gib") or None
-        found.append(Pair(row, outcome(row), seconds, gib, prediction.get("fits", "True") != "False"))
+        found.append(Pair(row, outcome(row), seconds, gib, prediction.get("fits") == "True"))
     return found
 
 
@@ -75,7 +75,7 @@ def _memory(found: Sequence[Pair]) -> dict[str, str]:
     fits = [p for p in found if p.fits]
     wrong = [p for p in fits if p.row.get("status", "ok") == "oom"]
     unclear = [p for p in fits if p.row.get("status", "ok") == "failed_or_oom"]
-    refused = [p for p in found if p.measured.ran and not p.fits]
+    refused = [p for p in found if p.measured.ran and p.seconds and not p.fits]
     return {
         "memory rows": str(len(both)),
         "memory median |error|": _percent(median(map(abs, errors)) if errors else None),

@@ -125,7 +125,9 @@ def _add_plan(commands: Any) -> None:
         "--aim",
         metavar="A",
         default="fastest",
-        help="fastest (default), cheapest, deadline=2h (of the whole job), efficiency=0.8 (fewest devices), widest=0.8",
+        help="fastest (default); cheapest; deadline=2h: the cheapest that ends the whole job in 2 hours; "
+        "efficiency=0.8: the fewest devices that keep 80%% of the best throughput per device; "
+        "widest=0.8: the most devices that do",
     )
     plan.add_argument("--max-devices", metavar="N", help="use at most N devices")
     plan.add_argument("--precision", metavar="P", help="fp32, bf16, bf16-pure or fp16")

@@ -168,6 +168,7 @@ def describe(
         state=optimizer_shape(optimizer),
         num_grains=shares.num_grains,
         held=held,
+        activations=planned_activations(plan, precision.device.type, rank),
         sharding=sharding(holding, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
         within=division.sends(samples) if division.sends is not None else None,
         staged=division.staged,
@@ -176,6 +177,14 @@ def describe(
         partial=partial(holding),
         num_cut=sum(p.requires_grad and p.ndim > 0 for p in holding.model.parameters()),
     )
+
+
+def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
+    """What autograd keeps on `rank` as the plan's maker traced it; None by hand, or for another kind of device."""
+    by_rank, kind = plan.prediction.get("kept_bytes"), plan.prediction.get("device_kind")
+    if not by_rank or len(by_rank) != plan.layout.pipeline or kind != ("gpu" if device == "cuda" else "cpu"):
+        return None
+    return int(by_rank[plan.degrees.coordinate(rank).pipeline])
 
 
 def _sliced(holding: Holding) -> tuple[SlicedBlock, ...]:

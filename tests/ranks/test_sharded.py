@@ -224,3 +224,20 @@ def test_a_stage_without_anything_to_train(shard: dict[str, Any]) -> None:
     plan = shoal.Plan().with_sections(layout=layout, shard=shard, pipeline={"split": ["2"]})
     verdict = shoal.verify(job, plan, steps=2)
     assert verdict.verified, verdict.render()
+
+
+def in_sequences() -> nn.Module:
+    """Its output is a view: a linear layer with a bias computes [B, T, 3] as rows."""
+    return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def changed_in_place(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    logits = model(batch[0])
+    logits *= 0.5
+    return shoal.cross_entropy(logits.sum(1), batch[1])
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    job = small(model=in_sequences, loss=changed_in_place, eval_data=None, metrics={})
+    verdict = shoal.verify(job, shoal.Plan().with_sections(layout={"shard": 2}), 2)
+    assert verdict.verified, verdict.render()

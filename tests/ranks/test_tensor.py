@@ -622,10 +622,7 @@ def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path
     def model() -> nn.Module:
         return GPT(layers=2, width=32, heads=4, block=16, dropout=0.2)
 
-    job = replace(
-        examples_job(model, partial(tokens, 256), language, 4),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    )
+    job = examples_job(model, partial(tokens, 256), language, 4)
     plan = complete(shoal.Plan().with_sections(**SEQUENCE[name], tensor={"sequence": True}), job.grains, job.grain_size)
     trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
@@ -643,7 +640,7 @@ def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> N
 
 
 def test_a_pipeline_whose_last_stage_has_a_sharded_loss_is_verified(tmp_path: Path) -> None:
-    job = replace(EXAMPLES["gpt"](), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    job = EXAMPLES["gpt"]()
     sections = {"layout": {"tensor": 2, "pipeline": 2}, "batch": {"grains_per_microbatch": 1}}
     plan = complete(shoal.Plan().with_sections(**sections), job.grains, job.grain_size)
     trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)

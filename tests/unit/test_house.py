@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -45,8 +46,13 @@ def long_module(source: str) -> list[str]:
     return [f"{num_lines} lines, at most {MAX_MODULE_LINES}"] if num_lines > MAX_MODULE_LINES else []
 
 
+@cache
+def _nodes(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def _functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -73,17 +79,17 @@ def many_positional_parameters(source: str) -> list[str]:
 
 
 def global_statements(source: str) -> list[str]:
-    return [f"line {node.lineno}: global" for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+    return [f"line {node.lineno}: global" for node in _nodes(source) if isinstance(node, ast.Global)]
 
 
 def bare_excepts(source: str) -> list[str]:
-    handlers = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler))
+    handlers = (node for node in _nodes(source) if isinstance(node, ast.ExceptHandler))
     return [f"line {node.lineno}: bare except" for node in handlers if node.type is None]
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+def _imports(source: str) -> Iterator[tuple[int, str, str]]:
     """(line, name in this module, dotted name of what it is) of each import."""
-    for node in ast.walk(tree):
+    for node in _nodes(source):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]
@@ -104,9 +110,8 @@ def _dotted(node: ast.expr) -> str | None:
 
 def _calls(source: str) -> Iterator[tuple[str, ast.Call]]:
     """(dotted name of the function as its home module spells it, call); calls of anything unnamed have the name ''."""
-    tree = ast.parse(source)
-    homes = {name: home for _, name, home in _imports(tree)}
-    for node in ast.walk(tree):
+    homes = {name: home for _, name, home in _imports(source)}
+    for node in _nodes(source):
         if isinstance(node, ast.Call):
             first, dot, rest = (_dotted(node.func) or "").partition(".")
             yield homes.get(first, first) + dot + rest, node
@@ -123,7 +128,7 @@ def _is_constant(node: ast.expr | None, value: object) -> bool:
 def unsafe_imports(source: str) -> list[str]:
     return [
         f"line {line}: imports {home}"
-        for line, _, home in _imports(ast.parse(source))
+        for line, _, home in _imports(source)
         if home.partition(".")[0] in MODULES_THAT_RUN_WHAT_THEY_READ
     ]
 

@@ -112,7 +112,7 @@ def _next_best(search: Search, aim: Aim, chosen: Candidate, seen: Seen) -> tuple
     """The best plans of other degrees on as many devices: of those places whose bounds promise most."""
     own = place_of(chosen)
     others = [place for place in search.by_devices[chosen.devices] if place != own]
-    promising = sorted(others, key=lambda place: max(seen.bounds.get(place, 0.0), search.floor(place)))
+    promising = sorted(others, key=search.least_of)
     best = (next(search.in_order(aim, places=[place], seen=seen), None) for place in promising[:NUM_PROMISING])
     found = [candidate for candidate in best if candidate is not None]
     return tuple(sorted(found, key=lambda candidate: _key(aim, candidate))[:NUM_ALTERNATIVES])
@@ -129,6 +129,11 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} KiB"
 
 
+def counted(devices: int) -> str:
+    """A number of devices in words."""
+    return "1 device" if devices == 1 else f"{devices} devices"
+
+
 def _rejected(search: Search, seen: Seen, chosen: Candidate) -> Iterator[Rejected]:
     """Each place that was not chosen on as many devices, by itself; the others by their number of devices."""
     own = place_of(chosen)
@@ -141,7 +146,7 @@ def _rejected(search: Search, seen: Seen, chosen: Candidate) -> Iterator[Rejecte
         reasons = [_reason(search, seen, place, chosen) for place in places]
         slowest = float("inf")
         least = min(reasons, key=lambda reason: slowest if reason.seconds is None else reason.seconds)
-        yield Rejected(f"{devices} devices, nearest: {least.what}", devices, least.reason, least.seconds)
+        yield Rejected(f"{counted(devices)}, nearest: {least.what}", devices, least.reason, least.seconds)
 
 
 def _reason(search: Search, seen: Seen, place: Place, chosen: Candidate) -> Rejected:
@@ -161,7 +166,7 @@ def compared(other: Candidate, chosen: Candidate) -> str:
     if other.seconds <= chosen.seconds:
         more = other.devices - chosen.devices
         if more > 0:
-            return f"{chosen.seconds / other.seconds - 1:.0%} faster, with {more} more devices"
+            return f"{chosen.seconds / other.seconds - 1:.0%} faster, with {more} more device{'s' if more > 1 else ''}"
         return "as fast within what a prediction can tell, and less simple"
     slower = f"{other.seconds / chosen.seconds - 1:.0%} slower"
     if other.prediction.bubble >= max(_MUCH_BUBBLE, 2 * chosen.prediction.bubble):
@@ -190,7 +195,7 @@ def _nothing(search: Search, aim: Aim, seen: Seen, limit: Limit) -> NothingFitsE
         return NothingFitsError(
             given=given,
             conflict=f"the fastest plan takes {needs:.3g} s for the whole job ({fastest.seconds:.3g} s a step on "
-            f"{fastest.devices} devices)",
+            f"{counted(fastest.devices)})",
             remedy=f"write --aim deadline={needs * 1.01:.0f}s, or give a larger cluster",
         )
     if not seen.missing_bytes:

@@ -1,12 +1,11 @@
-"""Comparison: a prediction beside what a run measured, part by part, and what that corrects.
+"""Comparison: a prediction beside what a run measured, part by part.
 
 The only place where the planner's terms meet the spans of a step's clock.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -25,9 +24,8 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "data": (("data",), ("data_wait", "host_to_device")),
     "host": (("host",), ("other",)),
 }
-# Below this share of a step a part says nothing about its factor.
-LEAST_SHARE = 0.01
 _WARM_UP = 2
+_TIMES = 2.0  # from here on a ratio is told as times, not as per cent
 
 
 def section(prediction: Prediction, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,6 +38,7 @@ def section(prediction: Prediction, about: Mapping[str, Any]) -> dict[str, Any]:
         "peak_bytes": int(prediction.peak_bytes),
         "terms": dict(prediction.terms),
         "memory": {name: int(value) for name, value in prediction.memory.items()},
+        "kept_bytes": list(prediction.kept_bytes),
     }
     return found if prediction.mfu is None else {**found, "mfu": prediction.mfu}
 
@@ -67,6 +66,8 @@ def beside(predicted: Mapping[str, Any], steps: Iterable[MeasuredStep], peak_byt
     return {
         "cluster": predicted.get("cluster"),
         "factors": dict(predicted.get("factors", {})),
+        "host_seconds": float(predicted.get("host_seconds", 0.0)),
+        "terms": {name: float(seconds) for name, seconds in terms.items()},
         "num_steps": len(counted),
         "step_seconds": {
             "predicted": predicted.get("step_seconds"),
@@ -85,71 +86,21 @@ def told(compared: Mapping[str, Any]) -> str:
         for part, values in compared["parts"].items()
         if values["measured"] is not None
     )
-    off = step["predicted"] / step["measured"] - 1.0
-    whole = f"a step took {step['measured'] * 1e3:.1f} ms, predicted {step['predicted'] * 1e3:.1f} ({off:+.0%})"
+    whole = f"a step took {step['measured'] * 1e3:.1f} ms, {against(step['measured'], step['predicted'])}"
     return f"{whole}: {parts}" if parts else whole
+
+
+def against(measured: float, predicted: float) -> str:
+    """How what was measured differs from what was predicted, in words: 4% longer, 21 times as long."""
+    told = f"the {predicted * 1e3:.1f} predicted"
+    ratio = measured / predicted if predicted else float("inf")
+    if ratio >= _TIMES:
+        return f"{ratio:.3g} times as long as {told}"
+    if ratio <= 1 / _TIMES:
+        return f"{ratio:.1%} of {told}"
+    return f"{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'} than {told}"
 
 
 def _median(values: Iterable[float]) -> float | None:
     found = list(values)
     return median(found) if found else None
-
-
-@dataclass(frozen=True)
-class Lesson:
-    """What runs on one cluster taught: factors by part, of how many runs each, and the errors before and after.
-
-    Errors are the median of |predicted / measured - 1| of a step; those after are of the same runs.
-    """
-
-    factors: dict[str, float]
-    num_runs: dict[str, int]
-    error_before: float
-    error_after: float
-    unexplained: dict[str, float]  # seconds measured of parts that were predicted to take next to nothing
-
-
-def learn(runs: Sequence[Mapping[str, Any]]) -> Lesson:
-    """The median ratio of each part over runs that have a prediction beside their measurement."""
-    ratios: dict[str, list[float]] = {part: [] for part in PARTS}
-    rests: dict[str, list[float]] = {part: [] for part in PARTS}
-    for run in runs:
-        step = float(run["step_seconds"]["measured"])
-        for part, values in run["parts"].items():
-            predicted, measured = values["predicted"], values["measured"]
-            if part not in PARTS or measured is None:
-                continue
-            if predicted >= LEAST_SHARE * step:
-                ratios[part].append(float(run["factors"].get(part, 1.0)) * measured / predicted)
-            elif measured >= LEAST_SHARE * step:
-                rests[part].append(measured)
-    factors = {part: median(found) for part, found in ratios.items() if found}
-    before = [_error(run, {}) for run in runs]
-    after = [_error(run, factors) for run in runs]
-    return Lesson(
-        factors=factors,
-        num_runs={part: len(found) for part, found in ratios.items() if found},
-        error_before=median(before),
-        error_after=median(after),
-        unexplained={part: median(found) for part, found in rests.items() if found},
-    )
-
-
-def _error(run: Mapping[str, Any], factors: Mapping[str, float]) -> float:
-    """|predicted / measured - 1| of a run's step, where its parts had been corrected by `factors`."""
-    old = run["factors"]
-    predicted = sum(
-        float(values["predicted"]) * (factors[part] / float(old.get(part, 1.0)) if part in factors else 1.0)
-        for part, values in run["parts"].items()
-    )
-    return abs(predicted / float(run["step_seconds"]["measured"]) - 1.0)
-
-
-def of_terms(factors: Mapping[str, float]) -> dict[str, float]:
-    """Factors by part as factors by term."""
-    return {term: factors[part] for part, (terms, _) in PARTS.items() if part in factors for term in terms}
-
-
-def file_name(cluster: str) -> str:
-    """The name of the calibration file of a cluster."""
-    return re.sub(r"[^A-Za-z0-9.@-]+", "-", cluster).strip("-.") + ".calibration.toml"

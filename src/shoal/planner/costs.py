@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from shoal.hardware import Cluster
 from shoal.plan.plan import Plan
+from shoal.planner.filling import filled
+from shoal.planner.lessons import Correction
 from shoal.planner.search import Costs
 from shoal.planner.step_time import Predictor
 from shoal.planner.workload import Prediction, Program, Workload
@@ -14,22 +16,22 @@ from shoal.planner.workload import Prediction, Program, Workload
 
 @dataclass(frozen=True)
 class Corrected:
-    """Predictions whose terms are multiplied by `factors` (by name; 1 for the others)."""
+    """Predictions as a correction expects them to be."""
 
     predictor: Predictor
-    factors: Mapping[str, float]
+    correction: Correction
 
     @property
     def least(self) -> float:
         """The smallest factor: what a bound of the whole step is multiplied by."""
-        return min([1.0, *self.factors.values()])
+        return min([1.0, *self.correction.factors.values()])
 
     def predict(self, plan: Plan) -> Prediction:
         """The corrected prediction."""
         found = self.predictor.predict(plan)
-        if not self.factors:
+        if not self.correction:
             return found
-        terms = {name: seconds * self.factors.get(name, 1.0) for name, seconds in found.terms.items()}
+        terms = self.correction.terms(found.terms)
         seconds = sum(terms.values())
         ratio = found.step_seconds / seconds if seconds else 1.0
         return replace(
@@ -42,23 +44,32 @@ class Corrected:
 
 
 def costs_of(
-    work: Workload, cluster: Cluster, program: Program | None = None, factors: Mapping[str, float] | None = None
+    work: Workload, cluster: Cluster, program: Program | None = None, correction: Correction | None = None
 ) -> Callable[[int], Costs]:
     """The costs of plans on each number of devices."""
-    corrected = Corrected(Predictor(work, cluster, program), factors or {})
+    corrected = Corrected(Predictor(work, cluster, program), correction or Correction())
     predictor, least = corrected.predictor, corrected.least
     known: dict[int, Costs] = {}
+    by_ranks: dict[int, Costs] = {}
 
     def on(num_devices: int) -> Costs:
-        device = cluster.device_for(min(cluster.devices_per_host, num_devices))
+        ranks = min(cluster.devices_per_host, num_devices)
+        if ranks not in by_ranks:
+            by_ranks[ranks] = of(ranks)
+        return by_ranks[ranks]
+
+    def of(ranks: int) -> Costs:
+        device = cluster.device_for(ranks)
         if id(device) not in known:
-            ideal = predictor.ideal_seconds(num_devices) * least
+            ideal = predictor.ideal_seconds(ranks) * least
             known[id(device)] = Costs(
                 predict=corrected.predict,
                 least_seconds=lambda plan: predictor.least_seconds(plan) * least,
                 least_bytes=predictor.least_bytes,
                 nearly=lambda plan: predictor.without_waits(plan) * least,
                 memory_bytes=device.memory_bytes,
+                filled=filled,
+                least_at=lambda plan: predictor.least_at(plan) * least,
                 floor=lambda samples, ranks: ideal * samples / ranks,
             )
         return known[id(device)]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal.hardware import Cluster, Device, Link
 from shoal.planner.aims import TIE, Aim, Limit
-from shoal.planner.choice import gib, simplest
+from shoal.planner.choice import counted, gib, simplest
 from shoal.planner.costs import costs_of
 from shoal.planner.goodput import Failures, Goodput, goodput
+from shoal.planner.lessons import Correction
 from shoal.planner.search import Candidate, Search, Seen
 from shoal.planner.space import Space
 from shoal.planner.workload import Program, Workload
@@ -29,11 +29,11 @@ class Case:
     cluster: Cluster
     space: Space
     program: Program | None = None
-    factors: Mapping[str, float] | None = None
+    correction: Correction | None = None
 
     def search(self) -> Search:
         """The search of this case."""
-        costs = costs_of(self.work, self.cluster, self.program, self.factors)
+        costs = costs_of(self.work, self.cluster, self.program, self.correction)
         return Search(self.space, costs, self.work.grain_size)
 
 
@@ -116,7 +116,7 @@ def _limits(before: Candidate, after: Candidate) -> str:
     }
     name = max(growth, key=lambda term: growth[term])
     share = after.prediction.terms[name] / after.seconds
-    return f"{name}, {share:.0%} of a step on {after.devices} devices"
+    return f"{name}, {share:.0%} of a step on {counted(after.devices)}"
 
 
 # -------------------------------------------------------------------------------------------------- sensitivity

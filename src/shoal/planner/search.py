@@ -1,8 +1,8 @@
 """Search: the plans of a space in the order of an aim, best first, and exactly so.
 
-A best-first branch and bound: what waits is a place, a family, a plan or a predicted plan, each with a lower bound of
-its key, and the least is taken on. A predicted plan that is taken is the next best: nothing that waits can be better.
-So a plan is predicted only where no bound excludes it, and the expensive ones (long pipelines) last.
+A best-first branch and bound: what waits are kin places, a group or a way of theirs, a plan or a predicted plan, each
+with a lower bound of its key, and the least is taken on. A predicted plan that is taken is the next best: nothing that
+waits can be better. So a plan is predicted only where no bound excludes it, and the expensive ones last.
 Source: Hart, Nilsson and Raphael, A formal basis for the heuristic determination of minimum cost paths (1968).
 """
 
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from shoal.plan.plan import Plan
 from shoal.planner.aims import Aim, Key, Limit
+from shoal.planner.filling import Turns
 from shoal.planner.space import LEVELS, Cut, Place, Recompute, Space, Way, simplicity
 from shoal.planner.workload import Prediction
 
@@ -29,7 +30,9 @@ class Costs:
 
     `least_seconds` is the same for all plans of a family, and for all numbers of replicas that leave a rank as many
     grains. Of both bounds, p stages on one rank have at most p times what the busiest of them has. `least_bytes` grows
-    with the microbatch and shrinks with the shard axis. `nearly`: a better bound of one plan's seconds, less cheap.
+    with the microbatch, shrinks with the shard axis, and is the same for all degrees of a data axis where there are
+    several replicas. `nearly`: a better bound of one plan's seconds, less cheap. `filled`: a bound of a schedule's
+    seconds, from those of a microbatch on all stages. `least_at`: a better bound of all plans of a family at one place.
     `floor`: (samples a replica, ranks that share them) -> seconds that no plan goes below. `memory_bytes`: of a device.
     Equal numbers of devices have one and the same Costs, and others may have too.
     """
@@ -39,6 +42,8 @@ class Costs:
     least_bytes: Callable[[Plan], float]
     nearly: Callable[[Plan], float]
     memory_bytes: float
+    filled: Callable[[float, Turns], float] = lambda seconds, turns: seconds * turns.microbatches / turns.pipeline
+    least_at: Callable[[Plan], float] = lambda plan: 0.0
     floor: Callable[[float, int], float] = lambda samples, ranks: 0.0
 
 
@@ -64,11 +69,10 @@ class Candidate:
 class Seen:
     """What a search learned of the places that it did not choose.
 
-    `bounds`: the least seconds that a place's plans take; `predicted`: its best plan so far; `missing_bytes`: the least
-    that one of its plans lacks, where some do not fit; `refused`: why its plans are illegal, where some are.
+    `predicted`: a place's best plan so far; `missing_bytes`: the least that one of its plans lacks, where some do not
+    fit; `refused`: why its plans are illegal, where some are.
     """
 
-    bounds: dict[Place, float] = field(default_factory=dict)
     predicted: dict[Place, Candidate] = field(default_factory=dict)
     missing_bytes: dict[Place, float] = field(default_factory=dict)
     refused: dict[Place, str] = field(default_factory=dict)
@@ -88,9 +92,25 @@ class Group(NamedTuple):
     sequence: bool
 
 
-# What waits in the queue, by how far it has been looked into: a place; a place and the number of its next group; a
-# place and a way; a place and a plan; and a plan that was predicted.
-_Waiting = Place | tuple[Place, int | Way | Plan] | Candidate
+class Kin(NamedTuple):
+    """Places that differ in replicas alone, and leave a rank as many grains: what bounds their plans is the same.
+
+    `replicas`: in order, the fewest first.
+    """
+
+    share: int
+    cut: Cut
+    replicas: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[Place, Place]:
+        """The places with fewest and with most replicas."""
+        return Place(self.replicas[0], self.cut), Place(self.replicas[-1], self.cut)
+
+
+# What waits in the queue, by how far it has been looked into: kin places; the number of their next group; one of their
+# ways, of which `True` says that its bound is the better one; a place and a way, or a plan; and what was predicted.
+_Waiting = Kin | tuple[Kin, int] | tuple[Kin, Way, bool] | tuple[Place, Way | Plan] | Candidate
 
 
 class Search:
@@ -102,6 +122,7 @@ class Search:
         self._groups: dict[tuple[int, int, Cut], list[tuple[float, Group]]] = {}
         self._whole: dict[tuple[int, Cut, Group], tuple[float, float]] = {}
         self._least: dict[tuple[int, int, Cut, Way], float] = {}
+        self._bytes: dict[tuple[object, ...], float] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
 
     @cached_property
@@ -117,18 +138,35 @@ class Search:
             found.setdefault(place.devices, []).append(place)
         return found
 
+    def kin(self, places: Sequence[Place]) -> list[Kin]:
+        """These places, those together that have the same bounds."""
+        found: dict[tuple[int, int, Cut], list[int]] = {}
+        for place in places:
+            key = id(self.costs(place.devices)), self.space.share(place), place.cut
+            found.setdefault(key, []).append(place.replicas)
+        return [Kin(share, cut, tuple(sorted(replicas))) for (_, share, cut), replicas in found.items()]
+
+    @cached_property
+    def all_kin(self) -> list[Kin]:
+        """All places."""
+        return self.kin(self.places)
+
     def in_order(
         self, aim: Aim, limit: Limit = _ANY, places: Sequence[Place] | None = None, seen: Seen | None = None
     ) -> Iterator[Candidate]:
         """The candidates that fit and are within the limit, by the aim's key; equal keys by simplicity."""
-        places = self.places if places is None else places
-        return _Order(self, aim, limit, seen if seen is not None else Seen()).run(places)
+        kin = self.all_kin if places is None else self.kin(places)
+        return _Order(self, aim, limit, seen if seen is not None else Seen()).run(kin)
 
     # ------------------------------------------------------------------------------------------------- bounds
 
     def floor(self, place: Place) -> float:
         """Seconds that no plan of a place goes below, from its degrees alone."""
         return self.costs(place.devices).floor(self.space.share(place) * self._grain_size, place.cut.ranks)
+
+    def least_of(self, place: Place) -> float:
+        """Likewise, from what its ranks may compute at a time."""
+        return self.groups(place)[0][0]
 
     def groups(self, place: Place) -> list[tuple[float, Group]]:
         """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
@@ -149,24 +187,24 @@ class Search:
         self, costs: Costs, share: int, cut: Cut, recompute: Recompute, sequence: bool
     ) -> Iterator[tuple[float, Group]]:
         """Groups of ever larger microbatches, with their bounds, until one cannot fit any more."""
+        alone, pipeline = cut._replace(pipeline=1), cut.pipeline
         for grains in reversed(self.space.sizes(share)):
             group = Group(grains, recompute, sequence)
-            seconds, num_bytes = self._of_all_stages(costs, cut, group)
-            if num_bytes / cut.pipeline > costs.memory_bytes and grains > 1:
+            key = (id(costs), alone, group)
+            if key not in self._whole:
+                self._whole[key] = self._of_all_stages(costs, alone, group)
+            seconds, num_bytes = self._whole[key]
+            if num_bytes / pipeline > costs.memory_bytes and grains > 1:
                 return  # a microbatch of one grain is kept, so that what it lacks is told
-            yield seconds * -(-share // grains) / cut.pipeline, group
+            yield seconds * -(-share // grains) / pipeline, group
 
-    def _of_all_stages(self, costs: Costs, cut: Cut, group: Group) -> tuple[float, float]:
+    def _of_all_stages(self, costs: Costs, alone: Cut, group: Group) -> tuple[float, float]:
         """Seconds of a microbatch, and least bytes, of all stages on one rank: the busiest of p has a p-th at least."""
-        alone = cut._replace(pipeline=1)
-        key = (id(costs), alone, group)
-        if key not in self._whole:
-            # The most replicas whose share is not less: no other plan of these microbatches is divided further.
-            place, way = Place(self.space.most_replicas(group.grains), alone), Way(*group)
-            num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
-            microbatches = -(-self.space.share(place) // group.grains)
-            self._whole[key] = costs.least_seconds(self.space.plan(place, way)) / microbatches, num_bytes
-        return self._whole[key]
+        # The most replicas whose share is not less: no other plan of these microbatches is divided further.
+        place, way = Place(self.space.most_replicas(group.grains), alone), Way(*group)
+        num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
+        microbatches = -(-self.space.share(place) // group.grains)
+        return costs.least_seconds(self.space.plan(place, way)) / microbatches, num_bytes
 
     def _most_divided(self, place: Place, way: Way) -> list[Plan]:
         """The plans of a family of which one needs the fewest bytes."""
@@ -181,10 +219,24 @@ class Search:
             self._least[key] = costs.least_seconds(self.space.plan(place, way))
         return self._least[key]
 
+    def filled(self, kin: Kin, way: Way, whole: float) -> float:
+        """A cheaper bound of the same: from the seconds of the group on as many ranks without waits."""
+        microbatches, pipeline = -(-kin.share // way.grains), kin.cut.pipeline
+        turns = Turns(way.schedule, pipeline, way.stages, microbatches)
+        return self.costs(kin.ends[0].devices).filled(whole * pipeline / microbatches, turns)
+
     def missing_bytes(self, place: Place, way: Way) -> float:
         """What even the most divided plan of a family lacks; not positive where one may fit."""
+        return min((self.lacks(place, way, plan) for plan in self._most_divided(place, way)), default=0.0)
+
+    def lacks(self, place: Place, way: Way, plan: Plan) -> float:
+        """Bytes that a plan of a family lacks at least; not positive where it may fit."""
         costs = self.costs(place.devices)
-        return min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0) - costs.memory_bytes
+        several, shard = place.replicas > 1, plan.layout.shard
+        key = id(costs), self.space.share(place), place.cut, way, several, shard, plan.shard.level
+        if key not in self._bytes:
+            self._bytes[key] = costs.least_bytes(plan) - costs.memory_bytes
+        return self._bytes[key]
 
     def predict(self, plan: Plan) -> Prediction:
         """The prediction of a plan, computed once."""
@@ -202,47 +254,65 @@ class _Order:
         self._queue: list[tuple[Key, tuple[int, ...], int, _Waiting]] = []
         self._numbers = count()
 
-    def run(self, places: Sequence[Place]) -> Iterator[Candidate]:
-        for place in places:
-            self._wait(place, self._search.floor(place), place)
+    def run(self, kin: Sequence[Kin]) -> Iterator[Candidate]:
+        for one in kin:
+            self._wait_kin(one, self._search.floor(one.ends[0]), one)
         while self._queue:
             waiting = heapq.heappop(self._queue)[-1]
             if isinstance(waiting, Candidate):
                 yield waiting
-            elif isinstance(waiting, Place):
-                self._place(waiting)
+            elif isinstance(waiting, Kin):
+                self._next_group(waiting, 0)
             else:
-                place, what = waiting
-                if isinstance(what, int):
-                    self._group(place, what)
-                elif isinstance(what, Way):
-                    self._way(place, what)
-                else:
-                    self._plan(place, what)
+                self._look_into(*waiting)
+
+    def _look_into(self, where: Kin | Place, what: int | Way | Plan, is_bounded: bool = False) -> None:
+        if isinstance(where, Place):
+            if isinstance(what, Way):
+                self._way(where, what)
+            elif isinstance(what, Plan):
+                self._plan(where, what)
+        elif isinstance(what, int):
+            self._group(where, what)
+        elif isinstance(what, Way):
+            self._way_of_kin(where, what, is_bounded)
 
     def _wait(self, place: Place, seconds: float, waiting: _Waiting) -> None:
-        if not self._limit.allows(place.devices, seconds):
-            return
-        key = self._aim.key(place.devices, seconds)
+        if self._limit.allows(place.devices, seconds):
+            self._push(self._aim.key(place.devices, seconds), waiting)
+
+    def _wait_kin(self, kin: Kin, seconds: float, waiting: _Waiting) -> None:
+        fewest, most = (place.devices for place in kin.ends)
+        if self._limit.allows(fewest, seconds):  # more devices only take more device-seconds
+            self._push(min(self._aim.key(fewest, seconds), self._aim.key(most, seconds)), waiting)
+
+    def _push(self, key: Key, waiting: _Waiting) -> None:
         # Equal keys: what is predicted comes out last, so that all equal ones are known, the simplest first.
         rank = simplicity(waiting.plan) if isinstance(waiting, Candidate) else ()
         heapq.heappush(self._queue, (key, rank, next(self._numbers), waiting))
 
-    def _place(self, place: Place) -> None:
-        self._seen.bounds[place] = self._search.groups(place)[0][0]
-        self._next_group(place, 0)
-
-    def _next_group(self, place: Place, number: int) -> None:
-        groups = self._search.groups(place)
+    def _next_group(self, kin: Kin, number: int) -> None:
+        groups = self._search.groups(kin.ends[0])
         if number < len(groups):
-            self._wait(place, groups[number][0], (place, number))
+            self._wait_kin(kin, groups[number][0], (kin, number))
 
-    def _group(self, place: Place, number: int) -> None:
-        self._next_group(place, number + 1)
+    def _group(self, kin: Kin, number: int) -> None:
+        self._next_group(kin, number + 1)
         search = self._search
-        _, group = search.groups(place)[number]
-        for way in search.space.ways(place, group):
-            self._wait(place, search.least_seconds(place, way), (place, way))
+        seconds, group = search.groups(kin.ends[0])[number]
+        for way in search.space.ways(kin.ends[0], group):
+            self._wait_kin(kin, search.filled(kin, way, seconds), (kin, way, False))
+
+    def _way_of_kin(self, kin: Kin, way: Way, is_bounded: bool) -> None:
+        if not is_bounded:
+            self._wait_kin(kin, self._search.least_seconds(kin.ends[0], way), (kin, way, True))
+            return
+        search = self._search
+        seconds, least_at = search.least_seconds(kin.ends[0], way), search.costs(kin.ends[0].devices).least_at
+        for replicas in kin.replicas:
+            place = Place(replicas, kin.cut)
+            if self._limit.allows(place.devices, seconds):
+                self._wait(place, max(seconds, least_at(search.space.plan(place, way))), (place, way))
 
     def _way(self, place: Place, way: Way) -> None:
         search, seen = self._search, self._seen
@@ -253,7 +323,7 @@ class _Order:
         costs = search.costs(place.devices)
         for plan in search.space.plans(place, way):
             seen.num_bounded += 1
-            missing = costs.least_bytes(plan) - costs.memory_bytes
+            missing = search.lacks(place, way, plan)
             if missing > 0:
                 seen.lacks(place, missing)
                 continue

@@ -185,7 +185,9 @@ class Space:
         if self.facts.sequence is None or heads is None:
             yield Illegal("context > 1", "the model shows no sequences and heads that it could divide")
         if most > self.num_layers:
-            yield Illegal(f"pipeline > {self.num_layers}", f"the model shows {self.num_layers} layers to cut between")
+            yield Illegal(
+                f"pipeline > {self.num_layers}", f"the model shows {self.num_layers} block{'s' * (self.num_layers > 1)}"
+            )
         seen: set[str] = set()
         for cut in (Cut(2, 2, 1), Cut(1, 2, 2), Cut(2, 1, 2), Cut(2, 2, 2)):
             legal_alone = cut.tensor in self._tensor_degrees and cut.pipeline in self._pipeline_degrees(most)
@@ -198,10 +200,14 @@ class Space:
 
     def places(self, cut: Cut) -> Iterator[Place]:
         """The numbers of replicas that make a legal number of devices of a cut."""
-        for devices in self.counts:
-            replicas, rest = divmod(devices, cut.ranks)
-            if not rest and 1 <= replicas <= self.facts.num_grains:
+        ranks, legal = cut.ranks, self._legal_counts
+        for replicas in range(1, min(self.facts.num_grains, max(self.counts) // ranks) + 1):
+            if replicas * ranks in legal:
                 yield Place(replicas, cut)
+
+    @cached_property
+    def _legal_counts(self) -> frozenset[int]:
+        return frozenset(self.counts)
 
     def share(self, place: Place) -> int:
         """Grains of the rank that has most."""

@@ -34,7 +34,10 @@ def equal(units: Sequence[Unit], num_stages: int) -> Stages:
 
 
 def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -> Stages:
-    """A stage takes units until the sum passes its share of the whole, the one that passes it too (as nanotron)."""
+    """A stage takes units until the sum passes its share of the whole, the one that passes it too (as nanotron).
+
+    So the first ones have most, and the last ones may have none at all.
+    """
     found: list[list[Unit]] = [[]]
     total, passed = sum(costs), 0.0
     for unit, cost in zip(units, costs, strict=True):
@@ -42,8 +45,8 @@ def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -
         passed += cost
         if passed > total * len(found) / num_stages and len(found) < num_stages:
             found.append([])
-    stages = tuple(tuple(stage) for stage in found if stage)
-    return stages if len(stages) == num_stages else equal(units, num_stages)
+    stages = [tuple(stage) for stage in found]
+    return tuple(stages + [()] * (num_stages - len(stages)))
 
 
 def balanced(units: Sequence[Unit], seconds: Sequence[float], num_stages: int) -> Stages:

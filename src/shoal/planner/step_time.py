@@ -18,6 +18,7 @@ from shoal.planner.exchange_time import Network
 from shoal.planner.footprint import Sizes, StageSize, state_bytes
 from shoal.planner.overlap import gathered, hidden
 from shoal.planner.profile import Unit
+from shoal.planner.replica_sums import Load, least_sums, load
 from shoal.planner.stage_cost import Pass, Passes, StageCosts
 from shoal.planner.workload import CATEGORIES, TERMS, Prediction, Program, Workload
 
@@ -57,6 +58,7 @@ class Predictor:
         self._shares: dict[tuple[int, int, bool, int], Share] = {}
         self._passes: dict[tuple[object, ...], tuple[stage_units.Stages, tuple[Passes, ...]]] = {}
         self._least: dict[tuple[object, ...], float] = {}
+        self._loads: dict[int, Load] = {}  # by the identity of what _known_ranks keeps
         self._known_ranks: dict[tuple[object, ...], _Ranks] = {}
 
     def _device(self, plan: Plan) -> Device:
@@ -72,8 +74,6 @@ class Predictor:
 
     def _computer(self, device: Device) -> Computer:
         return Computer(device, self.program.fast_float32, self.program.attention)
-
-    # ------------------------------------------------------------------------------------------------------- the bounds
 
     def ideal_seconds(self, num_devices: int) -> float:
         """Seconds of a sample that no plan on so many devices goes below if one rank computes all of it.
@@ -122,6 +122,20 @@ class Predictor:
         late = min(microbatches, ranks) * passes[-1].backward_weight.seconds
         return down + own + max(0.0, up - late)
 
+    def least_at(self, plan: Plan) -> float:
+        """A lower bound of the step that knows the replicas of a plan, but not which of them are data and shard."""
+        ranks, costs = self._ranks(plan), self._costs(plan)
+        seconds = self.least_seconds(plan)
+        if plan.layout.pipeline > 1:
+            seconds = max(seconds, self._filled(plan, self._message(plan, ranks.share)))
+        if self._device(plan).kind == "cpu":
+            return seconds  # where large messages leave the caches: no bound from their sum
+        if id(ranks) not in self._loads:
+            units = [unit for stage in ranks.busiest.stages for unit in stage]
+            passes = [costs.body(unit.body, ranks.share, plan, ranks.microbatches > 1) for unit in units]
+            self._loads[id(ranks)] = load(units, passes, [rank.size.trainable for rank in ranks.fullest], plan)
+        return seconds + least_sums(self._network, plan, self._loads[id(ranks)], self.program)
+
     def least_bytes(self, plan: Plan) -> float:
         """The peak, of the rank that needs most: exact, since it is cheap."""
         return max(sum(self._bytes(plan, rank).values()) for rank in self._ranks(plan).fullest)
@@ -133,8 +147,6 @@ class Predictor:
         ranks = self._ranks(plan)
         makespan = self._filled(plan, self._message(plan, ranks.share))
         return sum(self._seconds(plan, ranks, makespan).values())
-
-    # -------------------------------------------------------------------------------------------------------- the whole
 
     def predict(self, plan: Plan) -> Prediction:
         """What a step of the plan takes."""
@@ -157,7 +169,12 @@ class Predictor:
             bubble=terms["bubble"] / seconds if seconds else 0.0,
             flops_per_device=flops,
             mfu=flops / seconds / peak_flops if seconds else None,
+            kept_bytes=tuple(self._kept(rank, ranks.share) for rank in ranks.every),
         )
+
+    def first_bytes(self, plan: Plan) -> float:
+        """The peak of the first rank, which some measurements are of."""
+        return sum(self._bytes(plan, self._ranks(plan).every[0]).values())
 
     def _share(self, plan: Plan) -> tuple[Share, int]:
         """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""
@@ -194,9 +211,6 @@ class Predictor:
                 self._stages[key] = stage_units.balanced(units, seconds, num_stages)
         return self._stages[key]
 
-    def _size(self, plan: Plan, stages: Sequence[Sequence[Unit]], share: Share) -> StageSize:
-        return self._sizes.stage([unit for stage in stages for unit in stage], share, plan)
-
     def _key(self, plan: Plan) -> tuple[object, ...]:
         """What tells plans apart whose data and shard axes are not looked at."""
         pipeline, device = plan.pipeline, id(self._device(plan))
@@ -225,7 +239,8 @@ class Predictor:
         if plan.layout.pipeline > 1:
             per = plan.pipeline.stages_per_rank
             in_flight = _in_flight(plan.pipeline.schedule, plan.layout.pipeline, per, microbatches)[rank] / per
-        return _Rank(stages, passes, self._size(plan, stages, share), in_flight)
+        size = self._sizes.stage([unit for stage in stages for unit in stage], share, plan)
+        return _Rank(stages, passes, size, in_flight)
 
     # ------------------------------------------------------------------------------------------------------ its seconds
 
@@ -259,7 +274,9 @@ class Predictor:
     def _message(self, plan: Plan, share: Share) -> float:
         """Seconds of handing one microbatch's activation to the next stage."""
         cut = self._cut(plan)
-        num_bytes = max((stage[-1].body.output_bytes.at(share.local_samples) for stage in cut[:-1]), default=0.0)
+        num_bytes = max(
+            (stage[-1].body.output_bytes.at(share.local_samples) for stage in cut[:-1] if stage), default=0.0
+        )
         stride = plan.layout.world_size // plan.layout.pipeline
         parts = share.tensor if share.sequence else 1
         return self._network.seconds("send", num_bytes / parts, self._network.hop(plan.layout.pipeline, stride))
@@ -365,6 +382,12 @@ class Predictor:
         memory["reserved"] = float(self._device(plan).reserved_bytes)
         return memory
 
+    def _kept(self, rank: _Rank, share: Share) -> int:
+        """What the meter of a run counts as activations. Of the batch, inputs are most, and kept where they enter."""
+        enters = self.work.profile.units[0] in rank.stages[0]
+        batch = self.work.profile.saved_batch.at(share.samples) if enters else 0.0
+        return round(rank.in_flight * (rank.size.saved + batch))
+
     def _buckets(self, plan: Plan, rank: _Rank) -> float:
         sums = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
         return rank.size.trainable * self.program.bucket_bytes if sums else 0.0
@@ -381,8 +404,3 @@ def _sum(passes: Sequence[Passes]) -> tuple[Pass, Pass]:
     for one in passes[1:]:
         total += one
     return total.forward, total.backward
-
-
-def predict(plan: Plan, work: Workload, cluster: Cluster, program: Program | None = None) -> Prediction:
-    """What a step of one plan takes; for many plans make a Predictor."""
-    return Predictor(work, cluster, program).predict(plan)

@@ -80,7 +80,10 @@ class Program:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes. `bubble` is a fraction of it; `flops_per_device` counts no recomputation."""
+    """What a step takes. `bubble` is a fraction of it; `flops_per_device` counts no recomputation.
+
+    `kept_bytes`: what autograd keeps at its peak between forwards and backwards, by the rank of a pipeline.
+    """
 
     step_seconds: float
     terms: dict[str, float]
@@ -91,3 +94,4 @@ class Prediction:
     bubble: float
     flops_per_device: float
     mfu: float | None
+    kept_bytes: tuple[int, ...] = ()

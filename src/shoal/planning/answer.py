@@ -8,7 +8,7 @@ from typing import Any
 from shoal import __version__
 from shoal.plan.plan import Plan
 from shoal.planner.aims import Aim
-from shoal.planner.choice import Choice, NothingFitsError, choose, gib
+from shoal.planner.choice import Choice, NothingFitsError, choose, counted, gib
 from shoal.planner.comparison import section
 from shoal.planner.goodput import Goodput
 from shoal.planner.outlook import (
@@ -70,12 +70,14 @@ class Answer:
             "cluster": case.cluster.name,
             "devices": self.chosen.devices,
             "device": case.cluster.device.name,
+            "device_kind": case.cluster.device.kind,
             "aim": str(self.choice.aim),
             "planner": __version__,
             "job": self.job,
             "parameters": case.work.profile.num_parameters,
             "flops_per_sample": case.work.profile.flops(1.0),
-            "factors": self.question.factors,
+            "factors": dict(self.question.correction.factors),
+            "host_seconds": self.question.correction.host_seconds,
         }
         document = self.chosen.plan.to_mapping()
         document["prediction"] = section(self.chosen.prediction, about)
@@ -95,7 +97,7 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
             found = next(larger.search().in_order(Aim()), None)
             if found is not None:
                 words = (
-                    f"on {number} devices it fits ({described(found.plan)}, {gib(found.prediction.peak_bytes)} each)"
+                    f"on {counted(number)} it fits ({described(found.plan)}, {gib(found.prediction.peak_bytes)} each)"
                 )
                 return NothingFitsError(
                     given=error.given, conflict=error.conflict, remedy=f"{words}; or {error.remedy}"

@@ -17,7 +17,7 @@ def page(answer: Answer) -> str:
     """The page as HTML."""
     case, chosen = answer.question.case, answer.chosen
     lead = [
-        f"Chosen: {described(chosen.plan)} on {chosen.devices} of {case.cluster.num_devices} devices, "
+        f"Chosen: {described(chosen.plan)} on {chosen.devices} of {words.several(case.cluster.num_devices, 'device')}, "
         f"{words.seconds(chosen.seconds)} a step. {words.verdict(answer)}",
         f"{case.work.profile.num_parameters:,} parameters; {case.work.global_batch} samples a step. "
         f"{words.summary(answer)}.",
@@ -26,15 +26,19 @@ def page(answer: Answer) -> str:
     ]
     parts = [
         Part("The best", table=Table(words.BEST_HEAD, words.best_rows(answer))),
-        Part("A step", drawing=_terms(answer), table=Table(["term", "time", "share"], words.term_rows(answer))),
+        Part(
+            "A step",
+            drawing=_terms(answer),
+            table=Table(["term", "time", "share", "what it is"], words.term_rows(answer)),
+        ),
         Part(
             "Memory of the fullest device",
             drawing=_memory(answer),
-            table=Table(["category", "bytes", "share"], words.memory_rows(answer)),
+            table=Table(["category", "bytes", "share", "what it is"], words.memory_rows(answer)),
         ),
         Part(
             "By number of devices",
-            [words.verdict(answer), "Dashed: throughput growing as the devices."],
+            [words.verdict(answer), *words.hints(answer), "Dashed: throughput growing as the devices."],
             drawing=_curve(answer),
             table=Table(words.CURVE_HEAD, words.curve_rows(answer)),
         ),
@@ -72,7 +76,8 @@ def _curve(answer: Answer) -> Markup:
         Spot(
             point.devices,
             batch / point.best.seconds,
-            f"{point.devices} devices: {words.seconds(point.best.seconds)} a step, {described(point.best.plan)}",
+            f"{words.several(point.devices, 'device')}: {words.seconds(point.best.seconds)} a step, "
+            f"{described(point.best.plan)}",
             point.devices == chosen,
         )
         for point in answer.curve.points

@@ -15,11 +15,11 @@ from shoal.facts import facts_of
 from shoal.job import Epochs, Job, Samples
 from shoal.plan.legal import ModelFacts
 from shoal.plan.plan import Plan
-from shoal.planner.comparison import of_terms
+from shoal.planner.lessons import Correction
 from shoal.planner.outlook import Case
 from shoal.planner.space import Space, counts
 from shoal.planner.workload import Workload
-from shoal.planning.calibration import read as read_factors
+from shoal.planning.calibration import read as read_correction
 from shoal.profiling import profile_job
 
 _TRIALS = 3
@@ -27,11 +27,15 @@ _TRIALS = 3
 
 @dataclass(frozen=True)
 class Question:
-    """A case, how many steps the job has (None: not known), and the factors by part that correct the predictions."""
+    """A case, and how many steps the job has (None: not known)."""
 
     case: Case
     num_steps: int | None
-    factors: dict[str, float]
+
+    @property
+    def correction(self) -> Correction:
+        """What runs have shown of this cluster."""
+        return self.case.correction or Correction()
 
 
 def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Question:
@@ -43,11 +47,10 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     device = "cuda" if cluster.device.kind == "gpu" else "cpu"
     profile = profile_job(job, base, device=device)
     work = Workload(profile, job.global_batch, job.grains, _sample_seconds(job))
-    factors = read_factors(cluster.name)
     space = Space(base, _facts(job), counts(cluster, most), None if job.fuse else 1, len(profile.units))
     is_cut = any(weight.tensor_dim is not None for unit in profile.units for weight in unit.body.weights)
     space = replace(space, tensor=is_cut)
-    return Question(Case(work, cluster, space, factors=of_terms(factors)), _num_steps(job), factors)
+    return Question(Case(work, cluster, space, correction=read_correction(cluster.name)), _num_steps(job))
 
 
 def _facts(job: Job) -> ModelFacts:

@@ -22,15 +22,15 @@ def show(answer: Answer, console: Console) -> None:
     )
     for note in (*case.cluster.notes, *case.work.profile.notes):
         console.print(f"note: {note}", highlight=False, markup=False)
-    if answer.question.factors:
-        told = ", ".join(f"{part} x {factor:.2f}" for part, factor in answer.question.factors.items())
-        console.print(f"corrected by what runs have shown: {told}", highlight=False)
+    if answer.question.correction:
+        console.print(words.correction(answer), highlight=False)
     console.print(words.summary(answer), highlight=False)
     _table(console, "The best", words.BEST_HEAD, words.best_rows(answer), right={0, 3, 4, 5, 6, 7, 8})
     _bars(console, "A step of the first", words.term_rows(answer))
     _bars(console, "Memory of its fullest device", words.memory_rows(answer))
     _table(console, "By number of devices", words.CURVE_HEAD, words.curve_rows(answer), right={0, 1, 2, 3})
-    console.print(words.verdict(answer), highlight=False)
+    for line in (words.verdict(answer), *words.hints(answer)):
+        console.print(line, highlight=False, markup=False)
     _table(console, "What would change it", ["change", "step", "effect"], words.change_rows(answer), right={1})
     lines = words.goodput_lines(answer)
     if lines:
@@ -56,12 +56,13 @@ def _bars(console: Console, title: str, rows: words.Rows) -> None:
     """A waterfall: each bar begins where the one before it ends."""
     console.print(f"\n[bold]{title}[/bold]")
     table = Table(box=None, pad_edge=False, show_header=False)
-    for justify in ("left", "right", "right", "left"):
+    for justify in ("left", "right", "right", "left", "left"):
         table.add_column(justify=justify)
     done = 0.0
-    for name, value, share in rows:
+    for name, value, share, meaning in rows:
         part = float(share.rstrip("%")) / 100.0
-        start, end = round(done * _BAR), round((done + part) * _BAR)
+        start, end = min(round(done * _BAR), _BAR - 1), round((done + part) * _BAR)
         done += part
-        table.add_row(name, value, share, " " * start + "█" * max(1, end - start))
+        bar = " " * start + "█" * max(1, end - start)
+        table.add_row(name, value, share, bar.ljust(_BAR), f"[dim]{meaning}[/dim]")
     console.print(table, highlight=False)

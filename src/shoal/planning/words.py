@@ -9,6 +9,39 @@ from shoal.planning.answer import Answer, storage_known
 
 Rows = list[list[str]]
 
+# What the terms of a step and the categories of memory are, in a few words each.
+TERMS_MEAN = {
+    "compute": "the model's operations",
+    "launch": "the device waits until the host has started its next operation",
+    "recompute": "forwards computed once more, instead of keeping their activations",
+    "tensor": "exchanges among the ranks that divide a layer",
+    "context": "exchanges among the ranks that divide a sequence",
+    "pipeline": "messages from stage to stage",
+    "bubble": "a stage waits for the others, at the beginning and the end of a step",
+    "gradients": "sums of gradients over the replicas, as far as no computing hides them",
+    "parameters": "gathering parameters and scattering gradients, as far as no computing hides it",
+    "optimizer": "the update",
+    "data": "waiting for samples",
+    "host": "what the host does in every step beside that",
+}
+MEMORY_MEANS = {
+    "parameters": "as the layout divides them",
+    "gathered": "parameters of others that are in use",
+    "gradients": "as the layout divides them",
+    "optimizer": "its state",
+    "activations": "kept for the backward",
+    "communication": "buffers of sums",
+    "allocator": "held between tensors, and free",
+    "reserved": "the driver, the context and libraries",
+}
+# Below this share of the time between failures of all devices a job's failures are not worth a table.
+_SHORT = 0.01
+
+
+def several(number: int, noun: str) -> str:
+    """A number of things: 1 device, 2 devices."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
 
 def seconds(value: float | None) -> str:
     """Seconds as people read them."""
@@ -70,7 +103,7 @@ def term_rows(answer: Answer) -> Rows:
     """The terms of a step, without those that take nothing."""
     prediction = answer.chosen.prediction
     return [
-        [name, seconds(value), f"{value / prediction.step_seconds:.1%}"]
+        [name, seconds(value), f"{value / prediction.step_seconds:.1%}", TERMS_MEAN[name]]
         for name, value in prediction.terms.items()
         if value > 0
     ]
@@ -80,7 +113,7 @@ def memory_rows(answer: Answer) -> Rows:
     """The bytes of the fullest rank, without the categories that it has nothing of."""
     prediction = answer.chosen.prediction
     return [
-        [name, gib(value), f"{value / prediction.peak_bytes:.1%}"]
+        [name, gib(value), f"{value / prediction.peak_bytes:.1%}", MEMORY_MEANS[name]]
         for name, value in prediction.memory.items()
         if value > 0
     ]
@@ -109,10 +142,22 @@ def verdict(answer: Answer) -> str:
     found = answer.curve
     if found.pays_until is None:
         return "Nothing fits."
-    several = "device" if found.pays_until == 1 else "devices"
+    devices = several(found.pays_until, "device")
     if found.pays_until == max((p.devices for p in found.points if p.best), default=0):
-        return f"More devices pay up to {found.pays_until} {several}, the most that were considered."
-    return f"More devices pay up to {found.pays_until} {several}; what limits then: {found.limit}."
+        return f"More devices pay up to {devices}, the most that were considered."
+    return f"More devices pay up to {devices}; what limits then: {found.limit}."
+
+
+def hints(answer: Answer) -> list[str]:
+    """What the job could change to use more of the cluster."""
+    space, pays_until = answer.question.case.space, answer.curve.pays_until
+    grains, most = space.facts.num_grains, space.counts[-1]
+    if pays_until is None or not grains <= pays_until or grains >= most:
+        return []
+    return [
+        f"The job's {several(grains, 'grain')} are shared by at most as many replicas of the model: "
+        f"Job(grains={most}) would let {most} devices share them, which changes the run."
+    ]
 
 
 def change_rows(answer: Answer) -> Rows:
@@ -136,15 +181,26 @@ def goodput_lines(answer: Answer) -> list[str]:
     found = answer.goodput
     if found is None or answer.checkpoint_seconds is None:
         return []
+    whole = answer.job_seconds(answer.chosen.seconds)
+    if whole is not None and whole * found.failures_per_day / 86400.0 < _SHORT:
+        apart = 86400.0 / found.failures_per_day if found.failures_per_day else float("inf")
+        return [f"none to plan for: the whole job takes {seconds(whole)}, and failures are {seconds(apart)} apart"]
     lines = [
         f"a checkpoint every {seconds(found.interval_seconds)} (Daly 2006), each {seconds(answer.checkpoint_seconds)} "
         f"({storage_known(answer)}); {found.failures_per_day:.3g} failures a day are expected",
         f"goodput {found.share:.1%} of the time",
     ]
-    whole = answer.job_seconds(answer.chosen.seconds)
     if whole is not None and found.share > 0:
         lines[-1] += f": the whole job takes {seconds(whole / found.share)} instead of {seconds(whole)}"
     return lines
+
+
+def correction(answer: Answer) -> str:
+    """What runs have shown, and predictions are corrected by."""
+    found = answer.question.correction
+    told = [f"{name} x {factor:.2f}" for name, factor in found.factors.items()]
+    told += [f"host + {seconds(found.host_seconds)} a step"] if found.host_seconds else []
+    return f"corrected by what runs have shown: {', '.join(told)}"
 
 
 def summary(answer: Answer) -> str:

@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from shoal.profiling.division import Division
 from shoal.profiling.events import Trace
 from shoal.strategies.tensor_heads import is_lost
 from shoal.strategies.tensor_layers import kind
 from shoal.strategies.tensor_plan import Proposal, propose
+from shoal.strategies.tensor_trace import Trace as Observed
 from shoal.strategies.tensor_trace import observe
 
 # What a proposal asks of widths and heads: the smallest degree there is.
 _DEGREE = 2
+# Models of no more bytes are followed with numbers where they look at them.
+_REAL_BYTES = 1 << 30
 
 
 def outlined(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | None:
@@ -83,18 +86,26 @@ def spread(found: Division, like: dict[str, str]) -> Division:
 def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Division:
     """What shoal's own tensor parallelism cuts: what is in no pair too, gathered at once if not for the loss alone.
 
-    Raises: what the loss raises on the meta device.
+    Raises: what the loss raises on the meta device, unless a small model that looks at numbers runs with zeros.
     """
-
-    def shown(leaf: Any) -> Any:
-        return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
-
-    trace = observe(model.train(), loss, tree_map(shown, batch))
+    trace = _followed(model.train(), loss, batch)
     found = propose(model, trace, _DEGREE)
     names = {id(p): name for name, p in model.named_parameters()}
     gathered = (name for name in found.gathered if not is_lost(name, model, trace))
     weights = frozenset(names[id(model.get_submodule(name)._parameters["weight"])] for name in gathered)
     return Division(_dims(model, found, found.gathered), weights)
+
+
+def _followed(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Observed:
+    try:
+        return observe(model, loss, batch)
+    except Exception:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if sum(tensor.nbytes for tensor in tensors.values()) > _REAL_BYTES:
+            raise
+        with contextlib.suppress(Exception):
+            return observe(model, loss, batch, lambda name: torch.zeros(tensors[name].shape))
+        raise
 
 
 def _dims(model: nn.Module, found: Proposal, columns: tuple[str, ...]) -> dict[str, int]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import PlanError
@@ -51,6 +52,7 @@ def shard(
     kept = {p for name, p in model.named_parameters() if p.ndim == 0 or name in absent}
     found = [*(unit for unit in units(model) if not kept.issuperset(unit.parameters())), model]
     for unit in found:
+        unit.register_forward_hook(_no_views)
         fully_shard(
             unit,
             mesh=_device_mesh(mesh),
@@ -67,6 +69,20 @@ def shard(
             unit.set_force_sum_reduction_for_comms(True)
         _give_homes(unit)
     return found
+
+
+def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
+    """Copies of outputs that are views of something, as a linear layer gives with a bias over sequences.
+
+    A change in place of a view would drop the hook that gathers the unit's parameters for its backward.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    return tree_map(lambda leaf: leaf.clone() if _is_view(leaf) else leaf, output)
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value._base is not None
 
 
 def _give_homes(unit: FSDPModule) -> None:

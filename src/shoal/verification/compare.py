@@ -71,13 +71,15 @@ class References:
     """One step on one process: `ways` in the plan's precision, `exact` in float64 where that was computed.
 
     `complete`: whether these are all the ways there are. `layers`: how far single layers are from float64, relative to
-    their size, where the whole was not computed in it.
+    their size, where the whole was not computed in it. `updated`: the optimizer's step alone, from the parallel run's
+    own clipped gradients; these were judged before, so that no order of sums is left in it.
     """
 
     ways: list[Computed]
     exact: Computed | None
     complete: bool
     layers: float = 0.0
+    updated: References | None = None
 
     def tensors(self, of: Of) -> tuple[list[Tensor], Tensor | None]:
         """One tensor from all of them, as float64."""
@@ -144,9 +146,11 @@ class _Comparison:
         of: Of,
         scale: float,
         size: float | None = None,
+        *,
+        references: References | None = None,
     ) -> tuple[float, float]:
         """(error, tolerance) of one tensor; what a step moves by is taken relative to `size`, which is else `scale`."""
-        runs, true = self._r.tensors(of)
+        runs, true = (references or self._r).tensors(of)
         value = value.double()
         if any(r.shape != value.shape for r in runs) or not runs:
             return math.inf, 0.0
@@ -319,13 +323,17 @@ class _Comparison:
                 same = torch.equal(value, self._base.tensors.get(key, torch.empty(0)))
                 yield self._check("update", name, 0.0, 0.0) if same else self._say("update", name, "has another value")
                 continue
-            size = float(value.double().norm())
-            error, tolerance = self._judge(key, value, _tensor(key), size)
-            owner = name.rpartition("/")[0]
-            yield self._check("update", name, error, tolerance + 2.0 * size * self._relative.get(owner, 0.0))
+            yield self._state(name, value)
         for name in sorted(self._base.phase("update").keys() - found.keys()):
             yield self._say("update", name, "is missing")
         yield from self._replicas("update")
+
+    def _state(self, name: str, value: Tensor) -> Check:
+        key = f"update/{name}"
+        old = self._before.tensors.get(key)
+        size = float(value.double().norm()) + (0.0 if old is None else float(old.double().norm()))
+        inherited = 2.0 * size * self._relative.get(name.rpartition("/")[0], 0.0)
+        return self._updated(name, value, _tensor(key), (size, size), inherited)
 
     def _changed(self, name: str, value: Tensor) -> Check:
         key = f"update/{name}"
@@ -337,8 +345,15 @@ class _Comparison:
             return None if found is None else found.double() - old
 
         unit = torch.finfo(value.dtype).eps / 2.0 / UNIT if value.is_floating_point() else 1.0
-        error, tolerance = self._judge(key, change, of, float(old.norm()) * unit, float(change.norm()))
-        return self._check("update", name, error, tolerance + float(change.norm()) * self._relative.get(name, 0.0))
+        size = float(change.norm())
+        inherited = size * self._relative.get(name, 0.0)
+        return self._updated(name, change, of, (float(old.norm()) * unit + size, size), inherited)
+
+    def _updated(self, name: str, value: Tensor, of: Of, sizes: tuple[float, float], inherited: float) -> Check:
+        """`sizes` are `_judge`'s. What gradients may be off by is inherited where the update had to use others."""
+        references = self._r.updated or self._r
+        error, tolerance = self._judge(f"update/{name}", value, of, *sizes, references=references)
+        return self._check("update", name, error, tolerance + (0.0 if self._r.updated else inherited))
 
     def _buffers(self) -> Iterator[Check]:
         for name, value in self._p.phase("buffers").items():

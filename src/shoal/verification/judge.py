@@ -202,7 +202,8 @@ class _Judges:
         if first:
             refuse_unrepeatable(computed[0].trace, computed[1].trace)
         exact = self._exact(before, parallel, computed[0]) if first else None
-        references = References(computed, exact, first, self._layers() if first else 0.0)
+        updated = self._updated(before, parallel, computed[0])
+        references = References(computed, exact, first, self._layers() if first else 0.0, updated)
         return compare(parallel, before, references, self._parameter_order(), self._measured), references
 
     def _ways(self, first: bool) -> list[Way]:
@@ -242,6 +243,14 @@ class _Judges:
             self._double = None
             return None
         return found
+
+    def _updated(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> References | None:
+        """The update by the parallel run's own gradients; None where either left it out, or gradients are missing."""
+        left_out = parallel.skipped or plain.trace.skipped
+        if left_out or parallel.phase("clipping").keys() != plain.trace.phase("clipping").keys():
+            return None
+        exact = Computed(self._double.update(before, parallel)) if self._double is not None else None
+        return References([Computed(self._plain.update(before, parallel))], exact, complete=True)
 
     def _layers(self) -> float:
         """How far some layers are from float64, where the whole model does not fit in it."""

@@ -7,7 +7,7 @@ nothing of how the engine computes it: no buckets, no strategy, no collective, n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -85,6 +85,14 @@ class Reference:
         finally:
             torch.set_num_threads(threads)
         self._finish(found)
+        return found
+
+    def update(self, before: StepTrace, parallel: StepTrace) -> StepTrace:
+        """The state that the optimizer makes of the state `before` by the parallel run's own clipped gradients."""
+        self._load(before)
+        found = StepTrace(parallel.step)
+        self._apply(found, parallel.phase("clipping"))
+        self._capture(found)
         return found
 
     def _load(self, before: StepTrace) -> None:
@@ -168,22 +176,27 @@ class Reference:
             trace.skipped = "nonfinite"
         else:
             share = min(1.0, job.clip_norm / (trace.norm + 1e-6)) if job.clip_norm is not None else 1.0
-            for name, parameter in self._parameters.named:
-                parameter.grad = (mean[name] * share).to(parameter.dtype) if name in mean else None
-                if parameter.grad is not None:
-                    trace.tensors[f"clipping/{name}"] = parameter.grad.clone()
-            before = sum(g.size for s in range(trace.step) for g in self._order.grains(s))
-            progress = Progress(trace.step, self._order.num_steps, before)
-            multiplier = float(job.schedule(progress)) if job.schedule is not None else 1.0
-            for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-                if isinstance(group.get("lr"), Tensor):
-                    group["lr"].fill_(rate * multiplier)
-                elif "lr" in group:
-                    group["lr"] = rate * multiplier
-            seed_everything(random_key(job.seed, "optimizer", trace.step))
-            step_optimizer(self._optimizer)
+            self._apply(trace, {name: gradient * share for name, gradient in mean.items()})
             self._set_buffers()
         self._capture(trace)
+
+    def _apply(self, trace: StepTrace, gradients: Mapping[str, Tensor]) -> None:
+        """Schedule and optimizer."""
+        job = self._job
+        for name, parameter in self._parameters.named:
+            parameter.grad = gradients[name].to(parameter.device, parameter.dtype) if name in gradients else None
+            if parameter.grad is not None:
+                trace.tensors[f"clipping/{name}"] = parameter.grad.clone()
+        before = sum(g.size for s in range(trace.step) for g in self._order.grains(s))
+        progress = Progress(trace.step, self._order.num_steps, before)
+        multiplier = float(job.schedule(progress)) if job.schedule is not None else 1.0
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group.get("lr"), Tensor):
+                group["lr"].fill_(rate * multiplier)
+            elif "lr" in group:
+                group["lr"] = rate * multiplier
+        seed_everything(random_key(job.seed, "optimizer", trace.step))
+        step_optimizer(self._optimizer)
 
     def _set_buffers(self) -> None:
         with torch.no_grad():

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.unit.planner.made import cluster
 from tests.unit.planner.test_communication import MODELS, Shapes, ignore, one_step, parameters
-from tests.unit.planner.worlds import CASES, Block, Case, Transformer, backward, shard, sharding, world
+from tests.unit.planner.worlds import CASES, Block, Case, Transformer, backward, shard, sharding, tokens, world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.memory import MemoryMeter, SavedTensors, storage_bytes
 from shoal.metering import array, optimizer_shape
 from shoal.plan.layout import Layout
+from shoal.plan.plan import Plan
 from shoal.planner.communication import Array, Gradients
 from shoal.planner.memory import (
     Layer,
@@ -36,6 +38,9 @@ from shoal.planner.memory import (
     transformer_block,
     whole,
 )
+from shoal.planner.step_time import predict
+from shoal.planner.workload import Workload
+from shoal.profiling import profile
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
 from shoal.traffic import Traffic
 
@@ -205,6 +210,25 @@ def test_blocks_in_flight_and_recomputed(recompute: str, microbatches: int) -> N
         expected -= layers[0].saved_bytes - layers[0].input_bytes
     peak = saved(blocks, lambda: [loss.backward() for loss in [forward() for _ in range(microbatches)]])
     assert peak == expected
+
+
+@pytest.mark.parametrize("layout", [{"shard": 64}, {"data": 4, "shard": 16}])
+def test_what_is_kept_in_a_world_of_64_is_what_the_planner_says(layout: dict[str, int]) -> None:
+    """Two samples a rank; what fully_shard gathers for a forward is no activation."""
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return model(batch).float().sum(), 1
+
+    work = Workload(profile(Transformer, loss, lambda n: tokens().repeat(n, 1)[:n].clone(), device="cpu"), 128, 64)
+    predicted = predict(Plan().with_sections(layout=layout, shard={"level": "parameters"}), work, cluster(64))
+    model = Transformer()
+    with world(Layout(**layout), rank=5):
+        mesh = init_device_mesh("cpu", (layout.get("data", 1), layout["shard"]), mesh_dim_names=("data", "shard"))
+        shard(model, Case(), mesh if "data" in layout else mesh["shard"])
+        meter = MemoryMeter(model)
+        meter.start()
+        backward(model, Case())
+        assert meter.stop().activations == predicted.kept_bytes[0]
 
 
 def test_fewer_microbatches_are_in_flight_on_later_stages() -> None:

@@ -18,8 +18,9 @@ from shoal.planner.aims import Aim, Limit, parse, tied
 from shoal.planner.choice import NothingFitsError, choose, limit_of
 from shoal.planner.comparison import section
 from shoal.planner.costs import costs_of
+from shoal.planner.filling import Turns
 from shoal.planner.search import Candidate, Costs, Group, Search
-from shoal.planner.space import Place, Space, counts, described, microbatch_sizes, simplicity
+from shoal.planner.space import Place, Space, Way, counts, described, microbatch_sizes, simplicity
 from shoal.planner.workload import Prediction, Workload
 
 MEMORY = 100.0
@@ -51,7 +52,7 @@ class Invented:
         return self.microbatches(plan) * one * fill / (at.tensor * at.context * at.pipeline)
 
     def nearly(self, plan: Plan) -> float:
-        return self.least_seconds(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
+        return self.least_at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
 
     def least_bytes(self, plan: Plan) -> float:
         at = plan.layout
@@ -59,6 +60,13 @@ class Invented:
         depth = {"optimizer": 60.0, "gradients": 40.0, "parameters": 20.0}[plan.shard.level] if at.shard > 1 else 120.0
         parts = at.tensor * at.pipeline * at.context
         return depth / parts + 80.0 / (at.shard * parts) + kept * plan.batch.grains_per_microbatch / parts
+
+    def least_at(self, plan: Plan) -> float:
+        replicas = plan.layout.data * plan.layout.shard
+        return self.least_seconds(plan) * (1 + 0.2 * noise(self.seed, replicas, plan.layout.pipeline))
+
+    def filled(self, seconds: float, turns: Turns) -> float:
+        return seconds * turns.microbatches / turns.pipeline
 
     def predict(self, plan: Plan) -> Prediction:
         self.num_predicted += 1
@@ -72,7 +80,9 @@ class Invented:
         return Prediction(seconds, terms, {"parameters": peak}, peak, lacks == 0, lacks, bubble, 1.0, None)
 
     def costs(self) -> Costs:
-        return Costs(self.predict, self.least_seconds, self.least_bytes, self.nearly, MEMORY)
+        return Costs(
+            self.predict, self.least_seconds, self.least_bytes, self.nearly, MEMORY, self.filled, self.least_at
+        )
 
 
 def every_plan(space: Space) -> Iterator[Plan]:
@@ -222,12 +232,16 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         almost = 1 + 1e-9
         assert search.floor(place) <= predicted.step_seconds * almost
         assert costs.least_seconds(plan) <= costs.nearly(plan) * almost
+        assert costs.least_seconds(plan) <= costs.least_at(plan) * almost
+        assert costs.least_at(plan) <= costs.nearly(plan) * almost
         assert costs.nearly(plan) <= predicted.step_seconds * almost
         assert costs.least_bytes(plan) <= predicted.peak_bytes * almost
         group = Group(plan.batch.grains_per_microbatch, plan.memory.recompute, plan.tensor.sequence)
         bounds = {found: seconds for seconds, found in search.groups(place)}
         if group in bounds:
             assert bounds[group] <= predicted.step_seconds * almost
+            way = Way(*group, plan.pipeline.schedule, plan.pipeline.stages_per_rank)
+            assert search.filled(search.kin([place])[0], way, bounds[group]) <= predicted.step_seconds * almost
         else:
             assert not predicted.fits
 

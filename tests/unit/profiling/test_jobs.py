@@ -71,3 +71,20 @@ def test_a_stream_is_looked_at_and_not_used_up() -> None:
         eval_data=None,
     )
     assert profile_job(made).sample_bytes == 2 * 12 * 8
+
+
+def test_what_is_cut_of_a_model_that_looks_at_numbers() -> None:
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.isnan().any():
+                raise ValueError("nothing is known of these samples")
+            return self.down(torch.relu(self.up(x)))
+
+    found = profile_job(job(model=Looking))
+    dims = {weight.name: weight.tensor_dim for unit in found.units for weight in unit.body.weights}
+    assert dims["up.weight"] == dims["up.bias"] == 0
+    assert not [note for note in found.notes if "not known" in note]

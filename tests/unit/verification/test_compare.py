@@ -57,6 +57,19 @@ def test_a_later_step_takes_over_what_the_first_measured() -> None:
     assert failed(GRADIENT + MOVE, None, complete=False), "without that it may differ by rounding only"
 
 
+@pytest.mark.parametrize(("off", "passes"), [(0.0, True), (1e-6, True), (1e-4, False)])
+def test_an_update_is_judged_by_what_the_optimizer_makes_of_its_own_gradients(off: float, passes: bool) -> None:
+    """However far it is from that of other gradients, which a division by their own size would tell apart."""
+    amplified = 1.0 - GRADIENT - 1000 * MOVE
+    parallel = trace(GRADIENT + MOVE)
+    parallel.tensors["update/w"] = amplified + off
+    own = References([Computed(StepTrace(0, tensors={"update/w": amplified}))], None, complete=True)
+    references = References([computed(GRADIENT), computed(GRADIENT + MOVE)], None, complete=True)
+    checks = compare(parallel, BEFORE, replace(references, updated=own), ["w"], {})
+    assert [check.phase for check in checks if not check.passed] == ([] if passes else ["update"])
+    assert not all(check.passed for check in compare(parallel, BEFORE, references, ["w"], {}))
+
+
 def test_nan_is_not_close_to_anything() -> None:
     bad = GRADIENT.clone()
     bad[3] = math.nan
