@@ -30,9 +30,9 @@ SCHEMES = ("none", "bfloat16", "float16", "int8", "topk", "powersgd")
 SEEDS = {scheme: (0, 1, 2) if scheme == "none" else (0, 1) for scheme in SCHEMES}
 TASKS: dict[str, dict[str, Any]] = {
     "lenet": {"epochs": 1},
-    "gpt": {"steps": 200, "layers": 2, "width": 128, "block": 64},
+    "gpt": {"steps": 150, "layers": 2, "width": 64, "block": 64},
 }
-TITLES = {"lenet": "LeNet on Fashion-MNIST, one epoch", "gpt": "GPT of 0.4 M parameters, 200 steps"}
+TITLES = {"lenet": "LeNet on Fashion-MNIST, one epoch", "gpt": "GPT of 0.12 M parameters, 150 steps"}
 TIMED_STEPS, ROUNDS, DISCARDED = 6, 5, 2
 TIMED = {"steps": 10**6, "layers": 4, "width": 256}
 
