@@ -188,7 +188,7 @@ def table(kept: dict[str, Any]) -> list[str]:
         noise = max(plain.values()) - min(plain.values())
         lines += [
             f"**{title}** (uncompressed: loss {min(plain.values()):.4f} to {max(plain.values()):.4f} over "
-            f"{len(plain)} seeds, a spread of {noise:.4f})",
+            f"{len(plain)} seed(s), a spread of {noise:.4f})",
             "",
             "| scheme | gradients, bytes | of float32 | a rank sends, bytes | as the formula | loss | beside "
             "uncompressed | within noise | worst `lost` | least cosine |",
@@ -201,6 +201,7 @@ def table(kept: dict[str, Any]) -> list[str]:
             lost = max((c.worst_lost for c in found if c.worst_lost is not None), default=None)
             cosine = min((c.least_cosine for c in found if c.least_cosine is not None), default=None)
             within = "" if scheme == "none" else ("yes" if beside <= noise else "no")
+            within = within if len(plain) > 1 else "?"
             within += ", fell back" if any(c.fell_back for c in found) else ""
             cells_ = [
                 scheme,
