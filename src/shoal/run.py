@@ -349,11 +349,18 @@ def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
         shares = Shares(engine.job.grains, grains, computation.effective_grains, computation.buffers)
         try:
             step = describe(engine.holding, engine.updater.optimizer, engine.plan, engine.precision, shares)
-            found["predicted"] = predicted(engine.plan, step, mesh.rank)
+            found["predicted"] = predicted(_plan_at(engine, found["step"]), step, mesh.rank)
         except Exception as error:  # what formulas cannot say must not cost a finished run its result
             found["predicted"] = None
             warnings.warn(f"no prediction of traffic and memory: {error}", RuntimeWarning, stacklevel=2)
     return blocks(mesh.gather_json(found))
+
+
+def _plan_at(engine: Engine, step: int) -> Plan:
+    """The plan as a step sent by it: without its compression where that had ended."""
+    compression = engine.strategy.compression
+    ended = compression.fell_back if compression is not None else None
+    return engine.plan.uncompressed if ended is not None and ended["step"] < step else engine.plan
 
 
 def _conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:
