@@ -116,7 +116,8 @@ class Crew:
             return
         if hello["kind"] == "server":
             wire.limit(_ANSWER_SECONDS)
-            self._servers[hello["number"]], self._ports[hello["number"]] = wire, hello["port"]
+            self._ports[hello["number"]] = hello["port"]  # before it counts as there
+            self._servers[hello["number"]] = wire
             if len(self._servers) == self._num_servers:
                 self._complete.set()
             return
