@@ -37,6 +37,9 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("test_compression.py", "test_replicas_stay_equal_and_a_resume_changes_nothing"): ("topk", "powersgd"),
     ("test_compression.py", "test_a_gradient_that_is_not_finite_is_seen"): ("int8",),
+    ("test_parameter_server.py", "test_synchronous_is_verified"): ("True",),
+    ("test_parameter_server.py", "test_a_worker_sends_and_gets_what_the_formula_says"): ("True",),
+    ("test_parameter_server.py", "test_a_step_that_is_not_finite_is_left_out_on_all_servers"): ("asynchronous",),
     ("test_models.py", "test_verified_on_two_ranks"): ("llama", "bert-exact", "keras-batch-norm"),
 }
 
