@@ -30,6 +30,10 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
         "a loss over pairs",
         "blocks computed again",
     ),
+    ("test_collectives.py", "test_every_algorithm"): ("2", "3"),
+    ("test_streams.py", "test_one_process_or_three_and_a_resume_in_the_middle"): ("sharded",),
+    ("test_exact.py", "test_one_hash_on_any_number_of_devices"): ("convnet", "gpt"),
+    ("test_sharded.py", "test_resumed_under_another_layout"): ("before2-after2",),
     ("test_compression.py", "test_a_step_sends_and_holds_what_the_formulas_say"): (
         "int8, native",
         "topk, ring on 3",
