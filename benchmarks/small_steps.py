@@ -1,10 +1,11 @@
-"""Claim: none by itself. What a step of nine small jobs took on 1 and 2 processes, for a planner to meet.
+"""Claim: docs/small-steps.md. What a step of nine small jobs took on 1 and 2 processes, beside what was predicted.
 
-`python -m benchmarks.small_steps` runs `shoal run benchmarks/small_jobs.py:JOB --devices N` for each job and number of
-processes, in several trials in turn, and writes one row each to results/small_steps.csv: least, lower quartile, median
-and ninth decile of the seconds of a step (the first ones of each trial left out), the median of each span on rank 0,
-and the peak of a rank's resident memory. `others` is the share of the cores that other programs used meanwhile: rows
-of a machine that is not idle say little. Measure the machine itself with `shoal bench` in the same hour.
+`shoal bench && python -m benchmarks.small_steps` plans each job for the machine as it was just measured, under each
+layout, and runs the same plans by `shoal run`, in several trials in turn. It writes a row each to
+results/small_steps.csv: least, lower quartile, median and ninth decile of the seconds of a step (the first ones of each
+trial left out), the prediction and its terms, the median of each span on rank 0, and the peak of a rank's resident
+memory. `others` is the share of the cores that other programs used meanwhile: rows of a machine that is not idle say
+little. `--page` writes docs/small-steps.md from the rows.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shoal.bench.command import busy_seconds
+from shoal.catalogue.sums import all_reduce_here
+from shoal.job_file import load, parse_target
+from shoal.plan.plan import Plan
+from shoal.plan.toml import write
+from shoal.planner.comparison import PARTS
+from shoal.planner.step_time import Predictor
+from shoal.planning.question import question
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "small_steps.csv"
+PAGE = ROOT / "docs" / "small-steps.md"
 WARM_UP = 3
 # Name: the job with its settings, and the steps of a trial.
 JOBS: dict[str, tuple[list[str], int]] = {
@@ -37,14 +48,52 @@ JOBS: dict[str, tuple[list[str], int]] = {
     "resnet18-16": (["resnet18", "batch=16"], 14),
     "resnet18-64": (["resnet18", "batch=64"], 9),
 }
+# Name: the sections of a plan. Two ranks but for the first; eight grains, in one microbatch a rank but for stages.
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "1": {},
+    "data": {"layout": {"data": 2}},
+    "zero-1": {"layout": {"shard": 2}, "shard": {"level": "optimizer"}},
+    "zero-2": {"layout": {"shard": 2}, "shard": {"level": "gradients"}},
+    "zero-3": {"layout": {"shard": 2}, "shard": {"level": "parameters"}},
+    "tensor": {"layout": {"tensor": 2}, "batch": {"grains_per_microbatch": 8}},
+    "pipeline": {"layout": {"pipeline": 2}, "batch": {"grains_per_microbatch": 2}},
+}
+_GRAINS = 8
 
 
-def trial(name: str, devices: int) -> tuple[list[dict[str, object]], float]:
+def plan_of(layout: str) -> Plan:
+    """The complete plan of a layout; with data ranks, of the all_reduce that is fastest here."""
+    plan = Plan().with_sections(**LAYOUTS[layout])
+    ranks = plan.layout.data * plan.layout.shard
+    batch = {"grains_per_microbatch": _GRAINS // ranks} | LAYOUTS[layout].get("batch", {})
+    plan = plan.with_sections(batch=batch)
+    if ranks > 1 and not plan.shards_model:
+        plan = plan.with_sections(collectives={"all_reduce": all_reduce_here(ranks)})
+    return plan
+
+
+def predicted(name: str, layouts: Sequence[str], cluster: str) -> dict[str, dict[str, Any]]:
+    """By layout: seconds of a step and of each part of it, and the bytes of the rank that needs most."""
+    job, *settings = JOBS[name][0]
+    loaded = load(parse_target(str(ROOT / f"benchmarks/small_jobs.py:{job}"), settings)).job
+    case = question(loaded, Plan(), cluster, None).case
+    predictor, found = Predictor(case.work, case.cluster), {}
+    for layout in layouts:
+        told = predictor.predict(plan_of(layout))
+        row: dict[str, Any] = {"predicted_s": round(told.step_seconds, 6), "predicted_bytes": int(told.peak_bytes)}
+        for part, (terms, _) in PARTS.items():
+            row[f"predicted_{part}_s"] = round(sum(told.terms[term] for term in terms), 6)
+        found[layout] = row
+    return found
+
+
+def trial(name: str, layout: str) -> tuple[list[dict[str, Any]], float]:
     """The step records of one run, without the first, and the share of the cores that others used meanwhile."""
     (job, *settings), steps = JOBS[name]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        command = [sys.executable, "-m", "shoal", "run", f"benchmarks/small_jobs.py:{job}", "--devices", str(devices)]
+        out, file = Path(folder) / "run", Path(folder) / "plan.toml"
+        file.write_text(write(plan_of(layout)), encoding="utf-8")
+        command = [sys.executable, "-m", "shoal", "run", f"benchmarks/small_jobs.py:{job}", "--plan", str(file)]
         command += ["--steps", str(steps), "--out", str(out)]
         command += [text for setting in settings for text in ("--set", setting)]
         variables = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
@@ -61,45 +110,103 @@ def _children() -> float:
     return times.children_user + times.children_system
 
 
-def summarised(name: str, devices: int, trials: list[tuple[list[dict[str, object]], float]]) -> dict[str, object]:
+def summarised(
+    name: str, layout: str, told: Mapping[str, Any], trials: Sequence[tuple[list[dict[str, Any]], float]]
+) -> dict[str, Any]:
     """A row of the table."""
     records = [record for found, _ in trials for record in found]
-    seconds = sorted(float(str(record["seconds"])) for record in records)
-    spans = [record["spans"] for record in records]
-    assert all(isinstance(span, dict) for span in spans)
-    row: dict[str, object] = {"job": name, "settings": " ".join(JOBS[name][0]), "devices": devices}
+    seconds = sorted(float(record["seconds"]) for record in records)
+    median = statistics.median(seconds)
+    row: dict[str, Any] = {"job": name, "settings": " ".join(JOBS[name][0]), "layout": layout, **told}
+    row |= {"error": round(told["predicted_s"] / median - 1, 4)}
     row |= {"trials": len(trials), "steps": len(seconds), "least_s": round(seconds[0], 6)}
-    row |= {"quartile_s": round(seconds[len(seconds) // 4], 6), "median_s": round(statistics.median(seconds), 6)}
+    row |= {"quartile_s": round(seconds[len(seconds) // 4], 6), "median_s": round(median, 6)}
     row |= {"p90_s": round(seconds[int(0.9 * (len(seconds) - 1))], 6)}
-    for span in spans[0]:  # type: ignore[attr-defined]
-        row[f"{span}_s"] = round(statistics.median(s[span] for s in spans), 6)  # type: ignore[index]
-    row["memory_bytes"] = max(int(str(record["memory_bytes"])) for record in records)
+    for span in records[0]["spans"]:
+        row[f"{span}_s"] = round(statistics.median(record["spans"][span] for record in records), 6)
+    row["memory_bytes"] = max(int(record["memory_bytes"]) for record in records)
     row["others"] = round(statistics.mean(share for _, share in trials), 2)
     return row
 
 
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as docs/small-steps.md."""
+    lines = [
+        "# Predicted and measured steps of a small machine",
+        "",
+        "Generated by `shoal bench && python -m benchmarks.small_steps --page` on two cores of an AMD EPYC (a",
+        "virtual machine), torch 2.13, float32: each plan of each job as predicted from what `shoal bench` had just",
+        "measured, and as it then ran. Milliseconds; measured is the median over all steps but the first three of each",
+        "trial, with lower quartile and ninth decile beside it. No number of these runs went into a prediction.",
+        "*Others* is the share of the cores that other programs had meanwhile: beyond a tenth a row says little.",
+        "",
+        "| Job | Layout | Predicted | Measured | Quartile to p90 | Error | Predicted MB | Resident MB | Others |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        spread = f"{float(row['quartile_s']) * 1e3:.1f} to {float(row['p90_s']) * 1e3:.1f}"
+        lines.append(
+            f"| {row['job']} | {row['layout']} | {float(row['predicted_s']) * 1e3:.1f} "
+            f"| {float(row['median_s']) * 1e3:.1f} | {spread} | {float(row['error']):+.0%} "
+            f"| {int(row['predicted_bytes']) / 1e6:.0f} | {int(row['memory_bytes']) / 1e6:.0f} "
+            f"| {float(row['others']):.0%} |"
+        )
+    lines += ["", *_told(rows), ""]
+    return "\n".join(lines)
+
+
+def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How often the prediction was right."""
+    found = []
+    for what, chosen in (("1 process or data", ("1", "data")), ("all layouts", tuple(LAYOUTS))):
+        errors = [abs(float(row["error"])) for row in rows if row["layout"] in chosen]
+        if errors:
+            near = sum(error <= 0.15 for error in errors)
+            found.append(
+                f"{what.capitalize()}: {near} of {len(errors)} rows within 15 %, median error "
+                f"{statistics.median(errors):.0%}."
+            )
+    by_job = {(row["job"], row["layout"]): row for row in rows}
+    jobs = [job for job in JOBS if (job, "1") in by_job and (job, "data") in by_job]
+
+    def alone_is_faster(job: str, key: str) -> bool:
+        return float(by_job[job, "1"][key]) <= float(by_job[job, "data"][key])
+
+    right = sum(alone_is_faster(job, "median_s") == alone_is_faster(job, "predicted_s") for job in jobs)
+    if jobs:
+        found.append(f"One process or two: the faster one was predicted for {right} of {len(jobs)} jobs.")
+    return found
+
+
 def main() -> None:
-    """Measures what is asked for, prints each row and writes the table; rows of other jobs stay."""
+    """Predicts and measures what is asked for, prints each row and writes the table; other rows stay."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
+    parser.add_argument("--layouts", nargs="+", default=["1", "data"], choices=list(LAYOUTS))
+    parser.add_argument("--cluster", default="here")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--page", action="store_true", help="write docs/small-steps.md from the rows, too")
     options = parser.parse_args()
-    rows: dict[tuple[str, str], dict[str, object]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     if options.out.exists():
         with options.out.open(newline="", encoding="utf-8") as file:
-            rows = {(row["job"], row["devices"]): dict(row) for row in csv.DictReader(file)}
+            rows = {(row["job"], row["layout"]): dict(row) for row in csv.DictReader(file)}
     for name in options.jobs:
-        turns = [(devices, trial(name, devices)) for _ in range(options.trials) for devices in (1, 2)]
-        for devices in (1, 2):
-            row = summarised(name, devices, [found for count, found in turns if count == devices])
+        told = predicted(name, options.layouts, options.cluster)
+        turns = [(layout, trial(name, layout)) for _ in range(options.trials) for layout in options.layouts]
+        for layout in options.layouts:
+            row = summarised(name, layout, told[layout], [found for which, found in turns if which == layout])
             print(row, flush=True)
-            rows[name, str(devices)] = row
-        ordered = [rows[key] for key in sorted(rows, key=lambda key: (list(JOBS).index(key[0]), key[1]))]
+            rows[name, layout] = row
+        order = {key: number for number, key in enumerate((job, layout) for job in JOBS for layout in LAYOUTS)}
+        ordered = [rows[key] for key in sorted(rows, key=lambda key: order[key])]
         with options.out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(ordered[0]))
             writer.writeheader()
             writer.writerows(ordered)
+    if options.page:
+        PAGE.write_text(page(list(rows.values())), encoding="utf-8")
 
 
 if __name__ == "__main__":

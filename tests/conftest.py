@@ -18,6 +18,7 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
         "zero 3, hybrid-small",
     ),
     ("test_counters.py", "test_fully_shard_sends_and_holds_what_the_formulas_say"): ("1-2",),
+    ("test_counters.py", "test_what_autograd_keeps_is_what_the_plan_said"): ("1f1b, zero 3",),
     ("test_context.py", "test_the_gradient_of_one_process"): ("gpt-2", "masks and rotations-3"),
     ("test_context.py", "test_what_cannot_be_divided_is_refused"): ("convolution", "attention dropout", "few heads"),
     ("test_context.py", "test_the_run_of_one_process"): ("with data", "with tensor"),
@@ -36,6 +37,9 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("test_compression.py", "test_replicas_stay_equal_and_a_resume_changes_nothing"): ("topk", "powersgd"),
     ("test_compression.py", "test_a_gradient_that_is_not_finite_is_seen"): ("int8",),
+    ("test_parameter_server.py", "test_synchronous_is_verified"): ("True",),
+    ("test_parameter_server.py", "test_a_worker_sends_and_gets_what_the_formula_says"): ("True",),
+    ("test_parameter_server.py", "test_a_step_that_is_not_finite_is_left_out_on_all_servers"): ("asynchronous",),
     ("test_models.py", "test_verified_on_two_ranks"): ("llama", "bert-exact", "keras-batch-norm"),
 }
 

@@ -30,7 +30,7 @@ AT_ONCE = 2
 _MARK = "SHOAL_TEST_MARK"
 # What a launcher or an outer run may have set: a command under test must not believe that it is one of its ranks.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-_SCRUBBED_PREFIXES = ("SHOAL_LISTEN", "SHOAL_REPORT", "SHOAL_STARTED", "SHOAL_LAUNCHER", "TORCHELASTIC")
+_SCRUBBED_PREFIXES = ("SHOAL_LISTEN", "SHOAL_REPORT", "SHOAL_RUN", "SHOAL_STARTED", "SHOAL_LAUNCHER", "TORCHELASTIC")
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,11 @@ class Started:
             assert not ended, f"the command ended before {what}{said}"
             assert time.monotonic() < deadline, f"no sign of {what} within {timeout} s{said}"
             time.sleep(0.01)
+
+    @property
+    def output(self) -> str:
+        """What it has said so far."""
+        return self._text(0) + self._text(1)
 
     def _text(self, which: int) -> str:
         return self._paths[which].read_text(encoding="utf-8", errors="replace")

@@ -107,7 +107,7 @@ def _device(row: Row) -> str:
 
 def _program(row: Row) -> Program:
     tf32 = "tf32" in row.get("precision", "").lower() and not row.get("gpu", "").startswith(("V100", "P100"))
-    return Program(fast_float32=tf32, fused_optimizer=True)
+    return Program(fast_float32=tf32, fused_optimizer=True, own_buckets=False, gradient_passes=0.0)
 
 
 def _told_batch(row: Row, key: str) -> tuple[int, int] | None:

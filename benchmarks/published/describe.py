@@ -29,7 +29,9 @@ class UnknownError(Exception):
 
 
 # Most scatter the gradients that a shard axis divides.
-_USUAL = Program(scatter_gradients=True, divides_ends=True)
+# Of these, gradients travel in equal buckets; what passes over them before the update is not told.
+_OTHERS: dict[str, Any] = {"own_buckets": False, "gradient_passes": 0.0}
+_USUAL = Program(scatter_gradients=True, divides_ends=True, **_OTHERS)
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ _MEGATRON = Framework(
         scatter_gradients=True,
         divides_ends=True,
         keeps_gathered=False,  # arXiv 2205.05198, section 4.2.2
+        **_OTHERS,
     ),
 )
 FRAMEWORKS = (
@@ -69,14 +72,19 @@ FRAMEWORKS = (
         Framework(
             fused_kernels=True,
             program=Program(
-                cut="thresholds", divides_ends=True, scatter_gradients=True, gradient_bytes=4.0, bucket_bytes=2.0
+                cut="thresholds",
+                divides_ends=True,
+                scatter_gradients=True,
+                gradient_bytes=4.0,
+                bucket_bytes=2.0,
+                **_OTHERS,
             ),
             reduce="float32",
         ),
     ),
     # llm-foundry: FSDP keeps float32 parameters; MP=PURE sums gradients in the compute dtype, DEFAULT in float32
     # (composer, mosaic_fsdp). Its release of these figures required flash-attn 1.0.x.
-    ("foundry", Framework(False, 0.0, Program(attention="flash1"), master=False)),
+    ("foundry", Framework(False, 0.0, Program(attention="flash1", **_OTHERS), master=False)),
 )
 
 

@@ -10,11 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 
+import shoal
 from shoal.data.source import MapSource, open_source
+from shoal.errors import LaunchError
 from shoal.facts import facts_of
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job import Job
-from shoal.job_file import load
+from shoal.job_file import LoadedJob, load
+from shoal.mesh import Mesh
 from shoal.plan.legal import ModelFacts, conflicts, notes, refuse
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
@@ -81,3 +84,25 @@ def one_grain(job: Job) -> Any:
     if not isinstance(source, MapSource):
         return None
     return source.fetch([np.arange(min(len(source), job.grain_size))], [0])
+
+
+def shake_hands(mesh: Mesh, loaded: LoadedJob, plan: Plan) -> None:
+    """Raises: LaunchError, on every rank, where the ranks do not run the same thing."""
+    mine = {
+        "shoal": shoal.__version__,
+        "torch": torch.__version__,
+        "job": loaded.job.describe(),
+        "settings": loaded.settings,
+        "plan": plan.to_mapping(),
+        "device": mesh.device.type,
+    }
+    told = mesh.gather_json({**mine, "host": mesh.host})
+    for rank, other in enumerate(told):
+        differing = [name for name in mine if other[name] != told[0][name]]
+        if differing:
+            name = differing[0]
+            raise LaunchError(
+                given=f"rank {rank} on {other['host']}: {name} = {str(other[name])[:200]}",
+                conflict=f"rank 0 on {told[0]['host']} has {name} = {str(told[0][name])[:200]}",
+                remedy="start every rank with the same files, versions and arguments",
+            )

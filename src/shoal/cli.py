@@ -178,7 +178,9 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
         request.check()
         request = request.with_devices(devices_here).with_own_sums()
         check(request.plan)
-        if request.world_size > 1:
+        if request.num_processes > 1:
+            for note in request.notes():
+                print(f"note: {note}", file=sys.stderr)
             return _refused(request) or _launch(request, given)
         environment = Environment()
     world_size = environment.world_size
@@ -285,7 +287,14 @@ def _launch(request: RunRequest, given: list[str]) -> int:
     if request.wishes.devices is not None:
         arguments += ["--devices", str(request.wishes.devices)]
     code, error = launch(
-        LocalRun(arguments, request.world_size, request.threads_per_process, request.started_at, request.out / "logs")
+        LocalRun(
+            arguments,
+            request.num_processes,
+            request.threads_per_process,
+            request.started_at,
+            request.out / "logs",
+            replaceable=request.plan.worker_ranks,
+        )
     )
     if error is not None:
         _tell(request, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,12 +96,35 @@ class Engine:
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """The trainer that goes on from `state`, or begins."""
-        state = state or RunState(loss_scale=self._loss_scale)
+        state = state or self.first_state()
+        return Trainer(self.parts(state, num_steps, around, records), around, state)
+
+    def first_state(self) -> RunState:
+        """Before the first step."""
+        return RunState(loss_scale=self._loss_scale)
+
+    def parts(self, state: RunState, num_steps: int, around: Surroundings, records: RecordWriter) -> Parts:
+        """What goes on from `state` up to `num_steps`."""
         self.records = records
         self.records.forget_after(state.step)
+        return Parts(
+            job=self.job,
+            model=self.model,
+            parameters=self.parameters,
+            step=self.step_parts(state.step, around.note),
+            updater=self.updater,
+            order=self.order,
+            evaluator=self.evaluator,
+            keeper=self.keeper,
+            records=self.records,
+            num_steps=num_steps,
+        )
+
+    def step_parts(self, first: int, note: Callable[[str], None]) -> StepParts:
+        """What computes steps, the first of them `first`."""
         computation = Computation(self.plan.batch.grains_per_microbatch, fuse=self.job.fuse)
-        self.loader.seek(state.step, computation.effective_grains)
-        step = StepParts(
+        self.loader.seek(first, computation.effective_grains)
+        return StepParts(
             mesh=self.mesh,
             precision=self.precision,
             holding=self.holding,
@@ -114,22 +137,9 @@ class Engine:
             ),
             buffers=StepBuffers(self.model, self.holding.counts_buffer),
             clock=self.clock,
-            note=around.note,
+            note=note,
             observer=self.observer,
         )
-        parts = Parts(
-            job=self.job,
-            model=self.model,
-            parameters=self.parameters,
-            step=step,
-            updater=self.updater,
-            order=self.order,
-            evaluator=self.evaluator,
-            keeper=self.keeper,
-            records=self.records,
-            num_steps=num_steps,
-        )
-        return Trainer(parts, around, state)
 
     def close(self) -> None:
         """Ends threads, worker processes and files, and takes the strategy's hooks off."""
@@ -156,7 +166,7 @@ class Options:
 def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
     refuse_unsupported(plan)
-    precision = Precision.of(plan.precision, mesh.device)
+    precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     together(mesh, lambda: _refuse_streams(source, plan))
     holding, pipeline = _hold(job, plan, mesh, precision, source)

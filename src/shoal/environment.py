@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.errors import LaunchError
 
 LISTEN_FD = "SHOAL_LISTEN_FD"  # a socket bound and listening for rank 0, inherited from the local launcher
 REPORT_FILE = "SHOAL_REPORT_FILE"  # where a worker writes how it ended, for the local launcher
 LAUNCHER_PID = "SHOAL_LAUNCHER_PID"  # the local launcher, without which a worker must not live on
+RUN_KEY = "SHOAL_RUN_KEY"  # a secret of this run, with which its processes prove to each other that they are of it
 STARTED_AT = "SHOAL_STARTED_AT"  # time.time() at which the command began
 
 
@@ -18,6 +19,7 @@ class Environment:
     """This process's rank and how the ranks find each other.
 
     `listen_fd` is an open listening socket for rank 0's store; `agent_store` says that a launcher already serves one.
+    `key`: a secret of the run, where its launcher made one.
     """
 
     rank: int = 0
@@ -28,6 +30,7 @@ class Environment:
     port: int = 0
     listen_fd: int | None = None
     agent_store: bool = False
+    key: str | None = field(default=None, repr=False)
 
     @property
     def single_host(self) -> bool:
@@ -40,7 +43,8 @@ class Environment:
         found |= {"LOCAL_WORLD_SIZE": self.local_world_size, "MASTER_PORT": self.port}
         if self.listen_fd is not None:
             found[LISTEN_FD] = self.listen_fd
-        return {"MASTER_ADDR": self.address} | {name: str(value) for name, value in found.items()}
+        texts = {"MASTER_ADDR": self.address} | ({RUN_KEY: self.key} if self.key is not None else {})
+        return texts | {name: str(value) for name, value in found.items()}
 
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -87,4 +91,5 @@ def joined(variables: Mapping[str, str]) -> Environment | None:
         port=numbers["MASTER_PORT"],
         listen_fd=int(fd) if fd else None,
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        key=variables.get(RUN_KEY),
     )

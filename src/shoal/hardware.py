@@ -51,14 +51,24 @@ class Device:
     # Where measured apart, else as a matmul: over `intensity`, since few channels slow a convolution of any FLOPs. By
     # dtype and phase: "float32" (forward), "float32_backward_input", "float32_backward_weight".
     convolution: Mapping[str, Curve] = field(default_factory=dict)
+    # In its place on CPUs: {the same name: {window: fraction}}. A window is "channels in-out-taps-width-stride" of a
+    # convolution that was measured; others are as fast as the nearest.
+    windows: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     # Fraction of the peak that fused attention reaches, by kernel and phase: "flash2_forward", "flash2_backward".
     attention: Mapping[str, float] = field(default_factory=dict)
+    # In its place where measured by length, as on CPUs: over the positions that a row attends to.
+    attention_lengths: Mapping[str, Curve] = field(default_factory=dict)
     memory: Curve = Curve()
+    # Of a CPU: operators that compute longer than they move. By name ("aten.gelu") the fraction of
+    # `memory_bytes_per_second` at which they take in and give out what is in the caches; "update": an optimizer's.
+    operators: Mapping[str, float] = field(default_factory=dict)
     sustained: float = 1.0  # of that: what the products of a whole step reach, whatever their shapes, as clocks fall
     multiprocessors: int = 0  # 0: no waves of tiles (a CPU)
     tile: tuple[int, int] = (128, 256)
     launch_seconds: float = 0.0  # the least time of a kernel on the device
     dispatch_seconds: float = 0.0  # the host's time for one operator in eager mode
+    step_seconds: float = 0.0  # of a CPU: what the engine does in a step besides the model's operators ...
+    tensor_seconds: float = 0.0  # ... and for each parameter
     host_bytes_per_second: float = 0.0  # copy from pinned host memory; 0: no copy
     reserved_bytes: int = 0  # of the memory, held by the driver, the context and the communication library
     price_per_hour: float | None = None  # US dollars
@@ -95,13 +105,19 @@ class Link:
         by_size = self.collectives.get(kind, self.bandwidth)
         return self.bytes_per_second * by_size.at(num_bytes) * (by_count.at(count) if by_count else 1.0)
 
+    def sum_seconds(self, num_bytes: float, count: int) -> float:
+        """Seconds of an all_reduce among `count` ranks that this link alone connects, by a ring."""
+        moved = (count - 1) / count * num_bytes / self.reached("all_reduce", num_bytes, count)
+        return self.call_seconds + 2 * ((count - 1) * self.latency_seconds + moved)
+
 
 @dataclass(frozen=True)
 class Cluster:
     """`num_hosts` hosts of `devices_per_host` devices each. A lone device has no use for a link.
 
     `device` is what a rank gets where every device has one. Fewer ranks on a host of CPU cores get more of it each:
-    `alternatives` has what a rank gets where so many run on a host, and `device_for` chooses.
+    `alternatives` has what a rank gets where so many run on a host, and `device_for` chooses. `algorithms`: how fast
+    all_reduce is within a host by an algorithm of shoal's own; what is not there is as fast as `within`.
     """
 
     name: str
@@ -114,6 +130,7 @@ class Cluster:
     mean_hours_between_failures: float | None = None  # of one device
     prices: Mapping[str, float] = field(default_factory=dict)
     alternatives: Mapping[int, Device] = field(default_factory=dict)
+    algorithms: Mapping[str, Link] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

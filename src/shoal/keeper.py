@@ -108,6 +108,11 @@ class Keeper:
         names = [name for name, p in self._trained.holding.parameters() if p.requires_grad]
         return CompressedState(compression, self._mesh, names)
 
+    @property
+    def every_steps(self) -> int | None:
+        """How many steps lie between two checkpoints; None where time decides."""
+        return self._every
+
     def due(self, step: int) -> bool:
         """Whether this rank calls for a checkpoint; only rank 0 does."""
         if self._writer is None or step in (0, self._newest):

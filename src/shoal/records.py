@@ -56,6 +56,7 @@ class StepRecord:
     skipped: str | None = None  # why the optimizer did not step: "nonfinite", "overflow" or "weightless"
     nonfinite: dict[str, Any] | None = None  # rank, grains, samples
     metrics: dict[str, float] | None = None  # evaluation after this step
+    push: dict[str, Any] | None = None  # with servers: which step of the job it was, its workers, and its staleness
     compression: dict[str, Any] | None = None  # in a sampled step: cosine and residual, and whether the guard fell back
 
     def to_line(self) -> str:
@@ -103,6 +104,7 @@ class RunRecord:
         None  # of one step by rank, as measured and as predicted: docs/traffic-and-memory.md
     )
     memory: dict[str, Any] | None = None
+    server: dict[str, Any] | None = None  # with servers, what came of the pushes: docs/parameter-server.md
     compression: dict[str, Any] | None = (
         None  # its scheme, and since which step the guard fell back: docs/compression.md
     )

@@ -10,30 +10,30 @@ import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-import shoal
-from shoal.admission import admitted
+from shoal.admission import admitted, shake_hands
 from shoal.agreement import together
+from shoal.announcement import conclude, introduce
 from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
 from shoal.checkpoint.state import sha256_of
 from shoal.computation import Computation
 from shoal.engine import Engine, Options, build
 from shoal.environment import Environment
-from shoal.errors import ExitCode, JobMismatchError, LaunchError, ShoalError, StorageError
+from shoal.errors import ExitCode, JobMismatchError, ShoalError, StorageError
 from shoal.faults import as_shoal_error, to_json, user_error
 from shoal.job_file import LoadedJob, load
-from shoal.mesh import Mesh, open_mesh
+from shoal.keeper import RunState
+from shoal.mesh import alone, open_mesh
 from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.toml import write as plan_text
-from shoal.planner.comparison import MeasuredStep, beside, told
-from shoal.progress import Pace, Reporter, choose_reporter
+from shoal.planner.comparison import MeasuredStep, beside
+from shoal.progress import Pace, choose_reporter
 from shoal.records import RunRecord, StepRecord
 from shoal.run_directory import RunDirectory, read_json, write_file
 from shoal.run_request import RunRequest, cores_here
@@ -42,6 +42,9 @@ from shoal.startup import prepare_process, versions
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Outcome, Surroundings
 from shoal.worker import die_with_launcher, tell
+
+if TYPE_CHECKING:
+    from shoal.serving.crew import Crew
 
 
 @dataclass
@@ -60,6 +63,7 @@ class _Course:
     notes: tuple[str, ...] = ()
     recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
     peak_bytes: int | None = None
+    crew: Crew | None = None  # with servers, the other processes
 
 
 _RECENT = 1000  # steps whose times are compared with the prediction
@@ -72,7 +76,8 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
     error: ShoalError | None = None
     code = ExitCode.DONE
     try:
-        request.check()
+        if environment.rank not in request.plan.worker_ranks:  # of which one that replaces another finds a run there
+            request.check()
         code = _train(request, environment, signals, course)
     except (Exception, SystemExit) as caught:
         error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
@@ -87,8 +92,10 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
     prepare_process(request.plan.execution.exact, threads, request.plan.shards_model)
     loaded = load(request.job)
     plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
+    if plan.serves:
+        return _train_served(loaded, plan, request, environment, signals=signals, course=course)
     with open_mesh(environment, plan.degrees) as mesh:
-        _shake_hands(mesh, loaded, plan)
+        shake_hands(mesh, loaded, plan)
         directory = RunDirectory(request.out)
         meter = StepMeter()
         options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry, observer=meter)
@@ -100,6 +107,32 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
             return _train_built(engine, loaded, request, signals, course)
         finally:
             meter.close()
+            engine.close()
+
+
+def _train_served(
+    loaded: LoadedJob,
+    plan: Plan,
+    request: RunRequest,
+    environment: Environment,
+    *,
+    signals: Signals,
+    course: _Course,
+) -> ExitCode:
+    """What this process is in a run whose parameters are kept by servers; the conductor trains."""
+    from shoal.serving.crew import Crew
+    from shoal.serving.part import take_part
+    from shoal.serving.peers import identity
+
+    if take_part(loaded.job, plan, environment):
+        return ExitCode.DONE
+    with Crew(environment, plan.server.num_servers, identity(loaded.job, plan)) as crew:
+        options = Options(RunDirectory(request.out).checkpoints, request.checkpoint_every, request.telemetry)
+        engine = build(loaded.job, plan, alone(torch.device("cpu")), options)
+        try:
+            course.crew = crew
+            return _train_built(engine, loaded, request, signals, course)
+        finally:
             engine.close()
 
 
@@ -115,14 +148,14 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
     if state is not None:
         course.steps, course.samples, course.loss, course.digest = state.step, state.samples, state.loss, state.digest
     num_steps = request.steps or engine.order.num_steps
-    pace = Pace(state.step if state else 0, num_steps, mesh.world_size)
+    pace = Pace(state.step if state else 0, num_steps, engine.plan.degrees.world_size)
     reporter = choose_reporter(mesh.rank, pace)
     try:
         for complaint in (*complaints, *course.notes):
             reporter.note(complaint)
         together(mesh, lambda: _begin(directory, engine.plan, description) if mesh.rank == 0 else None)
         course.started = True
-        _introduce(reporter, engine, loaded, request, state.step if state else None)
+        introduce(reporter, engine, loaded, request, state.step if state else None)
 
         def on_step(record: StepRecord, slowest_rank: int) -> None:
             course.steps, course.samples, course.loss = record.step, record.samples, record.loss
@@ -134,10 +167,12 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
 
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
-        outcome = engine.trainer(state, num_steps, around, records).train()
-        predicted = engine.plan.prediction
+        outcome, served = _trained(engine, (state, num_steps), around, records, course.crew)
+        predicted = {} if served is not None else engine.plan.prediction  # the planner knows no servers
         compared = beside(predicted, course.recent, course.peak_bytes) if predicted.get("terms") else None
-        result = replace(_result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared)
+        result = replace(
+            _result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared, server=served
+        )
         unsaved = outcome.unsaved
         try:
             if mesh.rank == 0:
@@ -149,7 +184,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
                 remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
             )
         course.concluded = True
-        _conclude(reporter, result, f"{request.job.path}:{loaded.function}", request.out)
+        conclude(reporter, result, f"{request.job.path}:{loaded.function}", request.out)
         if unsaved is not None:
             raise unsaved
     finally:
@@ -157,26 +192,18 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
 
 
-def _shake_hands(mesh: Mesh, loaded: LoadedJob, plan: Plan) -> None:
-    """Raises: LaunchError, on every rank, where the ranks do not run the same thing."""
-    mine = {
-        "shoal": shoal.__version__,
-        "torch": torch.__version__,
-        "job": loaded.job.describe(),
-        "settings": loaded.settings,
-        "plan": plan.to_mapping(),
-        "device": mesh.device.type,
-    }
-    told = mesh.gather_json({**mine, "host": mesh.host})
-    for rank, other in enumerate(told):
-        differing = [name for name in mine if other[name] != told[0][name]]
-        if differing:
-            name = differing[0]
-            raise LaunchError(
-                given=f"rank {rank} on {other['host']}: {name} = {str(other[name])[:200]}",
-                conflict=f"rank 0 on {told[0]['host']} has {name} = {str(told[0][name])[:200]}",
-                remedy="start every rank with the same files, versions and arguments",
-            )
+def _trained(
+    engine: Engine, course: tuple[RunState | None, int], around: Surroundings, records: RecordWriter, crew: Crew | None
+) -> tuple[Outcome, dict[str, Any] | None]:
+    """From a state up to a step: how it ended, and with a crew what came of its pushes."""
+    state, num_steps = course
+    if crew is None:
+        return engine.trainer(state, num_steps, around, records).train(), None
+    from shoal.serving.conductor import Conductor
+
+    state = state or engine.first_state()
+    conductor = Conductor(engine.parts(state, num_steps, around, records), around, state, engine.plan, crew)
+    return conductor.train(), conductor.report()
 
 
 def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[str, Any]:
@@ -226,56 +253,6 @@ def _begin(directory: RunDirectory, plan: Plan, description: dict[str, Any]) -> 
     write_file(directory.job, json.dumps(description, indent=2) + "\n")
 
 
-def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: RunRequest, resumed: int | None) -> None:
-    """What was chosen, and why."""
-    job, plan, mesh = loaded.job, engine.plan, engine.mesh
-    share = -(-job.grains // mesh.num_data_ranks)
-    per = plan.batch.grains_per_microbatch
-    where = f"{mesh.world_size} process{'es' if mesh.world_size > 1 else ''} on {mesh.device.type}"
-    threads = f", {torch.get_num_threads()} thread(s) each of {cores_here()} cores" if mesh.device.type == "cpu" else ""
-    reporter.note(f"shoal {shoal.__version__}: {request.job.path}:{loaded.function} -> {request.out}")
-    asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
-    reporter.note(f"  devices     {where}{threads} ({asked})")
-    reporter.note(
-        f"  batch       {job.global_batch} samples a step = {job.grains} grains of {job.grain_size}; "
-        f"a rank computes up to {share} grains, {per} at a time ({-(-share // per)} microbatch(es))"
-    )
-    mode = (
-        "exact: grain by grain, one thread, fixed tree"
-        if plan.execution.exact
-        else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
-    )
-    reporter.note(f"  summation   {mode}{_compressed(engine)}")
-    scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
-    reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
-    samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
-    reporter.note(
-        f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
-        f"model of {engine.num_parameters:,} parameters"
-    )
-    for note in engine.holding.division.notes:
-        reporter.note(f"  {note}")
-    if request.steps is not None and request.steps > engine.order.num_steps:
-        reporter.note(
-            f"  length      {request.steps} steps, beyond the job's own {engine.order.num_steps}: "
-            "the schedule stays at its end"
-        )
-    if request.resume:
-        reporter.note(
-            "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
-        )
-
-
-def _compressed(engine: Engine) -> str:
-    compression = engine.strategy.compression
-    if compression is None:
-        return ""
-    if compression.fell_back is not None:
-        return f"; {compression.scheme} fell back to uncompressed sums at step {compression.fell_back['step']}"
-    held = " with error feedback" if compression.feedback else ""
-    return f", compressed to {compression.scheme}{held}"
-
-
 def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Course) -> RunRecord:
     seconds = np.array(outcome.step_seconds or [math.nan])
     median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
@@ -285,7 +262,7 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         error=_error_fields(outcome.unsaved, engine.mesh.rank) if outcome.unsaved else None,
         steps=state.step,
         samples=state.samples,
-        world_size=engine.mesh.world_size,
+        world_size=engine.plan.degrees.world_size,
         train_loss=state.loss,
         metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
         eval_samples=outcome.eval_samples,
@@ -326,16 +303,6 @@ def _plan_at(engine: Engine, step: int) -> Plan:
     compression = engine.strategy.compression
     ended = compression.fell_back if compression is not None else None
     return engine.plan.uncompressed if ended is not None and ended["step"] < step else engine.plan
-
-
-def _conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:
-    values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
-    evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
-    reporter.note(f"{result.status} after step {result.steps}, {result.wall_seconds:.1f} s{evaluated}")
-    if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
-        reporter.note(f"  {told(result.prediction)}")
-    if result.status == "preempted":
-        reporter.note(f"resume with: shoal run {job} --resume --out {out}")
 
 
 def _note_failure(request: RunRequest, environment: Environment, error: ShoalError, course: _Course) -> None:

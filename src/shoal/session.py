@@ -95,7 +95,7 @@ class Session:
         prepare_process(self.plan.execution.exact, num_threads=None)
         self._exit = contextlib.ExitStack()
         self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
-        self._precision = Precision.of(self.plan.precision, self.mesh.device)
+        self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
         self._stepped = False
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -166,6 +166,12 @@ class Session:
 
 
 def _refuse_divided(plan: Plan) -> None:
+    if plan.serves:
+        raise PlanError(
+            given=f'a Session with server.mode = "{plan.server.mode}"',
+            conflict="a loop of your own updates the parameters itself, which servers would do",
+            remedy='use shoal run with a job file, or server.mode = "none"',
+        )
     if plan.divides_model:
         degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
         raise PlanError(

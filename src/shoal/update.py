@@ -123,6 +123,60 @@ class Update:
     skipped: str | None
 
 
+class Stepper:
+    """Steps one optimizer at the rates of the job's schedule. `exact`: with the kernels of its own defaults."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, job: Job, *, exact: bool = False) -> None:
+        self._optimizer, self._job, self._exact = optimizer, job, exact
+        self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+        if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
+            raise JobError(
+                given=f"a schedule for {type(optimizer).__name__}, which has no lr",
+                conflict="a schedule multiplies the learning rates of the optimizer's groups",
+                remedy="leave the schedule out, or use an optimizer with a learning rate",
+            )
+
+    def set_rates(self, progress: Progress) -> float:
+        """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
+        multiplier = 1.0
+        if self._job.schedule is not None:
+            try:
+                multiplier = float(self._job.schedule(progress))
+            except Exception as error:
+                raise user_error("the schedule", error) from error
+            if not math.isfinite(multiplier) or multiplier < 0:
+                raise UserCodeError(
+                    given=f"schedule({float(progress):.4g}) = {multiplier}",
+                    conflict="a schedule gives the learning rate's multiplier: finite and not negative",
+                    remedy="mend the schedule, a function of progress in [0, 1]",
+                )
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group.get("lr"), Tensor):
+                group["lr"].fill_(rate * multiplier)
+            elif "lr" in group:
+                group["lr"] = rate * multiplier
+        return self._rates[0] * multiplier
+
+    def seed(self, step: int) -> None:
+        """Seeds the generators for optimizers that add noise: the same on all ranks."""
+        seed_everything(random_key(self._job.seed, "optimizer", step))
+
+    def step(self, *, refuse_noise: bool = False) -> None:
+        """One step. Raises: UserCodeError; JobError where it drew random numbers that it is not to draw."""
+        before = all_generators() if refuse_noise else None
+        try:
+            with contextlib.nullcontext() if self._exact else fused(self._optimizer):
+                step_optimizer(self._optimizer)
+        except Exception as error:
+            raise user_error("the optimizer", error) from error
+        if before is not None and all_generators() != before:
+            raise JobError(
+                given="an optimizer that draws random numbers, where ranks update different parts of a model",
+                conflict="what is drawn for one part would depend on the layout",
+                remedy="use the data axis alone, or an optimizer without noise",
+            )
+
+
 class Updater:
     """Steps one optimizer. Every input is the same on all ranks, and so is what it decides."""
 
@@ -137,7 +191,6 @@ class Updater:
         exact: bool = False,
     ) -> None:
         """`exact`: the optimizer's kernels are those of its own defaults."""
-        self._exact = exact
         self.optimizer, self._strategy, self._holding = optimizer, strategy, holding
         for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
             del optimizer.state[parameter]
@@ -145,13 +198,7 @@ class Updater:
         self._parameters = [p for _, p in named]
         self._counted = [p for name, p in named if holding.counts(name)]
         self._job, self._observer, self._judged = job, observer, False
-        self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
-            raise JobError(
-                given=f"a schedule for {type(optimizer).__name__}, which has no lr",
-                conflict="a schedule multiplies the learning rates of the optimizer's groups",
-                remedy="leave the schedule out, or use an optimizer with a learning rate",
-            )
+        self.stepper = Stepper(optimizer, job, exact=exact)
 
     def step(self, loss: float, weight: float, loss_scale: LossScale, progress: Progress) -> Update:
         """Divides the summed gradients by `weight` and by the loss's factor, clips their norm, and steps.
@@ -159,7 +206,7 @@ class Updater:
         `loss` is the mean. The norm counts every trainable parameter once. Nothing is changed where the update says
         that it was skipped. Collective: as Holding.complete and Holding.norm, and the strategy's `update`.
         """
-        rate = self._set_rates(progress)
+        rate = self.stepper.set_rates(progress)
         if weight == 0.0:
             return Update(0.0, rate, "weightless")
         self._holding.complete()
@@ -168,17 +215,15 @@ class Updater:
         self._observer.reduced(loss, weight, scale)
         counted = [local(p.grad) for p in self._counted if p.grad is not None]
         norm = self._holding.norm(global_norm(counted)) * abs(scale)
-        if not math.isfinite(loss) or not math.isfinite(scale):
-            return Update(norm, rate, "nonfinite")
-        if not math.isfinite(norm):
-            return Update(norm, rate, "overflow" if loss_scale.can_fall else "nonfinite")
-        if self._job.clip_norm is not None:
-            scale *= min(1.0, self._job.clip_norm / (norm + _CLIP_EPSILON))
+        skipped = judged(loss, norm, scale, loss_scale)
+        if skipped is not None:
+            return Update(norm, rate, skipped)
+        scale *= clipping(self._job.clip_norm, norm)
         if gradients and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
             torch._foreach_mul_(gradients, scale)
         self._observer.clipped(norm)
-        seed_everything(random_key(self._job.seed, "optimizer", progress.step))  # some add noise: the same on all ranks
-        self._strategy.update(self._step_optimizer)
+        self.stepper.seed(progress.step)
+        self._strategy.update(lambda: self.stepper.step(refuse_noise=self._holding.divides_state))
         if not self._judged:
             self._refuse_whole_state()
             self._judged = True
@@ -191,52 +236,36 @@ class Updater:
         held = {f"{name}/{key}": v for name, values in made for key, v in values.items() if isinstance(v, Tensor)}
         self._holding.state({path: local(tensor) for path, tensor in held.items()})
 
-    def _step_optimizer(self) -> None:
-        before = all_generators() if self._holding.divides_state else None
-        try:
-            with contextlib.nullcontext() if self._exact else fused(self.optimizer):
-                step_optimizer(self.optimizer)
-        except Exception as error:
-            raise user_error("the optimizer", error) from error
-        if before is not None and all_generators() != before:
-            raise JobError(
-                given="an optimizer that draws random numbers, where ranks update different parts of a model",
-                conflict="what is drawn for one part would depend on the layout",
-                remedy="use the data axis alone, or an optimizer without noise",
-            )
 
-    def _set_rates(self, progress: Progress) -> float:
-        multiplier = 1.0
-        if self._job.schedule is not None:
-            try:
-                multiplier = float(self._job.schedule(progress))
-            except Exception as error:
-                raise user_error("the schedule", error) from error
-            if not math.isfinite(multiplier) or multiplier < 0:
-                raise UserCodeError(
-                    given=f"schedule({float(progress):.4g}) = {multiplier}",
-                    conflict="a schedule gives the learning rate's multiplier: finite and not negative",
-                    remedy="mend the schedule, a function of progress in [0, 1]",
-                )
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            if isinstance(group.get("lr"), Tensor):
-                group["lr"].fill_(rate * multiplier)
-            elif "lr" in group:
-                group["lr"] = rate * multiplier
-        return self._rates[0] * multiplier
+def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str | None:
+    """Why an update is left out, as in Update; None where nothing speaks against it."""
+    if not math.isfinite(loss) or not math.isfinite(scale):
+        return "nonfinite"
+    if not math.isfinite(norm):
+        return "overflow" if loss_scale.can_fall else "nonfinite"
+    return None
+
+
+def clipping(limit: float | None, norm: float) -> float:
+    """What a gradient of that norm is multiplied by so that it has `limit` at most."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPSILON))
 
 
 # One kernel over all parameters where the default is several passes over each: a step of SGD with momentum on 5.8 M
 # parameters reads and writes half as much.
 _FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 _FUSED_DTYPES = (torch.float32, torch.float64)
+_PLAIN = (nn.Parameter, Tensor)
 
 
 @contextlib.contextmanager
-def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A context in which a step on the CPU uses torch's fused kernels, where nobody chose otherwise and they apply."""
+def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> Iterator[None]:
+    """A context in which a step on the CPU uses torch's fused kernels, where nobody chose otherwise and they apply.
+
+    `kinds`: of tensors to which they do.
+    """
     own = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in _FUSED
-    groups = [group for group in optimizer.param_groups if own and _can_fuse(group)]
+    groups = [group for group in optimizer.param_groups if own and _can_fuse(group, kinds)]
     for group in groups:
         group["fused"] = True
     try:
@@ -246,14 +275,14 @@ def fused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             group["fused"] = None
 
 
-def _can_fuse(group: dict[str, Any]) -> bool:
+def _can_fuse(group: dict[str, Any], kinds: tuple[type, ...]) -> bool:
     chosen = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable", "maximize"))
     if chosen or group.get("fused", False) is not None or group.get("foreach") is not None:
         return False
     if isinstance(group["lr"], Tensor):
         return False
     return all(
-        type(tensor) in (nn.Parameter, Tensor)
+        type(tensor) in kinds
         and tensor.device.type == "cpu"
         and tensor.dtype in _FUSED_DTYPES
         and tensor.layout == torch.strided
@@ -266,4 +295,9 @@ def _can_fuse(group: dict[str, Any]) -> bool:
 def global_norm(gradients: list[Tensor]) -> float:
     """The Euclidean norm over all the gradients together, in float32 at least."""
     wide = [g.float() if g.dtype in (torch.bfloat16, torch.float16) else g for g in gradients]
-    return float(nn.utils.get_total_norm(wide)) if wide else 0.0
+    if not wide:
+        return 0.0
+    first = wide[0]
+    if any(g.layout != torch.strided or g.dtype != first.dtype or g.device != first.device for g in wide):
+        return float(nn.utils.get_total_norm(wide))
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide))))  # the same without its groups

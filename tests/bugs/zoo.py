@@ -32,7 +32,7 @@ from shoal.strategies.base import NUM_SUMS, WEIGHT, StepSums
 from shoal.strategies.buckets import GradientBuckets
 from shoal.strategies.data_parallel import DataParallel
 from shoal.strategies.sharded import ShardedOptimizer
-from shoal.update import Updater
+from shoal.update import Stepper, Updater
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,12 @@ def keeps_a_parameter(rank: int, which: int) -> Callable[[pytest.MonkeyPatch], N
 
 
 def schedule_per_process(patch: pytest.MonkeyPatch) -> None:
-    original = Updater._set_rates
+    original = Stepper.set_rates
 
-    def rates(self: Updater, progress: Progress) -> float:
+    def rates(self: Stepper, progress: Progress) -> float:
         return original(self, Progress(progress.step * dist.get_world_size(), progress.num_steps, progress.samples))
 
-    patch.setattr(Updater, "_set_rates", rates)
+    patch.setattr(Stepper, "set_rates", rates)
 
 
 def no_set_epoch(patch: pytest.MonkeyPatch) -> None:

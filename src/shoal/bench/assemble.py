@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.catalogue.sums import SHARED_MEMORY
 from shoal.hardware import Curve, Device, Link
 
 # A call's own cost is taken off a sample, but never more than this part of it: the rest would be noise.
@@ -57,8 +58,8 @@ class Measured:
         return cls(len(documents), documents[0]["facts"], spreads, works)
 
     def of_name(self, name: str) -> dict[float, float]:
-        """Seconds by size, growing: the lower quartile, since what disturbs a call only ever makes it longer."""
-        return {size: self.spreads[known, size].quartile for known, size in sorted(self.spreads) if known == name}
+        """Seconds by size, growing: the median, since a step is a sum of such calls, some quick and some slow."""
+        return {size: self.spreads[known, size].median for known, size in sorted(self.spreads) if known == name}
 
     def one(self, name: str) -> float | None:
         """Seconds of a unit of work of a probe that has one size."""
@@ -101,12 +102,15 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
             for kind, rates in convolutions.items()
             if (dtype := kind.partition("_")[0]) in flops
         },
+        "windows": _windows(measured, product if is_cpu else 0.0, flops),
         "memory": _curve(stream, memory),
-        "attention": _attention(measured, flops),
+        "attention" if not is_cpu else "attention_lengths": _attention(measured, flops, by_length=is_cpu),
+        "operators": _operators(measured, memory, bare) if is_cpu else {},
         # A CPU starts an operator and computes it on the same core: what a GPU's host does meanwhile, it does first.
         "launch_seconds": dispatch if is_cpu else measured.one("launch"),
         "dispatch_seconds": dispatch,
         "host_bytes_per_second": 1 / copy if copy else 0.0,
+        **(_besides(measured, dispatch) if is_cpu else {}),
         "reserved_bytes": int(measured.facts["resident_bytes"]),
         "multiprocessors": int(measured.facts.get("multiprocessors", 0)),
     }
@@ -132,17 +136,72 @@ def _curve(rates: Mapping[float, float], peak: float) -> Curve:
     return Curve(tuple((round(size, 3), round(rate / peak, 4)) for size, rate in rates.items()))
 
 
-def _attention(measured: Measured, flops: Mapping[str, float]) -> dict[str, float]:
-    """Fractions of the peak, forward and backward (which is the rest of both)."""
-    found: dict[str, float] = {}
-    for name in measured.names("attention."):
-        dtype, _, part = name.partition(".")
-        (work, seconds), *_ = measured.of_name(f"attention.{name}").items()
-        if part == "forward":
-            found["flash2_forward"] = round(work / seconds / flops[dtype], 4)
-        elif (forward := measured.of_name(f"attention.{dtype}.forward")) and seconds > min(forward.values()):
-            (less_work, less_seconds), *_ = forward.items()
-            found["flash2_backward"] = round((work - less_work) / (seconds - less_seconds) / flops[dtype], 4)
+def _windows(measured: Measured, overhead: float, flops: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for name in measured.names("window."):
+        kind, _, window = name.partition(":")
+        (rate,) = measured.rates(f"window.{name}", overhead).values()
+        found.setdefault(kind, {})[window] = round(rate / flops[kind.partition("_")[0]], 4)
+    return found
+
+
+def _attention(measured: Measured, flops: Mapping[str, float], *, by_length: bool) -> dict[str, Any]:
+    """Fractions of the peak, forward and backward (which is the rest of both), of one length or as curves over it."""
+    found: dict[str, Any] = {}
+    for dtype in sorted({name.partition(".")[0] for name in measured.names("attention.")}):
+        forward, both = (f"attention.{dtype}.{part}" for part in ("forward", "both"))
+        shares: dict[str, dict[float, float]] = {"flash2_forward": {}, "flash2_backward": {}}
+        for size, seconds in measured.of_name(forward).items():
+            work = measured.works[forward, size]
+            shares["flash2_forward"][size] = work / seconds / flops[dtype]
+            more, rest = measured.works.get((both, size), 0.0), measured.of_name(both).get(size, 0.0)
+            if rest > seconds:
+                shares["flash2_backward"][size] = (more - work) / (rest - seconds) / flops[dtype]
+        for phase, share in shares.items():
+            if share:
+                found[phase] = _curve(share, 1.0) if by_length else round(next(iter(share.values())), 4)
+    return found
+
+
+def _operators(measured: Measured, memory: float, bare: float) -> dict[str, float]:
+    """Fractions of the memory's rate at which operators work on what is in the caches."""
+    found = {}
+    for name in measured.names("operator."):
+        (rate,) = measured.rates(f"operator.{name}", bare).values()
+        found[name] = round(rate / memory, 4)
+    return found
+
+
+def _besides(measured: Measured, dispatch: float) -> dict[str, float]:
+    """The engine's own seconds of a step, and of each parameter in it: what a step of next to nothing took.
+
+    Its sums are left out where several ranks exchanged them: they are counted as sums.
+    """
+    seconds = sorted(measured.of_name("step").items())
+    if len(seconds) < 2:
+        return {}
+    (few, quick), (many, slow) = (
+        (size, whole - measured.works["step", size] * dispatch) for size, whole in (seconds[0], seconds[-1])
+    )
+    each = max(0.0, (slow - quick) / (many - few))
+    sums = next(iter(measured.of_name(f"algorithm.{SHARED_MEMORY}").values()), 0.0)
+    return {"step_seconds": max(0.0, quick - few * each - sums), "tensor_seconds": each}
+
+
+def algorithms_of(measured: Measured, source: str) -> dict[str, Link]:
+    """The links that shoal's own all_reduces are as fast as: the smallest of each is its call."""
+    found, n = {}, measured.ranks
+    for name in measured.names("algorithm."):
+        seconds = measured.of_name(f"algorithm.{name}")
+        call = min(seconds.values())
+        rates = {
+            size: 2 * (n - 1) / n * size / max(whole - call, (1 - _MOST_OVERHEAD) * whole)
+            for size, whole in _sizeable(seconds)
+        }
+        peak = max(rates.values())
+        keys = ("bytes_per_second", "call_seconds", "bandwidth")
+        words = f"{name} between {n} processes of one host"
+        found[name] = Link(words, peak, 0.0, call, _curve(rates, peak), sources=dict.fromkeys(keys, source))
     return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.assemble import Measured, device_of, link_of, table
+from shoal.bench.assemble import Measured, algorithms_of, device_of, link_of, table
 from shoal.bench.processes import found_by
 from shoal.catalogue import device as catalogued
 from shoal.catalogue import dump
@@ -21,7 +21,7 @@ from shoal.errors import CommandError
 from shoal.hardware import Cluster, Device
 from shoal.run_directory import write_file
 
-_SECONDS, _QUICK_SECONDS = 26.0, 4.0  # of computing, all counts of ranks together
+_SECONDS, _QUICK_SECONDS = 36.0, 6.0  # of computing, all counts of ranks together
 _FEWEST_SECONDS = 3.0  # of computing with one count of ranks
 # Of the cores: what others may use before they are mentioned, and before threads that wait for each other mean nothing.
 _BUSY_SHARE, _USELESS_SHARE = 0.1, 0.3
@@ -212,6 +212,7 @@ def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluste
         within=link_of(last, name, _with(source, last)),
         storage_bytes_per_second=next((work / seconds for work, seconds in storage.items()), None),
         alternatives=alternatives,
+        algorithms=algorithms_of(last, _with(source, last)),
     )
 
 

@@ -8,9 +8,13 @@ import torch
 import torch.distributed as dist
 
 from shoal.bench.probes import Call, Probe
+from shoal.catalogue.sums import SHARED_MEMORY, shares_memory
+from shoal.collectives.base import Team
+from shoal.collectives.choose import open_collective
 from shoal.mesh import Mesh
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
+_MOST_SHARED = 1 << 26  # larger ones are as fast
 
 
 def exchanges(mesh: Mesh, quick: bool) -> Iterator[Probe]:
@@ -25,6 +29,23 @@ def exchanges(mesh: Mesh, quick: bool) -> Iterator[Probe]:
         for size in _SIZES[::2] if quick else _SIZES:
             ranks = 2 if kind == "send" else mesh.world_size
             yield Probe(f"exchange.{kind}", float(size), _maker(make, mesh, size), graph=False, ranks=ranks)
+
+
+def algorithms(mesh: Mesh, quick: bool) -> Iterator[Probe]:
+    """All_reduces of shoal's own between processes that share memory. Collective, as `exchanges`."""
+    if mesh.device.type != "cpu" or not shares_memory(mesh.world_size):
+        return
+    opened = open_collective(SHARED_MEMORY, Team(), mesh.device)
+
+    def maker(size: int) -> Callable[[], Call]:
+        def make() -> Call:
+            tensor = opened.allocate(max(1, size // 4), torch.float32)
+            return lambda: opened.all_reduce(tensor)
+
+        return make
+
+    for size in [size for size in _SIZES if size <= _MOST_SHARED][:: 2 if quick else 1]:
+        yield Probe(f"algorithm.{SHARED_MEMORY}", float(size), maker(size), graph=False)
 
 
 def _maker(make: Callable[[Mesh, int], Call], mesh: Mesh, size: int) -> Callable[[], Call]:

@@ -14,8 +14,9 @@ from shoal.narrow import ProductsInFloat32, is_slow
 
 Call = Callable[[], Any]
 
-# Sides of square matmuls; (channels in, channels out, side of the filter, of the image); bytes of a stream.
+# Sides of square matmuls.
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# (channels in, channels out, side of the filter, of the image): small to large intensity.
 _IMAGES = (
     (1, 6, 5, 28),
     (1, 64, 3, 28),
@@ -26,14 +27,34 @@ _IMAGES = (
     (128, 128, 3, 14),
     (256, 256, 3, 14),
 )
+# On CPUs: (channels in, channels out, taps a side, side of what comes out, stride), padded as usual.
+_WINDOWS = (
+    (1, 16, 3, 28, 1),
+    (1, 64, 3, 28, 1),
+    (3, 64, 7, 32, 2),
+    (16, 16, 3, 28, 1),
+    (16, 64, 5, 14, 1),
+    (32, 32, 3, 28, 1),
+    (64, 64, 3, 28, 1),
+    (128, 128, 3, 14, 1),
+    (256, 256, 3, 7, 1),
+    (512, 512, 3, 4, 1),
+    (64, 128, 3, 14, 2),
+    (256, 512, 3, 4, 2),
+    (64, 128, 1, 14, 2),
+    (256, 512, 1, 4, 2),
+    (64, 256, 1, 14, 1),
+)
+# Bytes of a stream.
 _STREAMS = {
     "cpu": tuple(1 << power for power in (13, 15, 17, 19, 21, 23, 25, 26, 27)),
     "cuda": tuple(1 << power for power in (15, 18, 20, 22, 24, 26, 28, 29, 30)),
 }
-_IMAGES_A_BATCH = 32
+_IMAGES_A_BATCH, _FEW_IMAGES = 32, 16
 _CHAIN = 16  # operators of the chain that shows what starting one takes
 # Large enough that each device is past its start-up, small enough for a core: positions of attention, by kind.
-_POSITIONS = {"cpu": 512, "cuda": 4096}
+_POSITIONS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (4096,)}
+_TOKENS = {"cpu": 1024, "cuda": 4096}  # of all sequences
 
 
 @dataclass(frozen=True)
@@ -62,7 +83,9 @@ def probes(device: torch.device, quick: bool) -> Iterator[Probe]:
     yield from _overheads(device)
     for dtype in _dtypes(device):
         yield from list(_matmuls(device, dtype))[::every]
-    for dtype in _dtypes(device) if device.type == "cuda" else ["float32"]:
+    if device.type == "cpu":
+        yield from _windows(device)
+    for dtype in _dtypes(device) if device.type == "cuda" else []:
         yield from list(_convolutions(device, dtype))[::every]
     yield from list(_streams(device))[::every]
     yield from _attentions(device)
@@ -145,6 +168,28 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
         yield from (probe(phase, image) for image in _IMAGES)
 
 
+def _windows(device: torch.device) -> Iterator[Probe]:
+    """Convolutions by phase, each by itself."""
+
+    def probe(phase: str, window: tuple[int, int, int, int, int]) -> Probe:
+        channels, filters, taps, side, stride = window
+
+        def make() -> Call:
+            x = _tensor(_FEW_IMAGES, channels, side * stride, side * stride, device=device)
+            w = _tensor(filters, channels, taps, taps, device=device)
+            gradient = _tensor(_FEW_IMAGES, filters, side, side, device=device)
+            around, wanted = taps // 2, list(_PHASES[phase])
+            if not wanted:
+                return lambda: F.conv2d(x, w, stride=stride, padding=around)
+            rest = (None, [stride, stride], [around, around], [1, 1], False, [0, 0], 1, wanted)
+            return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)
+
+        work = 2.0 * _FEW_IMAGES * side * side * taps * taps * channels * filters
+        return Probe(f"window.float32{phase}:{'-'.join(map(str, window))}", work, make)
+
+    return (probe(phase, window) for phase in _PHASES for window in _WINDOWS)
+
+
 def _streams(device: torch.device) -> Iterator[Probe]:
     def probe(num_bytes: int) -> Probe:
         def make() -> Call:
@@ -157,25 +202,36 @@ def _streams(device: torch.device) -> Iterator[Probe]:
 
 
 def _attentions(device: torch.device) -> Iterator[Probe]:
-    """Fused attention, forward, and with its backward (two and a half times the forward's FLOPs)."""
+    """Fused attention by its positions, forward, and with its backward (two and a half times the forward's FLOPs).
+
+    Causal on a CPU, as in a language model: how much of the other half its kernel leaves out is a part of its rate.
+    """
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    length, heads, width = _POSITIONS[device.type], 4, 64
-    work = 4.0 * heads * length * length * width
+    heads, width, causal = 4, 64, device.type == "cpu"
 
-    def inputs() -> list[torch.Tensor]:
-        return [_tensor(1, heads, length, width, device=device, dtype=dtype) for _ in range(3)]
+    def probes(length: int) -> Iterator[Probe]:
+        batch = max(1, _TOKENS[device.type] // length)
+        work = (2.0 if causal else 4.0) * batch * heads * length * length * width
 
-    def forward() -> Call:
-        q, k, v = inputs()
-        return lambda: F.scaled_dot_product_attention(q, k, v)
+        def inputs() -> list[torch.Tensor]:
+            return [_tensor(batch, heads, length, width, device=device, dtype=dtype) for _ in range(3)]
 
-    def both() -> Call:
-        q, k, v = (x.requires_grad_() for x in inputs())
-        gradient = torch.randn_like(q)
-        return lambda: torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), gradient)
+        def forward() -> Call:
+            q, k, v = inputs()
+            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    yield Probe(f"attention.{dtype}.forward", work, forward)
-    yield Probe(f"attention.{dtype}.both", 3.5 * work, both, graph=False)
+        def both() -> Call:
+            q, k, v = (x.requires_grad_() for x in inputs())
+            gradient = torch.randn_like(q)
+            return lambda: torch.autograd.grad(
+                F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), gradient
+            )
+
+        yield Probe(f"attention.{dtype}.forward", work, forward, size=length)
+        yield Probe(f"attention.{dtype}.both", 3.5 * work, both, size=length, graph=False)
+
+    found = [probe for length in _POSITIONS[device.type] for probe in probes(length)]
+    yield from sorted(found, key=lambda probe: probe.name)
 
 
 def _as(dtype: str, device: torch.device, call: Call) -> Call:

@@ -16,8 +16,10 @@ import psutil
 import torch
 
 from shoal.bench.clock import sample, sample_together
-from shoal.bench.exchanges import exchanges
+from shoal.bench.exchanges import algorithms, exchanges
+from shoal.bench.operators import operators
 from shoal.bench.probes import Probe, copies, probes
+from shoal.bench.steps import steps
 from shoal.environment import Environment
 from shoal.errors import ExitCode, ShoalError
 from shoal.faults import as_shoal_error
@@ -91,8 +93,10 @@ def measure(task: Task, environment: Environment) -> ExitCode:
 
 
 def _measured(task: Task, mesh: Mesh) -> dict[str, Any]:
-    facts = _facts(mesh)
-    rows = list(_computing(task, mesh)) if task.computes else []
+    rows = list(steps(mesh, task.quick)) if mesh.device.type == "cpu" else []
+    facts = _facts(mesh)  # with what a process holds that has trained next to nothing
+    if task.computes:
+        rows += _computing(task, mesh)
     if mesh.world_size > 1:
         rows += _exchanging(task, mesh)
     if mesh.world_size == 1:
@@ -104,6 +108,7 @@ def _computing(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
     """Every probe in several rounds, so that a disturbance of some seconds does not spoil one of them."""
     rounds = 1 if task.quick else 3
     wanted = [*probes(mesh.device, task.quick), *copies(mesh.device)]
+    wanted += operators() if mesh.device.type == "cpu" else ()
     budget = Budget(task.seconds, rounds, len(wanted))
     for number in range(rounds):
         for probe in wanted:
@@ -120,7 +125,7 @@ def _computing(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
 def _exchanging(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
     rounds = 1 if task.quick else 2
     longest = _EXCHANGE_SECONDS / 2 if task.quick else _EXCHANGE_SECONDS
-    wanted = list(exchanges(mesh, task.quick))
+    wanted = [*exchanges(mesh, task.quick), *algorithms(mesh, task.quick)]
     budget = Budget(longest * len(wanted) * rounds, 1, 1)
     refused: set[str] = set()
     for number in range(rounds):

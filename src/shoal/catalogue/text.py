@@ -16,7 +16,8 @@ SCHEMA = 1
 _NUMBERS = ("storage_bytes_per_second", "mean_hours_between_failures")
 # What `shoal bench` adds for people: the spread of each measurement, and where and when it ran.
 _FOR_PEOPLE = ("measurements", "machine")
-_KEYS = ["schema", "name", "devices_per_host", "num_hosts", "device", "within", "between", "prices", "alternatives"]
+_KEYS = ["schema", "name", "devices_per_host", "num_hosts", "device", "within", "between", "prices"]
+_KEYS += ["alternatives", "algorithms"]
 
 
 def load(path: Path | str) -> Cluster:
@@ -54,6 +55,7 @@ def from_mapping(document: Mapping[str, Any], source: str) -> Cluster:
         "between": _link(reading, "between", document.get("between")),
         "prices": reading.read("prices", numbers, document.get("prices", {})),
         "alternatives": _alternatives(reading, document.get("alternatives", {})),
+        "algorithms": _algorithms(reading, document.get("algorithms", {})),
         "notes": _notes(reading, document.get("notes", [])),
         "name": reading.read("name", text, document.get("name", Path(source).stem)),
     }
@@ -90,6 +92,14 @@ def _alternatives(reading: Reading, value: Any) -> dict[int, Device]:
     return {key: device for key, device in sorted(found.items()) if device is not None}
 
 
+def _algorithms(reading: Reading, value: Any) -> dict[str, Link]:
+    if not isinstance(value, dict):
+        reading.mistakes.append("algorithms is not a table of links by the name of an all_reduce")
+        return {}
+    found = {name: _link(reading, f"algorithms.{name}", inner) for name, inner in value.items()}
+    return {name: link for name, link in found.items() if link is not None}
+
+
 def _notes(reading: Reading, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
         reading.mistakes.append(f"notes = {value!r} is not a list of texts")
@@ -113,6 +123,8 @@ def to_mapping(cluster: Cluster) -> dict[str, Any]:
     for name in ("within", "between"):
         if (link := getattr(cluster, name)) is not None:
             document[name] = to_table(link)
+    if cluster.algorithms:
+        document["algorithms"] = {name: to_table(link) for name, link in cluster.algorithms.items()}
     if cluster.prices:
         document["prices"] = dict(cluster.prices)
     if cluster.alternatives:

@@ -75,8 +75,10 @@ class _Fetcher(Dataset[Any]):
         self.source, self.seed = source, seed
 
     def __getitem__(self, request: _Request) -> Any:
-        keys = [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
-        return self.source.fetch(request.ids, keys)
+        def keys() -> list[int]:
+            return [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
+
+        return self.source.fetch(request.ids, keys() if self.source.draws else [])
 
 
 class _Careful(Dataset[Any]):
@@ -109,6 +111,11 @@ class MapLoader:
         """Makes `step` the next one, in microbatches of so many grains."""
         self.close()
         self._per_microbatch, self._next = grains_per_microbatch, step
+
+    def move(self, place: Place) -> None:
+        """From now on reads what another data rank computes, and a step only once it is asked for."""
+        self.close()
+        self._place, self.looks_ahead = place, False
 
     def most_microbatches(self, step: int) -> int:
         """How many microbatches the rank with most of them has in `step`."""

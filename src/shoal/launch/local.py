@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -13,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,24 @@ _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0
 # After an agreed end with an error, the last rank may still be writing a checkpoint and the result.
 _PATIENCE_SECONDS = 60.0
+# A place in a run whose processes die so often will not be filled by another.
+_MOST_REPLACED = 3
 
 
 @dataclass(frozen=True)
 class LocalRun:
-    """What to start: the `shoal` arguments of each worker, how many, and the threads that each may use."""
+    """What to start: the `shoal` arguments of each worker, how many, and the threads that each may use.
+
+    A rank in `replaceable` that dies without a word is started again, a few times.
+    """
 
     arguments: list[str]
     num_processes: int
     num_threads: int
     started_at: float
     logs: Path  # what ranks other than 0 print, where that is anything and the folder's parent exists
+    replaceable: range = range(0)
+    key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
 
 @dataclass
@@ -65,7 +74,22 @@ def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
         try:
             for rank in range(run.num_processes):
                 workers.append(_start(run, rank, listener, Path(folder)))
-            _watch(workers, signals)
+            replaced: Counter[int] = Counter()
+
+            def replace(worker: _Worker) -> bool:
+                """Starts the worker's place anew, where that may help; True where nobody need miss it."""
+                rank = worker.rank
+                if rank not in run.replaceable or replaced[rank] == _MOST_REPLACED or signals.twice:
+                    return False
+                if not _is_well(workers[0]):
+                    replaced[rank] += 1
+                    _keep_log(worker, run.logs)
+                    workers[rank] = _start(run, rank, listener, Path(folder))
+                return True
+
+            _watch(workers, signals, replace if run.replaceable else None)
+            if run.replaceable and _is_well(workers[0]):  # who is left over had been given up
+                return workers[0].process.returncode, None
             return _verdict(workers, signals)
         finally:
             _end(workers, signal.SIGKILL)
@@ -102,7 +126,9 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
     report = folder / f"report-{rank}.json"
     threads = str(run.num_threads)
     number, port = run.num_processes, listener.getsockname()[1]
-    environment = Environment(rank, number, rank, number, port=port, listen_fd=listener.fileno() if rank == 0 else None)
+    descriptor = listener.fileno() if rank == 0 else None
+    key = run.key if run.replaceable else None
+    environment = Environment(rank, number, rank, number, port=port, listen_fd=descriptor, key=key)
     variables = {
         **os.environ,
         **environment.variables(),
@@ -129,8 +155,16 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
     return _Worker(rank, process, report, log)
 
 
-def _watch(workers: list[_Worker], signals: Signals) -> None:
-    """Waits until all have ended; hands signals on, and ends the rest once one has died without a word."""
+def _is_well(worker: _Worker) -> bool:
+    """Whether it has ended, and as it should."""
+    return worker.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
+
+
+def _watch(workers: list[_Worker], signals: Signals, replace: Callable[[_Worker], bool] | None) -> None:
+    """Waits until all have ended; hands signals on, and ends the rest once one has died without a word for good.
+
+    Where some are replaced, by `replace`, rank 0 leads the others, and none of them outlives it by long.
+    """
     handed_on: signal.Signals | None = None
     failed_at = math.inf
     while any(w.process.poll() is None for w in workers):
@@ -139,9 +173,13 @@ def _watch(workers: list[_Worker], signals: Signals) -> None:
             handed_on = wanted
             _end(workers, wanted)
         failed = [w for w in workers if w.process.poll() not in (None, 0, ExitCode.PREEMPTED)]
+        if replace is not None:
+            failed = [w for w in failed if w.how_it_ended() is not None or not replace(w)]
+            failed += [workers[0]] if _is_well(workers[0]) else []
         if failed:
             failed_at = min(failed_at, time.monotonic())
-            grace = _GRACE_SECONDS if any(w.how_it_ended() is None for w in failed) else _PATIENCE_SECONDS
+            word = replace is None and all(w.how_it_ended() is not None for w in failed)
+            grace = _PATIENCE_SECONDS if word else _GRACE_SECONDS
             if time.monotonic() - failed_at > grace:
                 _end(workers, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)

@@ -77,6 +77,7 @@ def _pipelined(plan: Plan, *schedules: str) -> bool:
     return _wide(plan, "pipeline") and plan.pipeline.schedule in schedules
 
 
+_ALONE = "a worker computes whole grains with the whole model, which servers alone divide"
 # Schemes that hold something back; a cast to 16 bits loses no more than the last of them.
 FED_BACK = ("int8", "topk", "powersgd")
 # Of the 127 levels of a signed byte each of so many ranks has 4.
@@ -138,16 +139,22 @@ CONFLICTS: tuple[Rule, ...] = (
         "tensor.sequence = false, or layout.context = 1",
     ),
     Rule(
-        lambda plan: plan.collectives.all_reduce != "native" and plan.execution.exact,
+        lambda plan: plan.collectives.all_reduce not in ("native", "shared_memory") and plan.execution.exact,
         ("collectives.all_reduce", "execution.exact"),
-        "exact mode sums in a tree of its own, whatever the ranks",
-        'collectives.all_reduce = "native", or execution.exact = false',
+        "exact mode sums in a tree of its own, over sockets or through shared memory",
+        'collectives.all_reduce = "native" or "shared_memory", or execution.exact = false',
     ),
     Rule(
         lambda plan: plan.collectives.all_reduce != "native" and plan.shards_model,
         ("collectives.all_reduce", "shard.level", "layout.shard"),
         "gradients that are divided are summed by fully_shard's own reduce-scatter",
         'collectives.all_reduce = "native", or shard.level = "optimizer"',
+    ),
+    Rule(
+        lambda plan: plan.execution.channels_last and plan.execution.exact,
+        ("execution.channels_last", "execution.exact"),
+        "kernels for channels last add in another order: exact bits are those of the usual one",
+        "execution.channels_last = false, or execution.exact = false",
     ),
     Rule(
         lambda plan: _compressed(plan) and plan.execution.exact,
@@ -208,6 +215,49 @@ CONFLICTS: tuple[Rule, ...] = (
     ),
 )
 
+# The same of plans with servers.
+SERVED: tuple[Rule, ...] = (
+    *(
+        Rule(
+            lambda plan, axis=axis: plan.serves and _wide(plan, axis),  # type: ignore[misc]
+            (f"layout.{axis}", "server.mode"),
+            _ALONE,
+            f'layout.{axis} = 1 and a larger layout.data, or server.mode = "none"',
+        )
+        for axis in ("shard", "tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: plan.execution.exact and plan.server.mode in ("bounded", "asynchronous"),
+        ("server.mode", "execution.exact"),
+        "what is applied when depends on which worker is done first: no two runs have the same bits",
+        'server.mode = "synchronous", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.collectives.compression != "none",
+        ("collectives.compression", "server.mode"),
+        "pushes carry whole gradients",
+        'collectives.compression = "none", or server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.execution.compile != "none",
+        ("execution.compile", "server.mode"),
+        "this version's workers compile nothing",
+        'execution.compile = "none", or server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.precision.loss_scale != "none",
+        ("precision.loss_scale", "server.mode"),
+        "this version scales no loss of gradients that are pushed",
+        'precision.loss_scale = "none" with precision.compute = "bfloat16", or server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.data.workers > 0,
+        ("data.workers", "server.mode"),
+        "which step a worker computes next is not known before it asks: nothing can be read ahead",
+        'data.workers = 0, or server.mode = "none"',
+    ),
+)
+
 # Each row is one warning, told where the settings are not what a plan says by default.
 WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.reduce", "shard.offload"), "layout.shard is 1"),
@@ -222,6 +272,9 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
         ("collectives.all_reduce", "collectives.compression"),
         "one rank, or ranks that compute the same grains, have no gradients to sum over the data",
     ),
+    Idle(lambda plan: plan.server.mode != "bounded", ("server.staleness",), 'server.mode is not "bounded"'),
+    Idle(lambda plan: not plan.serves, ("server.num_servers",), 'server.mode is "none"'),
+    Idle(lambda plan: plan.serves, ("collectives.all_reduce",), "gradients are added up on the servers"),
     *(
         Idle(
             partial(_unused, schemes=schemes),
@@ -255,7 +308,7 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
 
 def excluded(plan: Plan) -> Iterator[Conflict]:
     """What the table refuses in this plan."""
-    for rule in CONFLICTS:
+    for rule in (*CONFLICTS, *SERVED):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
 

@@ -94,6 +94,12 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
             f"layout.tensor = {tensor}: attention has {heads} heads and stays whole on every rank; "
             f"layout.tensor = {heads} or less divides it too"
         )
+    bound, workers = plan.server.staleness, plan.layout.data
+    if plan.server.mode == "bounded" and bound < workers - 1:
+        yield (
+            f"server.staleness = {bound}: at most {bound + 1} of {workers} workers compute at a time; "
+            f"server.staleness = {workers - 1} or more keeps all of them busy"
+        )
     counts = num_microbatches(plan, facts)
     if plan.layout.pipeline > 1 and max(counts) == 1:
         yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"

@@ -83,6 +83,14 @@ class CollectivesSection(_Section):
     compression: Literal["none", "bfloat16", "float16", "int8", "topk", "powersgd"] = "none"
 
 
+class ServerSection(_Section):
+    """Whether servers keep the parameters and workers push gradients to them; `staleness` bounds what is applied."""
+
+    mode: Literal["none", "synchronous", "bounded", "asynchronous"] = "none"
+    staleness: Annotated[int, Field(ge=0)] = 0
+    num_servers: Degree = 1
+
+
 class CompressionSection(_Section):
     """How far gradients are compressed, and how the sums are watched.
 
@@ -107,9 +115,10 @@ class DataSection(_Section):
 
 
 class ExecutionSection(_Section):
-    """Exact or fast sums over grains; compilation."""
+    """Exact or fast sums over grains; compilation; whether images come with their channels last in memory."""
 
     exact: bool = False
+    channels_last: bool = False
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
 
 
@@ -126,6 +135,7 @@ class Plan(_Section):
     memory: MemorySection = MemorySection()
     collectives: CollectivesSection = CollectivesSection()
     compression: CompressionSection = CompressionSection()
+    server: ServerSection = ServerSection()
     data: DataSection = DataSection()
     execution: ExecutionSection = ExecutionSection()
     prediction: dict[str, Any] = Field(default_factory=dict)
@@ -145,6 +155,26 @@ class Plan(_Section):
     def divides_model(self) -> bool:
         """Whether ranks hold parts of the model."""
         return self.shards_model or self.degrees.shares_grains > 1
+
+    @property
+    def serves(self) -> bool:
+        """Whether servers keep the parameters; the ranks of the layout are then workers."""
+        return self.server.mode != "none"
+
+    @property
+    def num_processes(self) -> int:
+        """The ranks of the layout, and with servers these and the conductor."""
+        return self.degrees.world_size + (1 + self.server.num_servers if self.serves else 0)
+
+    @property
+    def worker_ranks(self) -> range:
+        """With servers the ranks of the workers, which come last: those that may die and be replaced."""
+        return range(1 + self.server.num_servers, self.num_processes) if self.serves else range(0)
+
+    @property
+    def divides_step(self) -> int:
+        """Among how many ranks the grains of one step are divided; a worker that runs ahead computes all of them."""
+        return 1 if self.server.mode in ("bounded", "asynchronous") else self.degrees.divides_grains
 
     @property
     def uncompressed(self) -> Plan:

@@ -72,8 +72,7 @@ def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int |
     Raises: PlanError where the job's grains do not allow the layout.
     """
     refuse(list(too_many_data_ranks(plan, ModelFacts(num_grains, grain_size))))
-    ranks = plan.layout.data * plan.layout.shard
-    share = -(-num_grains // ranks)
+    share = -(-num_grains // plan.divides_step)
     wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, num_grains, grain_size) or share
     if max_microbatch is not None:
         wanted = min(wanted, max(1, max_microbatch // grain_size))

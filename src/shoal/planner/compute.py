@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import lru_cache
+from math import ceil, log2
 from typing import Final
 
 from shoal.hardware import Curve, Device, intensity
-from shoal.planner.profile import Body, Cut, Kind, Operation, Phase
+from shoal.planner.profile import NOTHING, Amount, Body, Cut, Kind, Operation, Phase
 
 ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
 
@@ -122,11 +123,15 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
 
 @dataclass(frozen=True)
 class Computer:
-    """A device with the way in which a program uses it."""
+    """A device with the way in which a program uses it.
+
+    `held`: the bytes that a step goes through between two uses of a tensor. A CPU's caches serve what is smaller.
+    """
 
     device: Device
     fast_float32: bool = False  # float32 matmuls on tensor cores as tf32
     attention: str = "flash2"  # which fused attention
+    held: Amount = NOTHING
 
     def dtype(self, dtype: str) -> str:
         """What multiplies numbers of a dtype: a device without it uses the next it has."""
@@ -152,21 +157,47 @@ class Computer:
                 num_bytes = (m * k + k * n + m * n) * batch * ITEMSIZE.get(operation.dtype, 4)
         elif operation.kind is Kind.ATTENTION:
             compute = self._attention(operation, share, divided)
-        memory = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
+        memory = self.moved(num_bytes, self.held.at(samples), operation.name)
         return Cost(max(compute, memory) + operation.launches * device.launch_seconds, host)
+
+    def moved(self, num_bytes: float, held: float, name: str = "", *, in_place: bool = False) -> float:
+        """Seconds of reading and writing so many bytes, by an operator of this name; a step goes through `held`.
+
+        `in_place`: no memory is asked for.
+        """
+        if not num_bytes:
+            return 0.0
+        device = self.device
+        place = num_bytes
+        if device.kind == "cpu":  # its operands were last touched long ago, or are new
+            place = max(num_bytes, min(held, _STREAM_BYTES))
+            place = min(place, _STREAM_BYTES) if in_place else place
+        fraction = device.memory.at(place)
+        return num_bytes / (device.memory_bytes_per_second * min(fraction, device.operators.get(name, fraction)))
 
     def _product(self, operation: Operation, sizes: tuple[float, float, float, float]) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
+        phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
+        if operation.window and (windows := device.windows.get(f"{dtype}{phase}")):
+            m, n, k, batch = sizes
+            made = operation.window[0 if phase else 1]
+            rate = device.flops[dtype] * windows[nearest(tuple(windows), operation.window)] * _filled(made)
+            return 2.0 * m * n * k * batch / rate
         if operation.kind is Kind.CONVOLUTION and device.convolution:
-            phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
             curve = device.convolution.get(f"{dtype}{phase}") or device.convolution.get(dtype)
             if curve is not None:  # as measured: a library's convolutions depend on what they reuse
                 m, n, k, batch = sizes
-                return 2.0 * m * n * k * batch / (device.flops[dtype] * curve.at(intensity(m, n, k)))
+                rate = device.flops[dtype] * curve.at(intensity(m, n, k))
+                return 2.0 * m * n * k * batch / rate
         seconds = matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
-        if operation.winograd and dtype == "float32" and device.multiprocessors:
-            seconds /= _WINOGRAD
-        return seconds
+        return seconds / (_WINOGRAD if self._spares(operation) else 1.0)
+
+    def _spares(self, operation: Operation) -> bool:
+        return operation.winograd and self.dtype(operation.dtype) == "float32" and self.device.multiprocessors > 0
+
+    def spared(self, operation: Operation, samples: float) -> float:
+        """FLOPs of an operation that are counted and not executed."""
+        return operation.flops.at(samples) * (1.0 - 1.0 / _WINOGRAD) if self._spares(operation) else 0.0
 
     def ideal(self, operation: Operation) -> float:
         """Seconds of a sample's part of an operation at the best that the device does: a lower bound on one rank."""
@@ -179,16 +210,24 @@ class Computer:
         dtype = self.dtype(operation.dtype)
         if operation.kind is Kind.ATTENTION:
             best = max(device.attention.values(), default=0.5) * max(1.0, _FUSED[self.attention])
+            best = max([best, *map(_best, device.attention_lengths.values())])
             return operation.flops.per_sample / (device.flops[dtype] * best)
         curves = [device.matmul.get(dtype) or Curve()]
         if operation.kind is Kind.CONVOLUTION:
             curves += [curve for name, curve in device.convolution.items() if name.startswith(dtype)]
+            measured = [
+                share for name, known in device.windows.items() if name.startswith(dtype) for share in known.values()
+            ]
+            curves += [Curve(((1.0, max(measured)),))] if measured else []
         fewer = _WINOGRAD if operation.winograd else 1.0
         return operation.flops.per_sample / fewer / (device.flops[dtype] * max(map(_best, curves)))
 
     def _attention(self, operation: Operation, share: Share, divided: float) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
         phase = "forward" if operation.phase is Phase.FORWARD else "backward"
+        if (curve := device.attention_lengths.get(f"flash2_{phase}")) is not None:
+            fraction = curve.at(max(1.0, operation.n.at(share.local_samples)))
+            return operation.flops.at(share.local_samples) / divided / (device.flops[dtype] * fraction)
         known = device.attention.get(f"{self.attention}_{phase}")
         fraction = known or device.attention.get(f"flash2_{phase}", 0.5) * _FUSED[self.attention]
         # The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
@@ -213,6 +252,25 @@ class Computer:
         return found
 
 
+@lru_cache(maxsize=4096)
+def nearest(known: tuple[str, ...], window: tuple[int, ...]) -> str:
+    """Which of these windows is nearest: by the ratios of its five numbers, the stride's counting most.
+
+    A library has other kernels for other strides and rows: what is measured of one says nothing of another.
+    """
+
+    def distance(key: str) -> float:
+        ratios = [abs(log2(a / b)) for a, b in zip(map(int, key.split("-")), window, strict=True)]
+        return sum(weight * ratio for weight, ratio in zip(_WINDOW_WEIGHTS, ratios, strict=True))
+
+    return min(known, key=distance)
+
+
+def _filled(channels: int) -> float:
+    """The share of a vector's lanes that so many channels fill; images of a few channels have kernels of their own."""
+    return channels / (_LANES * ceil(channels / _LANES)) if channels > _FEW_CHANNELS else 1.0
+
+
 def _best(curve: Curve) -> float:
     return max(share for _, share in curve.points)
 
@@ -225,4 +283,11 @@ _FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.5}
 # Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
 # from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
 _ATTENTION_FILL: Final = 512.0
+# Float32 numbers of a 512-bit vector: oneDNN lays channels out in blocks of so many, but for the first layer's.
+_LANES: Final = 16
+_FEW_CHANNELS: Final = 4
+# Of channels in and out, taps, width and stride.
+_WINDOW_WEIGHTS: Final = (1.0, 1.0, 2.0, 1.0, 16.0)
+# From here on caches do not matter; beyond it the curve of a CPU is of the page faults of single large tensors.
+_STREAM_BYTES: Final = float(1 << 25)
 _NARROW_HEADS: Final = 0.25

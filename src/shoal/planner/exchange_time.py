@@ -80,12 +80,19 @@ class Network:
             self._known[key] = self._seconds(kind, num_bytes, group)
         return self._known[key]
 
+    def all_reduce(self, algorithm: str, num_bytes: float, group: Group) -> float:
+        """Seconds of an all_reduce by one of shoal's algorithms, where it was measured by itself; else of any."""
+        link, n = self.cluster.algorithms.get(algorithm), group.size
+        if link is None or group.hosts > 1 or n == 1 or num_bytes <= 0:
+            return self.seconds("all_reduce", num_bytes, group)
+        return link.sum_seconds(num_bytes, n)
+
     def _seconds(self, kind: str, num_bytes: float, group: Group) -> float:
         n = group.size
         if n == 1 or num_bytes <= 0:
             return 0.0
         if kind in ("send", "recv"):
-            return self.call(group) + self.latency(group) + num_bytes / self._point_to_point(group)
+            return self.call(group) + self.latency(group) + num_bytes / self._point_to_point(num_bytes, group)
         moved = num_bytes / self.rate(kind, group, num_bytes) * (n - 1) / n
         # Each step of a ring is as slow as its slowest hop, which has a message to send in every one of them.
         hops = (n - 1) * self.latency(group)
@@ -103,11 +110,11 @@ class Network:
     def _hop_within(self, group: Group) -> float:
         return self._within().latency_seconds if group.per_host > 1 else 0.0
 
-    def _point_to_point(self, group: Group) -> float:
+    def _point_to_point(self, num_bytes: float, group: Group) -> float:
         if group.per_host > 1:
             link = self._within()
-            return link.bytes_per_second / (group.neighbours if link.shared else 1)
-        return self._between().bytes_per_second / group.neighbours
+            return link.reached("send", num_bytes, 2) / (group.neighbours if link.shared else 1)
+        return self._between().reached("send", num_bytes, 2) / group.neighbours
 
     def _to_all(self, num_bytes: float, group: Group) -> float:
         """Each rank sends the n-th part of its bytes to each other; what leaves the host goes over its NICs."""

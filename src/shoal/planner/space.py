@@ -5,8 +5,8 @@ place: degrees, with data x shard as one. Family: a place and a way, of which on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from shoal.plan.conflicts import excluded
 from shoal.plan.legal import ModelFacts, conflicts, fits
 from shoal.plan.plan import (
     BatchSection,
+    CollectivesSection,
     LayoutSection,
     MemorySection,
     PipelineSection,
@@ -120,6 +121,7 @@ class Space:
     max_stages: int | None = None
     engine: bool = True
     tensor: bool = True  # whether it is known what a tensor axis would cut
+    all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, where another than the base's is faster
 
     def at(self, *devices: int) -> Space:
         """The part of the space on these numbers of devices."""
@@ -256,6 +258,9 @@ class Space:
         values["shard"] = _shard(level if shard > 1 else "parameters")
         values["pipeline"] = _pipeline(way.schedule, way.stages)
         values["tensor"] = _tensor(way.sequence)
+        summed = shard == 1 or level == "optimizer"
+        if summed and (algorithm := self.all_reduces.get(place.replicas)) and not self.base.execution.exact:
+            values["collectives"] = _collectives(self.base.collectives, algorithm)
         return Plan.model_construct(**values)
 
     def plans(self, place: Place, way: Way) -> Iterator[Plan]:
@@ -344,6 +349,11 @@ def _memory(recompute: Recompute) -> MemorySection:
 @lru_cache(maxsize=8)
 def _shard(level: Level) -> ShardSection:
     return ShardSection.model_construct(level=level, offload=False)
+
+
+@lru_cache(maxsize=8)
+def _collectives(base: CollectivesSection, algorithm: str) -> CollectivesSection:
+    return base.model_copy(update={"all_reduce": algorithm})
 
 
 @lru_cache(maxsize=2)

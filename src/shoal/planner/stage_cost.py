@@ -72,7 +72,7 @@ class StageCosts:
     """Costs of bodies on one device under one program, each computed once for each share of a sample."""
 
     def __init__(self, computer: Computer, network: Network, program: Program) -> None:
-        self._computer, self._network, self._program = computer, network, program
+        self.computer, self._network, self._program = computer, network, program
         self._known: dict[tuple[int, Share, str, bool], Passes] = {}
         self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str, bool], Passes] = {}
         self._phases: dict[tuple[int, Share], dict[Phase, Cost]] = {}
@@ -105,7 +105,7 @@ class StageCosts:
     def _passes(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
         phases = self._phases.get((id(body), share))
         if phases is None:
-            phases = self._phases[id(body), share] = self._computer.phases(body, share)
+            phases = self._phases[id(body), share] = self.computer.phases(body, share)
         again = NO_COST
         if body.repeated and plan.memory.recompute != "none":
             full = plan.memory.recompute == "full"
@@ -136,8 +136,8 @@ class StageCosts:
         held = self._program.gradient_bytes
         weights = [w for w in body.weights if w.trainable]
         num_bytes = sum(w.numel_of(share.tensor) * (w.itemsize + 2 * (held or w.itemsize)) for w in weights)
-        device = self._computer.device
-        seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
+        device = self.computer.device
+        seconds = self.computer.moved(num_bytes, self.computer.held.at(share.local_samples))
         return Cost(seconds + len(weights) * device.launch_seconds, len(weights) * device.dispatch_seconds)
 
     def _again(self, body: Body, share: Share) -> Cost:
@@ -149,7 +149,7 @@ class StageCosts:
             places = [i for i, o in enumerate(forward) if o.kind is Kind.MATMUL and o.batch.per_sample]
             fused = [o for o in forward if o.kind is Kind.ATTENTION]
             forward = forward[places[0] : places[-1] + 1] if places else fused
-        return self._computer.total(forward, share)
+        return self.computer.total(forward, share)
 
     def _tensor(self, body: Body, share: Share, phase: Phase) -> float:
         if share.tensor == 1:

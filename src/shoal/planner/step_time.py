@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import ceil
+from functools import cached_property, lru_cache
 
 from shoal.hardware import Cluster, Device
 from shoal.plan.plan import Plan
 from shoal.plan.schedule import Action, Kind, actions, most_in_flight, simulate
 from shoal.planner import stage_units
-from shoal.planner.compute import ITEMSIZE, Computer, Share
-from shoal.planner.division import NCCL_BUCKET_BYTES
+from shoal.planner.compute import Computer, Share
 from shoal.planner.exchange_time import Network
+from shoal.planner.exchanged import Exchanged, Holder
 from shoal.planner.footprint import Sizes, StageSize, state_bytes
-from shoal.planner.overlap import gathered, hidden
-from shoal.planner.profile import Unit
+from shoal.planner.profile import Amount, Profile, Unit
 from shoal.planner.replica_sums import Load, least_sums, load
 from shoal.planner.stage_cost import Pass, Passes, StageCosts
 from shoal.planner.workload import CATEGORIES, TERMS, Prediction, Program, Workload
@@ -31,6 +29,11 @@ class _Rank:
     passes: tuple[Passes, ...]
     size: StageSize
     in_flight: float  # microbatches whose activations are held, of all of its stages together
+
+    @cached_property
+    def holder(self) -> Holder:
+        """What its sums and its update depend on."""
+        return Holder(tuple(unit for stage in self.stages for unit in stage), self.size)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,10 @@ class Predictor:
     def __init__(self, work: Workload, cluster: Cluster, program: Program | None = None) -> None:
         self.work, self.cluster, self.program = work, cluster, program or Program()
         self._network = Network(cluster)
+        self._exchanged = Exchanged(work.profile, self._network, self.program)
         self._costs_on: dict[int, StageCosts] = {}
+        self._held = _held(work.profile)
+        self._executed: float | None = None
         self._sizes = Sizes(self.program)
         self._stages: dict[tuple[object, ...], stage_units.Stages] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
@@ -73,7 +79,7 @@ class Predictor:
         return self._costs_on[id(device)]
 
     def _computer(self, device: Device) -> Computer:
-        return Computer(device, self.program.fast_float32, self.program.attention)
+        return Computer(device, self.program.fast_float32, self.program.attention, self._held)
 
     def ideal_seconds(self, num_devices: int) -> float:
         """Seconds of a sample that no plan on so many devices goes below if one rank computes all of it.
@@ -157,8 +163,6 @@ class Predictor:
         missing = max(0.0, peak - self._device(plan).memory_bytes)
         samples = self.work.global_batch
         flops = self.work.profile.flops(samples) / plan.layout.world_size
-        device = self._device(plan)
-        peak_flops = device.flops.get(plan.precision.compute) or device.flops["float32"]
         return Prediction(
             step_seconds=seconds,
             terms=terms,
@@ -168,13 +172,22 @@ class Predictor:
             missing_bytes=missing,
             bubble=terms["bubble"] / seconds if seconds else 0.0,
             flops_per_device=flops,
-            mfu=flops / seconds / peak_flops if seconds else None,
+            mfu=self._used(plan, flops) / seconds if seconds else None,
             kept_bytes=tuple(self._kept(rank, ranks.share) for rank in ranks.every),
         )
 
     def first_bytes(self, plan: Plan) -> float:
         """The peak of the first rank, which some measurements are of."""
         return sum(self._bytes(plan, self._ranks(plan).every[0]).values())
+
+    def _used(self, plan: Plan, flops: float) -> float:
+        """Seconds that a device at its peak takes for the part that it executes of the model's FLOPs."""
+        computer, samples = self._costs(plan).computer, self.work.global_batch
+        if self._executed is None:
+            units, whole = self.work.profile.units, self.work.profile.flops(samples)
+            less = sum(computer.spared(operation, samples) for unit in units for operation in unit.body.operations)
+            self._executed = 1.0 - less / whole if whole else 1.0
+        return flops * self._executed / computer.device.flops[computer.dtype(plan.precision.compute)]
 
     def _share(self, plan: Plan) -> tuple[Share, int]:
         """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""
@@ -257,7 +270,13 @@ class Predictor:
         busy = sum(p.forward.seconds + p.backward.seconds for p in busiest.passes) * microbatches
         told = sum(terms.values())
         terms["launch"] = max(0.0, busy - told)
-        terms["parameters"] = self._parameters(plan, busiest, share, microbatches)
+        terms["context"] += self._exchanged.ends(plan, self.work.profile.units, share) * microbatches
+        units = [unit for stage in busiest.stages for unit in stage]
+        costs = self._costs(plan)
+        if plan.shards_model:
+            of_units = [costs.body(unit.body, share, plan, microbatches > 1) for unit in units]
+            slowed = 1.0 if costs.computer.device.kind == "cpu" else self.program.contention
+            terms["parameters"] = self._exchanged.parameters(plan, units, of_units, microbatches, slowed)
         if plan.layout.pipeline > 1:
             message = self._message(plan, share)
             if makespan is None:
@@ -266,9 +285,15 @@ class Predictor:
             terms["bubble"] = max(0.0, makespan - busy - terms["pipeline"])
         last = sum(p.backward.seconds for p in busiest.passes)
         waits = terms["launch"] > 0
-        terms["gradients"] = max(self._gradients(plan, rank, last, waits) for rank in ranks.fullest)
-        terms["optimizer"] = max(self._optimizer(plan, rank) for rank in ranks.fullest)
-        terms["data"] = max(0.0, self.work.sample_seconds * share.samples * microbatches - busy)
+        holders = [rank.holder for rank in ranks.fullest]
+        sums = [self._exchanged.gradients(plan, costs.computer, holder, last, waits) for holder in holders]
+        terms["gradients"] = max(sums)
+        terms["optimizer"] = max(self._exchanged.update(plan, costs.computer, holder) for holder in holders)
+        fetched = self.work.sample_seconds * share.samples * microbatches
+        # The host fetches while a GPU computes; a CPU does one after the other.
+        terms["data"] = fetched if costs.computer.device.kind == "cpu" else max(0.0, fetched - busy)
+        device = costs.computer.device
+        terms["host"] = device.step_seconds + device.tensor_seconds * max(holder.num_tensors for holder in holders)
         return terms
 
     def _message(self, plan: Plan, share: Share) -> float:
@@ -305,70 +330,6 @@ class Predictor:
             self._simulated[key] = simulate(lists, of)[0]
         return self._simulated[key]
 
-    def _parameters(self, plan: Plan, rank: _Rank, share: Share, microbatches: int) -> float:
-        """What gathering parameters and scattering gradients adds to the units that compute meanwhile."""
-        layout, level = plan.layout, plan.shard.level
-        if layout.shard == 1 or level == "optimizer":
-            return 0.0
-        group = self._network.group(layout.shard, layout.context * layout.tensor)
-        replicas = self._network.group(layout.data, layout.shard * layout.context * layout.tensor)
-        held, reduce = ITEMSIZE[plan.precision.parameters], ITEMSIZE[plan.precision.reduce]
-        units = [unit for stage in rank.stages for unit in stage]
-        numel = [sum(w.numel_of(layout.tensor) for w in unit.body.weights) for unit in units]
-        gathers = [self._network.seconds("all_gather", n * held, group) for n in numel]
-        scatters = [
-            self._network.seconds("reduce_scatter", n * reduce, group)
-            + self._network.seconds("all_reduce", n * reduce / layout.shard, replicas)
-            for n in numel
-        ]
-        passes = [self._costs(plan).body(unit.body, share, plan, microbatches > 1) for unit in units]
-        forwards = [p.forward.seconds for p in passes]
-        backwards = [p.backward.seconds for p in passes]
-        nothing = [0.0] * len(units)
-        again = gathers if level == "parameters" else nothing
-        slowed = self.program.contention
-        once = gathered(forwards, gathers, nothing, slowed) - sum(forwards)
-        reversed_ = list(reversed(again)), list(reversed(scatters))
-        back = gathered(list(reversed(backwards)), *reversed_, slowed) - sum(backwards)
-        if plan.shard.reduce == "every_microbatch" or microbatches == 1:
-            return (once + back) * microbatches
-        quiet = gathered(list(reversed(backwards)), reversed_[0], nothing, slowed) - sum(backwards)
-        return once * microbatches + back + quiet * (microbatches - 1)
-
-    def _gradients(self, plan: Plan, rank: _Rank, behind: float, waits: bool) -> float:
-        """What shows of the sums of gradients over data and shard ranks; `waits`: the device does, for the host."""
-        layout = plan.layout
-        if plan.shards_model or layout.data * layout.shard == 1:
-            return 0.0
-        group = self._network.group(layout.data * layout.shard, layout.context * layout.tensor)
-        num_bytes = rank.size.trainable * ITEMSIZE[plan.precision.reduce]
-        kind = "reduce_scatter" if self.program.scatter_gradients and layout.shard > 1 else "all_reduce"
-        buckets = max(1, ceil(num_bytes / NCCL_BUCKET_BYTES))
-        total = buckets * self._network.seconds(kind, num_bytes / buckets, group)
-        if not self.program.overlap:
-            return self._network.seconds(kind, num_bytes, group)
-        shown = hidden(total, total / buckets, behind)
-        started = buckets * self.program.call_seconds if waits else 0.0
-        return shown + started + self.program.contention * (total - shown)
-
-    def _optimizer(self, plan: Plan, rank: _Rank) -> float:
-        """The update's reads and writes, and under ZeRO-1 the updated parameters handed out."""
-        profile, layout, device = self.work.profile, plan.layout, self._device(plan)
-        elements = rank.size.trainable / layout.shard
-        width = rank.size.parameter_bytes / rank.size.numel if rank.size.numel else 4.0
-        state = profile.state_bytes_per_element + self.program.master_bytes
-        per_element = width * profile.optimizer_passes
-        if self.program.fused_optimizer:
-            per_element = 2 * (width + state) + (self.program.gradient_bytes or width)
-        num_bytes = elements * per_element
-        seconds = num_bytes / (device.memory_bytes_per_second * device.memory.at(num_bytes)) if num_bytes else 0.0
-        launches = profile.optimizer_launches
-        seconds = max(seconds + launches * device.launch_seconds, launches * device.dispatch_seconds)
-        if layout.shard > 1 and plan.shard.level == "optimizer":
-            group = self._network.group(layout.shard, layout.context * layout.tensor)
-            seconds += self._network.seconds("all_gather", rank.size.parameter_bytes, group)
-        return seconds
-
     # -------------------------------------------------------------------------------------------------------- its bytes
 
     def _bytes(self, plan: Plan, rank: _Rank) -> dict[str, float]:
@@ -393,6 +354,15 @@ class Predictor:
         return rank.size.trainable * self.program.bucket_bytes if sums else 0.0
 
 
+def _held(profile: Profile) -> Amount:
+    """Bytes that a step goes through between two uses of a tensor: on an average half of what its operators write.
+
+    A saved activation waits for all that comes between its forward and its backward, a weight for the whole step.
+    """
+    written = [o.written_bytes for unit in profile.units for o in unit.body.operations]
+    return Amount(sum(a.fixed for a in written) / 2, sum(a.per_sample for a in written) / 2)
+
+
 @lru_cache(maxsize=4096)
 def _in_flight(schedule: str, num_ranks: int, per: int, microbatches: int) -> tuple[int, ...]:
     """The most microbatches that each rank holds, over all of its stages."""
@@ -404,3 +374,8 @@ def _sum(passes: Sequence[Passes]) -> tuple[Pass, Pass]:
     for one in passes[1:]:
         total += one
     return total.forward, total.backward
+
+
+def predict(plan: Plan, work: Workload, cluster: Cluster, program: Program | None = None) -> Prediction:
+    """What a step of one plan takes; for many plans make a Predictor."""
+    return Predictor(work, cluster, program).predict(plan)

@@ -72,6 +72,8 @@ class Program:
     bucket_bytes: float = 0.0  # an element, in which gradients travel between ranks, beside the gradients
     master_bytes: float = 0.0  # an element that the optimizer keeps beside the profile's state: a float32 copy
     fused_optimizer: bool = False  # one kernel reads and writes everything once; else as the profile says
+    gradient_passes: float = 3.0  # over the gradients before the update: their norm, and what scales and clips them
+    own_buckets: bool = True  # shoal's, of which the first and the last are small; else equal ones
     contention: float = 0.1
     call_seconds: float = 55e-6  # of the host, to start one collective: vtrain-single, tensor 2 against 1
     fragmentation: float = 0.04
@@ -83,6 +85,8 @@ class Prediction:
     """What a step takes. `bubble` is a fraction of it; `flops_per_device` counts no recomputation.
 
     `kept_bytes`: what autograd keeps at its peak between forwards and backwards, by the rank of a pipeline.
+    `mfu`: these FLOPs, as far as they are executed (Winograd's algorithm does with fewer), over the peak of the dtype
+    that multiplies them (tf32 where that serves for float32).
     """
 
     step_seconds: float

@@ -9,6 +9,7 @@ import numpy as np
 
 from shoal.admission import one_grain, outline
 from shoal.catalogue import cluster as find_cluster
+from shoal.catalogue.sums import fastest_on
 from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source
 from shoal.facts import facts_of
@@ -49,7 +50,9 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     work = Workload(profile, job.global_batch, job.grains, _sample_seconds(job))
     space = Space(base, _facts(job), counts(cluster, most), None if job.fuse else 1, len(profile.units))
     is_cut = any(weight.tensor_dim is not None for unit in profile.units for weight in unit.body.weights)
-    space = replace(space, tensor=is_cut)
+    fastest = {ranks: fastest_on(cluster, ranks) for ranks in range(2, cluster.devices_per_host + 1)}
+    others = {ranks: name for ranks, name in fastest.items() if name != "native"}
+    space = replace(space, tensor=is_cut, all_reduces=others if cluster.num_hosts == 1 else {})
     return Question(Case(work, cluster, space, correction=read_correction(cluster.name)), _num_steps(job))
 
 

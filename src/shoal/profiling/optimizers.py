@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.profiling.events import Event, Ref, Trace
 from shoal.profiling.operators import costs
 from shoal.profiling.recording import Recorder
-from shoal.update import Parameters
+from shoal.update import Parameters, fused
 
 # Of so many parameters a step is traced; the others cost alike.
 _FEW = 6
@@ -64,7 +65,9 @@ def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, captu
     for parameter in taken:
         parameter.grad = torch.empty_like(parameter)
     trace = Trace(1)
-    with _capturable_anywhere():
+    # As the engine steps it in fast mode (update.py).
+    kinds = (nn.Parameter, Tensor, FakeTensor)
+    with _capturable_anywhere(), fused(optimizer, kinds) if device == "cpu" else contextlib.nullcontext():
         optimizer.step()
         with Recorder(trace):
             optimizer.step()

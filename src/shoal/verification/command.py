@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.errors import ExitCode
+from shoal.errors import ExitCode, PlanError
 from shoal.faults import as_shoal_error
 from shoal.job import Job
 from shoal.job_file import LoadedJob, load
@@ -42,8 +42,11 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
 
 def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     began = time.monotonic()
-    print(f"verifying          {request.job.path}: {num_steps} steps on {request.world_size} process(es)", flush=True)
-    if request.world_size == 1:
+    _refuse_ahead(request.plan)
+    print(
+        f"verifying          {request.job.path}: {num_steps} steps on {request.num_processes} process(es)", flush=True
+    )
+    if request.num_processes == 1:
         print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
 
     planned = request.plan.uncompressed
@@ -70,6 +73,16 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     write_certificate(request.out / "certificate.json", document)
     print(f"written            {request.out / 'certificate.json'}")
     return ExitCode.DONE if verdict.verified else ExitCode.FAILED
+
+
+def _refuse_ahead(plan: Plan) -> None:
+    """Raises: PlanError for workers that run ahead of each other."""
+    if plan.server.mode in ("bounded", "asynchronous"):
+        raise PlanError(
+            given=f'server.mode = "{plan.server.mode}"',
+            conflict="its gradients are of older parameters: it does not compute what one process computes",
+            remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
+        )
 
 
 def _print(verdict: Verdict, plan: Plan, parallel_seconds: float) -> None:

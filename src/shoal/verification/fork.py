@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -52,7 +53,7 @@ def trace_forked(make: Make, plan: Plan, folder: Path, num_steps: int, num_threa
         waits = []
         for kind, ranks in runs(plan).items():
             work = functools.partial(trace, ranks, folder / kind)
-            group = forked(ranks.degrees.world_size, work, folder / kind, aloud=kind == "parallel")
+            group = forked(ranks.num_processes, work, folder / kind, aloud=kind == "parallel")
             waits.append(groups.enter_context(group))
             if _GPUS.exists():  # one after the other: two models may be too much for a GPU
                 waits.pop()()
@@ -80,12 +81,13 @@ def forked(
         raise _cuda_in_use()
     folder.mkdir(parents=True)
     children: dict[int, int] = {}
+    key = secrets.token_hex(32)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         try:
             for rank in range(world_size):
                 descriptor = listener.fileno() if rank == 0 else None
                 port = listener.getsockname()[1]
-                environment = Environment(rank, world_size, rank, world_size, port=port, listen_fd=descriptor)
+                environment = Environment(rank, world_size, rank, world_size, port=port, listen_fd=descriptor, key=key)
                 log = None if rank == 0 and aloud else _log(folder, rank)
                 children[_fork(work, environment, folder, log)] = rank
             yield lambda: _wait(children, folder)

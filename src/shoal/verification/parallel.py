@@ -14,11 +14,11 @@ from shoal.evaluation import SAMPLED_CHUNK
 from shoal.job import Job
 from shoal.mesh import open_mesh
 from shoal.plan.layout import AXES
-from shoal.plan.plan import Plan
+from shoal.plan.plan import Plan, ServerSection
 from shoal.recorder import Recorder
 from shoal.telemetry import RecordWriter
 from shoal.trace import StepTrace, read
-from shoal.trainer import Surroundings
+from shoal.trainer import Outcome, Surroundings
 
 _OUTCOME = "outcome.json"
 # Evaluation is compared on so many samples at most: six chunks or one a rank, and a short one.
@@ -39,8 +39,9 @@ def left_out(plan: Plan) -> list[str]:
 def runs(plan: Plan) -> dict[str, Plan]:
     """The runs to trace: the plan's, and in exact mode the same on one process."""
     found = {"parallel": plan}
-    if plan.execution.exact and plan.degrees.world_size > 1:
-        found["alone"] = plan.with_sections(layout=dict.fromkeys(AXES, 1))
+    if plan.execution.exact and plan.num_processes > 1:
+        nobody = ServerSection().model_dump()
+        found["alone"] = plan.with_sections(layout=dict.fromkeys(AXES, 1), server=nobody)
     return found
 
 
@@ -65,31 +66,42 @@ class Traced:
 def trace_rank(job: Job, plan: Plan, environment: Environment, folder: Path, num_steps: int) -> None:
     """Trains `num_steps` steps on this rank and leaves their trace. Collective: all ranks of the environment."""
     notes: list[str] = []
+    samples = max(EVAL_SAMPLES, SAMPLED_CHUNK * plan.degrees.divides_grains + 1)
+    if job.on_nonfinite == "rollback":  # there is no checkpoint to go back to
+        job = replace(job, on_nonfinite="skip")
+    if plan.serves:
+        from shoal.verification.served import trace_served
+
+        served = trace_served(job, plan, environment, folder, num_steps, samples=samples, note=notes.append)
+        if served is not None:
+            _leave(folder, served, plan, samples, notes)
+        return
     around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
     with open_mesh(environment, plan.degrees) as mesh:
         recorder = Recorder(folder, mesh.rank)
-        samples = max(EVAL_SAMPLES, SAMPLED_CHUNK * mesh.num_data_ranks + 1)
-        if job.on_nonfinite == "rollback":  # there is no checkpoint to go back to
-            job = replace(job, on_nonfinite="skip")
         engine = build(job, plan, mesh, Options(telemetry=False, eval_samples=samples, observer=recorder))
         try:
             recorder.attach(engine.holding, engine.updater.optimizer, engine.strategy)
             last = min(num_steps, engine.order.num_steps)
             outcome = engine.trainer(None, last, around, RecordWriter(None)).train()
             if mesh.rank == 0:
-                found = Traced(
-                    num_steps=outcome.state.step,
-                    world_size=mesh.world_size,
-                    metrics=outcome.metrics,
-                    eval_samples=outcome.eval_samples,
-                    most_eval_samples=samples,
-                    computation=outcome.state.computation or {},
-                    notes=notes,
-                )
-                (folder / _OUTCOME).write_text(json.dumps(asdict(found)), encoding="utf-8")
+                _leave(folder, outcome, plan, samples, notes)
         finally:
             recorder.close()
             engine.close()
+
+
+def _leave(folder: Path, outcome: Outcome, plan: Plan, samples: int, notes: list[str]) -> None:
+    found = Traced(
+        num_steps=outcome.state.step,
+        world_size=plan.degrees.world_size,
+        metrics=outcome.metrics,
+        eval_samples=outcome.eval_samples,
+        most_eval_samples=samples,
+        computation=outcome.state.computation or {},
+        notes=notes,
+    )
+    (folder / _OUTCOME).write_text(json.dumps(asdict(found)), encoding="utf-8")
 
 
 def read_outcome(folder: Path) -> Traced:

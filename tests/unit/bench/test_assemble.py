@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.bench.assemble import Measured, Spread, device_of, link_of, table
+from shoal.bench.assemble import Measured, Spread, algorithms_of, device_of, link_of, table
 from shoal.catalogue import device as catalogued
 from shoal.hardware import Link
 
@@ -45,8 +45,14 @@ DEVICE_ROWS = (
     row("stream", 1e6, 50e-6 + 1e-6),
     row("stream", 1e7, 1e-3 + 1e-6),
     row("stream", 1e8, 20e-3 + 1e-6),
-    row("attention.float32.forward", 2e9, 0.2),
-    row("attention.float32.both", 7e9, 0.2 + 0.5),
+    row("attention.float32.forward", 2e9, 0.2, size=64),
+    row("attention.float32.both", 7e9, 0.2 + 0.5, size=64),
+    row("attention.float32.forward", 4e9, 0.25, size=128),
+    row("attention.float32.both", 14e9, 0.25 + 1.0, size=128),
+    row("window.float32_backward_weight:64-64-3-28-1", 1e6, 400e-6 + 2e-6),
+    row("operator.aten.gelu", 1e6, 200e-6 + 1e-6),
+    row("step", 10.0, 500e-6 + 50e-6, size=2),  # ten operators of 5 us, and 10 us for each of two parameters
+    row("step", 100.0, 980e-6 + 500e-6, size=50),
 )
 
 
@@ -60,7 +66,14 @@ def test_a_cpu() -> None:
     assert [round(found.memory.at(size), 3) for size in (1e6, 1e7, 1e8)] == [2.0, 1.0, 0.5]
     assert math.isclose(found.dispatch_seconds, 5e-6)
     assert found.launch_seconds == found.dispatch_seconds
-    assert found.attention == {"flash2_forward": 0.5, "flash2_backward": 0.5}
+    assert found.attention == {}
+    lengths = found.attention_lengths
+    assert [lengths["flash2_forward"].at(n) for n in (64, 128)] == [0.5, 0.8]
+    assert [lengths["flash2_backward"].at(n) for n in (64, 128)] == [0.5, 0.5]
+    assert found.windows == {"float32_backward_weight": {"64-64-3-28-1": 0.125}}
+    assert found.operators == {"aten.gelu": 0.5}
+    assert math.isclose(found.tensor_seconds, 10e-6)
+    assert math.isclose(found.step_seconds, 480e-6)
     assert (found.reserved_bytes, found.memory_bytes, found.host_bytes_per_second) == (200, 1000, 0.0)
     assert set(found.sources.values()) == {"here"}
 
@@ -115,3 +128,20 @@ def test_a_link_predicts_what_was_measured(n: int) -> None:
 
 def test_a_lone_rank_has_no_link() -> None:
     assert link_of(measured(*DEVICE_ROWS), "none", "here") is None
+
+
+def test_an_algorithm_predicts_what_was_measured() -> None:
+    def truth(size: float) -> float:
+        return 50e-6 + size / 4e9
+
+    rows = [row("algorithm.shared_memory", size, truth(size)) for size in (1e3, 1e6, 1e8)]
+    (found,) = algorithms_of(measured(*rows, ranks=2), "here").items()
+    assert found[0] == "shared_memory"
+    for size in (1e6, 1e8):
+        assert math.isclose(found[1].sum_seconds(size, 2), truth(size), rel_tol=0.01)
+    assert algorithms_of(measured(*DEVICE_ROWS), "here") == {}
+
+
+def test_the_engines_own_time_leaves_out_what_is_counted_as_sums() -> None:
+    rows = (*DEVICE_ROWS, row("algorithm.shared_memory", 1e3, 80e-6))
+    assert math.isclose(device_of(measured(*rows, ranks=2), "core", 1000, "here").step_seconds, 400e-6)

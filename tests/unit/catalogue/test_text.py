@@ -32,7 +32,12 @@ devices = st.builds(
     flops=st.dictionaries(keys, positive, max_size=3),
     matmul=st.dictionaries(keys, curves, max_size=2),
     convolution=st.dictionaries(keys, curves, max_size=1),
+    windows=st.dictionaries(keys, st.dictionaries(words, st.floats(0, 1), max_size=2), max_size=2),
     attention=st.dictionaries(keys, st.floats(0, 1), max_size=2),
+    attention_lengths=st.dictionaries(keys, curves, max_size=2),
+    operators=st.dictionaries(keys, st.floats(0, 1), max_size=2),
+    step_seconds=positive,
+    tensor_seconds=positive,
     memory=curves,
     multiprocessors=st.integers(0, 300),
     tile=st.tuples(st.integers(1, 512), st.integers(1, 512)),
@@ -67,6 +72,7 @@ clusters = st.builds(
     mean_hours_between_failures=st.none() | positive,
     prices=st.dictionaries(words, positive, max_size=2),
     alternatives=st.dictionaries(st.integers(1, 64), devices, max_size=2),
+    algorithms=st.dictionaries(st.sampled_from(["shared_memory", "ring"]), links, max_size=2),
     notes=st.lists(words, max_size=2).map(tuple),
 )
 

@@ -111,5 +111,5 @@ def test_the_mapping_has_every_key_and_the_schema_first() -> None:
     assert document["pipeline"] == {"schedule": "1f1b", "stages_per_rank": 1, "split": []}
     assert set(document) == {
         *("schema", "layout", "batch", "shard", "tensor", "pipeline", "precision", "memory", "collectives", "data"),
-        *("execution", "prediction"),
+        *("compression", "server", "execution", "prediction"),
     }

@@ -53,6 +53,9 @@ PLANS = st.fixed_dictionaries(
         ),
         "memory": st.fixed_dictionaries({"recompute": literal("memory", "recompute")}),
         "collectives": st.fixed_dictionaries({k: literal("collectives", k) for k in ("all_reduce", "compression")}),
+        "server": st.fixed_dictionaries(
+            {"mode": literal("server", "mode"), "staleness": st.integers(0, 64), "num_servers": DEGREES}
+        ),
         "compression": st.fixed_dictionaries(
             {
                 "block": DEGREES,
@@ -64,7 +67,9 @@ PLANS = st.fixed_dictionaries(
             }
         ),
         "data": st.fixed_dictionaries({"workers": st.integers(0, 64)}),
-        "execution": st.fixed_dictionaries({"exact": st.booleans(), "compile": literal("execution", "compile")}),
+        "execution": st.fixed_dictionaries(
+            {"exact": st.booleans(), "channels_last": st.booleans(), "compile": literal("execution", "compile")}
+        ),
         "prediction": st.dictionaries(NAMES, VALUES, max_size=3),
     }
 )

@@ -99,3 +99,38 @@ def test_a_convolution_as_measured_follows_what_it_reuses():
 def test_the_phases_of_a_body_sum_to_its_operations():
     phases = Computer(replace(DEVICE, matmul={"float32": flat(0.5)})).phases(block(), Share(1))
     assert [phases[p].device for p in Phase] == pytest.approx([8e-3, 8e-3, 8e-3])
+
+
+def test_a_core_reads_from_memory_what_its_caches_have_lost():
+    """2 MB: 1e12 from the caches, 1e11 where a step goes through 100 MB before it comes back to them."""
+    core = replace(DEVICE, kind="cpu", memory=Curve(((1e6, 10.0), (1e7, 1.0))), memory_bytes_per_second=1e11)
+    relu = Operation("aten.relu", "", Kind.MEMORY, Phase.FORWARD, read_bytes=Amount(0, 1e6))
+    assert Computer(core).operation(relu, Share(1)).device == pytest.approx(1e-6)
+    assert Computer(core, held=Amount(0, 1e8)).operation(relu, Share(1)).device == pytest.approx(1e-5)
+    gpu = replace(core, kind="gpu")
+    assert Computer(gpu, held=Amount(0, 1e8)).operation(relu, Share(1)).device == pytest.approx(1e-6)
+
+
+def test_an_operator_that_computes_longer_than_it_moves():
+    core = replace(DEVICE, kind="cpu", operators={"aten.gelu": 0.01})
+    gelu = Operation("aten.gelu", "", Kind.MEMORY, Phase.FORWARD, read_bytes=Amount(0, 1e9))
+    assert Computer(core).operation(gelu, Share(1)).device == pytest.approx(0.1)
+    assert Computer(core).operation(replace(gelu, name="aten.relu"), Share(1)).device == pytest.approx(1e-3)
+
+
+def test_attention_by_its_length():
+    core = replace(DEVICE, kind="cpu", attention_lengths={"flash2_forward": Curve(((64.0, 0.1), (512.0, 0.5)))})
+    short = Operation("attention", "", Kind.ATTENTION, Phase.FORWARD, flops=Amount(0, 1e9), n=Amount(64))
+    assert Computer(core).operation(short, Share(1)).device == pytest.approx(1e-2)
+    assert Computer(core).operation(replace(short, n=Amount(512)), Share(1)).device == pytest.approx(2e-3)
+
+
+def test_a_convolution_is_as_fast_as_the_nearest_that_was_measured():
+    windows = {"64-64-3-28-1": 0.5, "64-64-3-28-2": 0.1, "512-512-3-4-1": 0.25}
+    core = replace(DEVICE, kind="cpu", windows={"float32": windows})
+    made = replace(matmul("x", 1000, 1000, 1000), kind=Kind.CONVOLUTION, window=(128, 128, 3, 14, 1))
+    assert seconds(made, Share(1), core) == pytest.approx(2e-3 / 0.5)
+    assert seconds(replace(made, window=(256, 512, 3, 4, 1)), Share(1), core) == pytest.approx(2e-3 / 0.25)
+    assert seconds(replace(made, window=(512, 512, 3, 4, 2)), Share(1), core) == pytest.approx(2e-3 / 0.1)
+    # Twenty channels leave twelve of 32 lanes empty.
+    assert seconds(replace(made, window=(64, 20, 3, 28, 1)), Share(1), core) == pytest.approx(2e-3 / 0.5 * 32 / 20)

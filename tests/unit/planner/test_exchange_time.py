@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.planner.made import DEVICE, LINK, cluster
 
+from shoal.hardware import Curve
 from shoal.planner.exchange_time import Group, Network
 
 FAST = Network(cluster(8))
@@ -64,3 +65,9 @@ def test_a_lone_device_needs_no_link():
         Network(replace(cluster(1), within=None, between=None, device=DEVICE)).seconds("all_reduce", 1e9, Group(1, 1))
         == 0.0
     )
+
+
+def test_a_message_is_as_fast_as_sends_of_its_size_were():
+    small = replace(LINK, collectives={"send": Curve(((1e6, 0.1), (1e9, 1.0)))})
+    network = Network(cluster(8, link=small))
+    assert network.seconds("send", 1e6, network.group(2, 1)) == pytest.approx(1e-3)

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.planner.made import DEVICE, block, cluster, work
+from tests.unit.planner.made import DEVICE, block, cluster, predict, work
 
 from shoal.plan.plan import Plan
-from shoal.planner.step_time import Predictor, predict
+from shoal.planner.step_time import Predictor
 from shoal.planner.workload import CATEGORIES, TERMS, Program
 
 BLOCK = 12e-3  # seconds a sample
@@ -145,3 +145,16 @@ def test_the_bounds_are_bounds(layout, grains, recompute, level):
 def test_a_body_without_cuts_is_whole_on_every_tensor_rank():
     found = predict(plan(8, layout={"tensor": 2}), work(body=block(cut=False)), cluster(2, device=ROOMY), QUIET)
     assert found.terms["compute"] == pytest.approx(8 * 4 * BLOCK)
+
+
+def test_utilisation_is_of_the_peak_that_multiplies_and_of_what_is_executed():
+    """A GPU whose float32 products run in tf32, ten times as fast, and 3 x 3 convolutions with 1.7 times fewer."""
+    both = replace(ROOMY, flops={"float32": 1e12, "tf32": 1e13}, multiprocessors=1, tile=(1, 1))
+    fast = predict(plan(8), work(), cluster(1, device=both), replace(QUIET, fast_float32=True))
+    assert fast.mfu == pytest.approx(fast.flops_per_device / fast.step_seconds / 1e13)
+    counted = predict(plan(8), work(), cluster(1, device=both), QUIET)
+    body = block()
+    spared = replace(body, operations=tuple(replace(o, winograd=True) for o in body.operations))
+    fewer = predict(plan(8), work(body=spared), cluster(1, device=both), QUIET)
+    assert fewer.mfu == pytest.approx(counted.mfu)
+    assert fewer.step_seconds < 0.7 * counted.step_seconds

@@ -1,0 +1,89 @@
+"""Logbook: a served run's state after each step, and its records. The digest is in the order of the steps, always."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shoal.agreement import from_rows
+from shoal.keeper import RunState
+from shoal.ledger import chain_digest
+from shoal.records import Spread, StepRecord
+from shoal.serving.tally import Arrived
+from shoal.strategies.base import StepSums
+from shoal.telemetry import peak_memory_bytes
+from shoal.trainer import Parts, Surroundings
+from shoal.update import Update
+
+
+class Logbook:
+    """Counts steps into `state` and writes a record of each once the next has come, or it was evaluated."""
+
+    def __init__(self, parts: Parts, around: Surroundings, state: RunState) -> None:
+        self._parts, self._around, self._state = parts, around, state
+        self._words: dict[int, Any] = {}  # of steps that were applied before an earlier one
+        self._digested = state.step
+        self._record: StepRecord | None = None
+        self._slowest = 0
+        self.step_seconds: list[float] = []
+
+    def count(self, sums: StepSums, update: Update, found: dict[str, Any] | None, push: Mapping[int, Arrived]) -> None:
+        """Counts a step that was applied or left out: `push` holds its parts, `found` what was not finite."""
+        self.write()
+        parts, state, came = self._parts, self._state, [push[part] for part in sorted(push)]
+        step, digest = came[0].task.step, state.digest
+        staleness = state.step - min(part.version for part in came)
+        state.advance(sums, update.skipped)
+        self._words[step] = sums.digest
+        while self._digested in self._words:
+            digest = chain_digest(digest, self._words.pop(self._digested))
+            self._digested += 1
+        state.digest = digest
+        seconds, spans = parts.step.clock.end()
+        self.step_seconds.append(seconds)
+        spreads = from_rows(np.array([part.row for part in came])).spreads
+        ranks = {n: Spread(s.min, s.max, came[s.rank_of_max].member.rank) for n, s in spreads.items()}
+        self._slowest = ranks["busy_seconds"].rank_of_max
+        self._record = StepRecord(
+            step=state.step,
+            epoch=parts.order.epoch(step),
+            samples=state.samples,
+            num_samples=sums.num_samples,
+            loss=state.loss,
+            weight=sums.weight if math.isfinite(sums.weight) else None,
+            grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
+            learning_rate=update.learning_rate if math.isfinite(update.learning_rate) else 0.0,
+            loss_scale=None,
+            seconds=seconds,
+            spans=spans,
+            ranks=ranks,
+            memory_bytes=peak_memory_bytes(parts.step.mesh.device),
+            digest=state.digest,
+            skipped=update.skipped,
+            nonfinite=found,
+            push={"step": step + 1, "workers": [part.member.number for part in came], "staleness": staleness},
+        )
+        parts.step.clock.begin()
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the step that was counted last ended a pass over the data."""
+        order, step = self._parts.order, self._state.step
+        return self._record is not None and order.epoch(step) != order.epoch(step - 1)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Adds an evaluation to the record of the step that was counted last."""
+        if self._record is not None:
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            self._record = replace(self._record, metrics=finite)
+
+    def write(self) -> None:
+        """Writes the record that is kept, if one is."""
+        record, self._record = self._record, None
+        if record is not None:
+            self._parts.records.write(record)
+            self._around.on_step(record, self._slowest)

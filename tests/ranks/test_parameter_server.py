@@ -1,0 +1,216 @@
+"""Servers, workers and a conductor as processes: verified, counted, and within the bound."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # which a first optimizer imports: once here, not in each forked rank
+from tests.conformance.cases import adamw, classify, convolutions, images, vectors
+from tests.conformance.cases import job as small
+
+import shoal
+from shoal.checkpoint import weights_sha256
+from shoal.engine import Options, build, build_model
+from shoal.environment import Environment
+from shoal.errors import NonFiniteError, UserCodeError
+from shoal.grains import divide, share
+from shoal.mesh import alone
+from shoal.metering import array
+from shoal.plan.plan import PrecisionSection
+from shoal.plan.resolve import complete
+from shoal.planner.servers import task_bytes
+from shoal.precision import Precision
+from shoal.serving.conductor import Conductor
+from shoal.serving.crew import Crew
+from shoal.serving.part import take_part
+from shoal.serving.peers import identity
+from shoal.strategies.parameter_server import Push, Shard
+from shoal.telemetry import RecordWriter
+from shoal.trainer import Surroundings
+from shoal.verification.fork import forked, trace_forked
+from shoal.verification.judge import Verdict, judge_traces
+from shoal.wire import Wire
+
+pytestmark = pytest.mark.ranks
+
+CPU = torch.device("cpu")
+
+
+def planned(job: shoal.Job, mode: str, workers: int = 3, servers: int = 2, **sections: Any) -> shoal.Plan:
+    staleness = sections.pop("staleness", 0)
+    server = {"mode": mode, "num_servers": servers, "staleness": staleness}
+    plan = shoal.Plan().with_sections(layout={"data": workers}, server=server, **sections)
+    return complete(plan, job.grains, job.grain_size)
+
+
+def normalised() -> shoal.Job:
+    """Convolutions with batch statistics, which no server keeps."""
+    return small(model=convolutions, train_data=lambda: images(100), eval_data=lambda: images(37, 2))
+
+
+def verdict_on(job: shoal.Job, plan: shoal.Plan, folder: Path) -> Verdict:
+    trace_forked(lambda plan: (job, plan), plan, folder, 2)
+    return judge_traces(job, plan, folder)
+
+
+def trained(
+    job: shoal.Job, plan: shoal.Plan, folder: Path, checkpoints: Path | None = None, steps: int = 0
+) -> dict[str, Any]:
+    """The report, final values and digest of a run, up to its end or so many steps; resumed where it can be."""
+
+    def rank(environment: Environment) -> None:
+        if take_part(job, plan, environment):
+            return
+        with Crew(environment, plan.server.num_servers, identity(job, plan)) as crew:
+            engine = build(job, plan, alone(CPU), Options(checkpoints))
+            around = Surroundings(print, lambda record, rank: None, lambda: False)
+            state = engine.load()[0] or engine.first_state()
+            parts = engine.parts(state, steps or engine.order.num_steps, around, RecordWriter(None))
+            conductor = Conductor(parts, around, state, plan, crew)
+            outcome = conductor.train()
+            found = {**conductor.report(), "digest": outcome.state.digest, "metrics": outcome.metrics}
+            found["skipped"] = outcome.state.skipped_steps
+            found["weights"] = weights_sha256(engine.model.state_dict())
+            (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+            engine.close()
+
+    with forked(plan.num_processes, rank, folder) as wait:
+        wait()
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
+    return found
+
+
+def by_one_process(
+    job: shoal.Job, checkpoints: Path | None = None, steps: int = 0, *, exact: bool = False
+) -> tuple[str, str]:
+    """The digest and the final values of a run without servers; resumed where it can be."""
+    plan = shoal.Plan().with_sections(execution={"exact": exact})
+    engine = build(job, complete(plan, job.grains, job.grain_size), alone(CPU), Options(checkpoints))
+    around = Surroundings(print, lambda record, rank: None, lambda: False)
+    try:
+        state, last = engine.load()[0], steps or engine.order.num_steps
+        outcome = engine.trainer(state, last, around, RecordWriter(None)).train()
+        return outcome.state.digest, weights_sha256(engine.model.state_dict())
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_synchronous_is_verified(exact: bool, tmp_path: Path) -> None:
+    job = normalised()
+    verdict = verdict_on(job, planned(job, "synchronous", execution={"exact": exact}), tmp_path / "traces")
+    assert verdict.verified, verdict.render()
+    assert not exact or any("are bit for bit those of the engine on one process" in note for note in verdict.notes)
+
+
+def test_pushes_that_come_twice_and_late_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker sends each push twice, and the one before once more: the run is the same run."""
+    job, original = small(), Wire.ask
+    before: dict[int, tuple[Any, Any]] = {}
+
+    def ask(self: Wire, header: dict[str, Any], tensors: Any = ()) -> Any:
+        answer = original(self, header, tensors)
+        if header["kind"] == "push":
+            assert answer[0]["taken"]
+            for again in ((header, tensors), before.get(id(self), (header, tensors))):
+                assert not original(self, *again)[0]["taken"]
+            before[id(self)] = header, [t.clone() for t in tensors]
+        return answer
+
+    monkeypatch.setattr(Wire, "ask", ask)
+    verdict = verdict_on(job, planned(job, "synchronous"), tmp_path / "traces")
+    assert verdict.verified, verdict.render()
+
+
+def test_a_server_that_counts_a_push_twice_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, original = small(), Shard.push
+
+    def push(self: Shard, push: Push) -> bool:
+        twice = tuple(flat * 2 for flat in push.flats) if push.part == 1 else push.flats
+        return original(self, Push(push.step, push.part, push.ticket, push.nodes, push.used, twice))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Shard, "push", push)
+        verdict = verdict_on(job, planned(job, "synchronous"), tmp_path / "traces")
+    assert not verdict.verified
+    assert verdict.failed[0].phase == "reduction", verdict.render()
+
+
+@pytest.mark.parametrize(("mode", "staleness"), [("asynchronous", 0), ("bounded", 1)])
+def test_ahead_of_each_other_every_sample_counts_once(mode: str, staleness: int, tmp_path: Path) -> None:
+    job = normalised()
+    found = trained(job, planned(job, mode, staleness=staleness), tmp_path / "run")
+    assert found["digest"] == by_one_process(job)[0]
+    assert (found["applied_steps"], found["applied_pushes"]) == (20, 20)
+    assert sum(found["staleness"].values()) == 20
+    if mode == "bounded":
+        assert max(map(int, found["staleness"])) <= staleness
+    assert found["metrics"]["accuracy"] > 0.5
+
+
+def test_resumed_with_servers_and_without(tmp_path: Path) -> None:
+    """To the bit, with the optimizer's state, which has been on two servers."""
+    job = small(optimizer=adamw, length=shoal.Steps(6))
+    plan = planned(job, "synchronous", 2, execution={"exact": True})
+    whole = by_one_process(job, exact=True)
+    trained(job, plan, tmp_path / "first", tmp_path / "a", steps=3)
+    assert by_one_process(job, tmp_path / "a", exact=True) == whole
+    by_one_process(job, tmp_path / "b", 3, exact=True)
+    found = trained(job, plan, tmp_path / "then", tmp_path / "b")
+    assert (found["digest"], found["weights"]) == whole
+    assert found["applied_steps"] == 3
+
+
+def spoilt() -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample 37, of grain 2 of step 2, is not finite."""
+    inputs, labels = vectors(100)
+    inputs[37] = float("nan")
+    return inputs, labels
+
+
+@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+def test_a_step_that_is_not_finite_is_left_out_on_all_servers(mode: str, tmp_path: Path) -> None:
+    job = small(train_data=spoilt, shuffle=False, on_nonfinite="skip", length=shoal.Steps(5))
+    found = trained(job, planned(job, mode), tmp_path / "run")
+    assert found["skipped"] == 1
+    assert found["digest"] == by_one_process(job)[0]
+    assert found["metrics"]["loss"] < 2.0
+    stopping = small(train_data=spoilt, shuffle=False, length=shoal.Steps(5))
+    with pytest.raises(NonFiniteError, match=r"step 2: rank [345] on .*, grains \[2\], samples \[37\]"):
+        trained(stopping, planned(stopping, mode), tmp_path / "stopped")
+
+
+def test_a_worker_that_raises_is_named(tmp_path: Path) -> None:
+    def raising(model: torch.nn.Module, batch: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("no loss here")
+        return classify(model, batch)
+
+    job = small(loss=raising)
+    with pytest.raises(UserCodeError, match="no loss here") as caught:
+        trained(job, planned(job, "synchronous"), tmp_path / "run")
+    assert caught.value.rank in (3, 4, 5), "conductor and two servers come before"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_worker_sends_and_gets_what_the_formula_says(exact: bool, tmp_path: Path) -> None:
+    """In steps of eight grains; parts are given to whoever asks, so that the sum over workers is what is known."""
+    job = small(length=shoal.Steps(6))
+    plan = planned(job, "synchronous", execution={"exact": exact})
+    found = trained(job, plan, tmp_path / "run")
+    model = build_model(job, Precision.of(PrecisionSection(), CPU))
+    arrays = [array(p) for p in model.parameters()]
+    grains = divide(16, 16, 8)
+    of = [[g.index for g in share(grains, part, 3)] for part in range(3)]
+    parts = [task_bytes(arrays, held, 8, reduce_itemsize=4, exact=exact) for held in of]
+    pushed = sum(worker["pushed_bytes"] for worker in found["workers"].values())
+    pulled = sum(worker["pulled_bytes"] for worker in found["workers"].values())
+    assert sum(worker["tasks"] for worker in found["workers"].values()) == 18
+    assert pushed == 6 * sum(p for p, _ in parts)
+    # Who computes two parts of a step has its parameters already.
+    assert pulled <= 6 * sum(p for _, p in parts)
+    assert pulled % parts[0][1] == 0
