@@ -3,10 +3,12 @@
 On 2 busy cores, torch 2.13, one trial a cell so far (seed 0): bytes of every scheme are the formula's. Beside the
 uncompressed loss bfloat16, float16 and int8 end at most 0.001 above it (LeNet after an epoch, a GPT after 150 steps),
 powersgd of rank 4 0.005 (LeNet); topk of 1 % does not reach it in so few steps: 0.042 and 0.47 above. The spread over
-seeds, with which this has to be compared, and the time of a step are not measured yet. docs/compression.md has the table: of each scheme, on two ranks, bytes of gradients and of all messages in a step, the
+seeds, with which this has to be compared, and the time of a step are not measured yet.
+
+docs/compression.md has the table: of each scheme, on two ranks, bytes of gradients and of all messages in a step, the
 loss on held-out data after training, beside the spread of the uncompressed run over seeds, and the time of a step
 beside the uncompressed one in the same run. Repeat with `python -m benchmarks.compression [--again]`; each cell is kept
-in benchmarks/results/compression.json as it comes, so that what was cut short goes on; 6 minutes on 2 idle cores.
+in benchmarks/results/compression.json as it comes, so that what was cut short goes on (`--seconds`, `--only`).
 """
 
 from __future__ import annotations
