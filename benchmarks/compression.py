@@ -1,9 +1,14 @@
-"""Claim: compressed sums send the bytes that the formulas say and train LeNet and a GPT to the uncompressed loss.
+"""Claim: compressed sums send the bytes that the formulas say, and int8 and 16 bits train to the uncompressed loss.
+
+On 2 busy cores, torch 2.13, one trial a cell so far (seed 0): bytes of every scheme are the formula's. Beside the
+uncompressed loss bfloat16, float16 and int8 end at most 0.001 above it (LeNet after an epoch, a GPT after 150 steps),
+powersgd of rank 4 0.005 (LeNet); topk of 1 % does not reach it in so few steps: 0.042 and 0.47 above. The spread over
+seeds, with which this has to be compared, and the time of a step are not measured yet.
 
 docs/compression.md has the table: of each scheme, on two ranks, bytes of gradients and of all messages in a step, the
 loss on held-out data after training, beside the spread of the uncompressed run over seeds, and the time of a step
 beside the uncompressed one in the same run. Repeat with `python -m benchmarks.compression [--again]`; each cell is kept
-in benchmarks/results/compression.json as it comes, so that what was cut short goes on; 6 minutes on 2 idle cores.
+in benchmarks/results/compression.json as it comes, so that what was cut short goes on (`--seconds`, `--only`).
 """
 
 from __future__ import annotations
@@ -181,8 +186,8 @@ def table(kept: dict[str, Any]) -> list[str]:
     cells = [Cell(**cell) for cell in kept["cells"].values()]
     lines = []
     for task, title in TITLES.items():
-        by = {s: [c for c in cells if c.task == task and c.scheme == s] for s in SCHEMES}
-        if not all(by.values()):
+        by = {s: found for s in SCHEMES if (found := [c for c in cells if c.task == task and c.scheme == s])}
+        if "none" not in by:
             continue
         plain = {c.seed: c.eval_loss for c in by["none"]}
         noise = max(plain.values()) - min(plain.values())
