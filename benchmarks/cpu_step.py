@@ -10,11 +10,14 @@ is the processor's time of rank 0 for a step, to which other programs add nothin
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -28,12 +31,34 @@ TEAMS: dict[str, tuple[int, int, list[str]]] = {
     "native": (2, 1, ["--tool", "shoal"]),
     "one_process": (1, 2, ["--tool", "plain"]),
     "exact": (2, 1, ["--tool", "shoal", "--exact"]),
+    "channels_last": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory", "--channels-last"]),
+    "accelerate": (2, 1, ["--tool", "accelerate"]),
+    "fabric": (2, 1, ["--tool", "fabric"]),
+    "deepspeed": (2, 1, ["--tool", "deepspeed"]),
+    # One process of one thread: what shoal's step costs over a loop, and over one that has no loader either.
+    "alone": (1, 1, ["--tool", "shoal"]),
+    "bare": (1, 1, ["--tool", "plain"]),
+    "lean": (1, 1, ["--tool", "lean"]),
 }
+# What has to be installed for a team; it is left out where that is not.
+PEERS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": "deepspeed"}
 RATIOS = {f"{name} / ddp": (name, "ddp") for name in TEAMS if name != "ddp"}
-RATIOS["shared_memory / one_process"] = ("shared_memory", "one_process")
-TARGETS = {"mlp": 0.65, "lenet": 0.82, "gpt": 0.97, "resnet18": 0.80}
+RATIOS |= {f"{name} / one_process": (name, "one_process") for name in ("shared_memory", "channels_last")}
+RATIOS |= {f"shared_memory / {peer}": ("shared_memory", peer) for peer in PEERS}
+RATIOS |= {f"alone / {name}": ("alone", name) for name in ("bare", "lean")}
+TARGETS = {"mlp": 0.65, "lenet": 0.82, "gpt": 0.97, "resnet18": 0.80, "resnet18-strided": 0.80}
 # Steps of a segment.
-STEPS = {"mlp": 12, "lenet": 20, "gpt": 5, "resnet18": 4}
+STEPS = {"mlp": 12, "lenet": 12, "gpt": 5, "resnet18": 4, "resnet18-strided": 6, "lenet-8": 150}
+USUAL = ["shared_memory", "ddp", "native", "one_process", "exact", *PEERS]
+
+
+def answer(rank: subprocess.Popen[str]) -> list[float]:
+    """The seconds that a rank tells, among what its library prints. Raises: SystemExit where it ends instead."""
+    for line in rank.stdout or ():
+        with contextlib.suppress(ValueError):
+            told: list[float] = json.loads(line)
+            return told
+    raise SystemExit(f"a rank failed: {rank.wait()}")
 
 
 class Team:
@@ -46,6 +71,7 @@ class Team:
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
+            "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": str(threads),
         }
         self.ranks = [
@@ -67,11 +93,9 @@ class Team:
             assert rank.stdin is not None
             rank.stdin.write(f"go {num_steps}\n")
             rank.stdin.flush()
-        told = [rank.stdout.readline() if rank.stdout else "" for rank in self.ranks]
-        if not all(told):
-            raise SystemExit(f"a rank failed: {[rank.poll() for rank in self.ranks]}")
+        told = [answer(rank) for rank in self.ranks]
         # A segment's first step meets the caches that the others left.
-        return statistics.median(json.loads(told[0])[1:]), (self._cpu_seconds() - before) / num_steps
+        return statistics.median(told[0][1:]), (self._cpu_seconds() - before) / num_steps
 
     def _cpu_seconds(self) -> float:
         fields = Path(f"/proc/{self.ranks[0].pid}/stat").read_text().rpartition(")")[2].split()
@@ -108,25 +132,30 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=12)
     parser.add_argument("--trials", type=int, default=2, help="each starts new processes")
-    parser.add_argument("--jobs", nargs="+", default=list(STEPS))
-    parser.add_argument("--teams", nargs="+", default=list(TEAMS))
+    parser.add_argument("--jobs", nargs="+", default=list(TARGETS))
+    parser.add_argument("--teams", nargs="+", default=USUAL, choices=list(TEAMS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    for name in set(options.teams) & set(PEERS):
+        if importlib.util.find_spec(PEERS[name]) is None:
+            print(f"note: {name} is left out: {PEERS[name]} is not installed")
+            options.teams.remove(name)
     results: dict[str, object] = {}
     for job in options.jobs:
         rows = [row for _ in range(options.trials) for row in measure(job, options.teams, options.rows)]
         found: dict[str, object] = {
             "step_milliseconds": {n: round(statistics.median(r[n][0] for r in rows) * 1e3, 2) for n in options.teams},
             "cpu_milliseconds": {n: round(statistics.median(r[n][1] for r in rows) * 1e3, 2) for n in options.teams},
-            "target shared_memory / ddp": TARGETS[job],
+            "target shared_memory / ddp": TARGETS.get(job),
         }
         for name, (a, b) in RATIOS.items():
             if a in options.teams and b in options.teams:
                 low, median, high = statistics.quantiles([r[a][0] / r[b][0] for r in rows], n=4)
                 found[name] = {"median": round(median, 3), "quartiles": [round(low, 3), round(high, 3)]}
         results[job] = found
-        print(job, json.dumps(found, indent=1), flush=True)
+        print(job, json.dumps(found), flush=True)
     head = {"hardware": f"{os.cpu_count()} CPU cores", "torch": torch.__version__, "python": sys.version.split()[0]}
+    head |= {name: version(PEERS[name].replace("_", "-")) for name in PEERS if name in options.teams}
     text = json.dumps({**head, "trials": options.trials, "rows": options.rows, "results": results}, indent=2)
     if options.out:
         options.out.write_text(text + "\n")

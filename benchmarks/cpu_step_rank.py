@@ -7,6 +7,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,26 @@ JOBS: dict[str, Callable[[], shoal.Job]] = {
     "lenet": lambda: small_jobs.lenet(batch=256),
     "gpt": lambda: small_jobs.gpt(batch=32, block=128),
     "resnet18": lambda: small_jobs.resnet18(batch=32),
+    "resnet18-strided": lambda: replace(small_jobs.resnet18(batch=32), model=small_jobs.StridedResNet18),
+    "lenet-8": lambda: small_jobs.lenet(batch=8),
 }
+
+
+def lean_training(name: str, after_step: Callable[[], None]) -> None:
+    """One process without a loader: rows by a permutation, and nothing else that a step does not need."""
+    torch.manual_seed(0)
+    job = JOBS[name]()
+    model = job.model()
+    optimizer = job.optimizer(list(model.parameters()))
+    inputs, targets = job.train_data().tensors
+    while True:
+        for rows in torch.randperm(len(inputs)).split(job.global_batch):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs[rows]).flatten(0, -2), targets[rows].flatten())
+            loss.backward()
+            optimizer.step()
+            loss.item()
+            after_step()
 
 
 def plain_training(name: str, after_step: Callable[[], None]) -> None:
@@ -54,19 +74,103 @@ def plain_training(name: str, after_step: Callable[[], None]) -> None:
         logits = trained(inputs)
         loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
         loss.backward()
+        if job.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
         optimizer.step()
         loss.item()  # every loop that reports its loss does this
         after_step()
 
 
-def shoal_training(name: str, turns: Turns, algorithm: str, exact: bool) -> None:
+def accelerate_training(name: str, after_step: Callable[[], None]) -> None:
+    """The same loop by Hugging Face Accelerate."""
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+    job, model, optimizer, loader = _made(name)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def backward(loss: Any) -> None:
+        accelerator.backward(loss)
+        if job.clip_norm is not None:
+            accelerator.clip_grad_norm_(model.parameters(), job.clip_norm)
+
+    _loop(model, optimizer, loader, backward, after_step)
+
+
+def fabric_training(name: str, after_step: Callable[[], None]) -> None:
+    """The same loop by Lightning Fabric."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy
+
+    strategy = DDPStrategy(gradient_as_bucket_view=True, process_group_backend="gloo")
+    fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    fabric.launch()
+    job, model, optimizer, loader = _made(name)
+    model, optimizer = fabric.setup(model, optimizer)
+
+    def backward(loss: Any) -> None:
+        fabric.backward(loss)
+        if job.clip_norm is not None:
+            fabric.clip_gradients(model, optimizer, max_norm=job.clip_norm)
+
+    _loop(model, optimizer, fabric.setup_dataloaders(loader), backward, after_step)
+
+
+def deepspeed_training(name: str, after_step: Callable[[], None]) -> None:
+    """The same loop by DeepSpeed, without ZeRO."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    job, model, optimizer, _ = _made(name)
+    per_rank = job.global_batch // int(os.environ["WORLD_SIZE"])
+    config = {"train_micro_batch_size_per_gpu": per_rank, "gradient_accumulation_steps": 1}
+    if job.clip_norm is not None:
+        config["gradient_clipping"] = job.clip_norm
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    dataset = job.train_data()
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=True, seed=0, drop_last=True)
+    loader = DataLoader(dataset, sampler=sampler, batch_size=per_rank)
+    for inputs, targets in itertools.chain.from_iterable(iter(loader) for _ in itertools.count()):
+        loss = F.cross_entropy(engine(inputs).flatten(0, -2), targets.flatten())
+        engine.backward(loss)
+        engine.step()
+        loss.item()
+        after_step()
+
+
+def _made(name: str) -> tuple[shoal.Job, Any, Any, Any]:
+    """The job, its model and optimizer, and a loader whose batches a library divides over the ranks."""
+    torch.manual_seed(0)
+    job = JOBS[name]()
+    model = job.model()
+    per_rank = job.global_batch // int(os.environ["WORLD_SIZE"])
+    loader = DataLoader(job.train_data(), batch_size=per_rank, shuffle=True, drop_last=True)
+    return job, model, job.optimizer(list(model.parameters())), loader
+
+
+def _loop(
+    model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], Any], after_step: Callable[[], None]
+) -> None:
+    for inputs, targets in itertools.chain.from_iterable(iter(loader) for _ in itertools.count()):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+        backward(loss)
+        optimizer.step()
+        loss.item()
+        after_step()
+
+
+def shoal_training(name: str, turns: Turns, options: argparse.Namespace) -> None:
     """Trains with shoal on this rank."""
-    prepare_process(exact=exact, num_threads=1)
+    prepare_process(exact=options.exact, num_threads=1)
     environment = joined(os.environ)
     assert environment is not None
     job = JOBS[name]()
-    sections = {"layout": {"data": environment.world_size}, "execution": {"exact": exact}}
-    plan = shoal.Plan().with_sections(**sections, collectives={"all_reduce": algorithm})
+    execution = {"exact": options.exact, "channels_last": options.channels_last}
+    sections = {"layout": {"data": environment.world_size}, "execution": execution}
+    plan = shoal.Plan().with_sections(**sections, collectives={"all_reduce": options.all_reduce})
     plan = complete(plan, job.grains, job.grain_size)
     with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.degrees) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder)))
@@ -78,19 +182,29 @@ def shoal_training(name: str, turns: Turns, algorithm: str, exact: bool) -> None
         engine.trainer(None, ENDLESS, Surroundings(lambda text: None, on_step, lambda: False), writer).train()
 
 
+LOOPS: dict[str, Callable[[str, Callable[[], None]], None]] = {
+    "plain": plain_training,
+    "lean": lean_training,
+    "accelerate": accelerate_training,
+    "fabric": fabric_training,
+    "deepspeed": deepspeed_training,
+}
+
+
 def main() -> None:
     """Trains when told to, until it is killed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", choices=list(JOBS))
-    parser.add_argument("--tool", choices=["shoal", "plain"])
+    parser.add_argument("--tool", choices=["shoal", *LOOPS])
     parser.add_argument("--all-reduce", default="native")
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--channels-last", action="store_true")
     options = parser.parse_args()
     turns = Turns()
-    if options.tool == "plain":
-        plain_training(options.job, turns.after_step)
+    if options.tool == "shoal":
+        shoal_training(options.job, turns, options)
     else:
-        shoal_training(options.job, turns, options.all_reduce, options.exact)
+        LOOPS[options.tool](options.job, turns.after_step)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,16 @@ class MLP(nn.Module):
         return self.last(F.relu(self.second(F.relu(self.first(images.flatten(1))))))
 
 
+class StridedResNet18(nn.Sequential):
+    """ResNet18 behind the stem of He et al. for photographs: 64 x 64 made of 28 x 28, 7 x 7 stride 2, max pool."""
+
+    def __init__(self) -> None:
+        body = ResNet18()
+        body.conv = nn.Conv2d(1, 64, 7, 2, padding=3, bias=False)
+        body.relu = nn.Sequential(nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
+        super().__init__(nn.Upsample((64, 64)), body)
+
+
 def lenet(batch: int = 256) -> shoal.Job:
     return shoal.Job(
         model=LeNet,

@@ -179,6 +179,8 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
         request = request.with_devices(devices_here).with_own_sums()
         check(request.plan)
         if request.num_processes > 1:
+            for note in request.notes():
+                print(f"note: {note}", file=sys.stderr)
             return _refused(request) or _launch(request, given)
         environment = Environment()
     world_size = environment.world_size

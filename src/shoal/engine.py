@@ -166,7 +166,7 @@ class Options:
 def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
     refuse_unsupported(plan)
-    precision = Precision.of(plan.precision, mesh.device)
+    precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     together(mesh, lambda: _refuse_streams(source, plan))
     holding, pipeline = _hold(job, plan, mesh, precision, source)

@@ -51,6 +51,9 @@ class Device:
     # Where measured apart, else as a matmul: over `intensity`, since few channels slow a convolution of any FLOPs. By
     # dtype and phase: "float32" (forward), "float32_backward_input", "float32_backward_weight".
     convolution: Mapping[str, Curve] = field(default_factory=dict)
+    # In its place on CPUs: {the same name: {window: fraction}}. A window is "channels in-out-taps-width-stride" of a
+    # convolution that was measured; others are as fast as the nearest.
+    windows: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     # Fraction of the peak that fused attention reaches, by kernel and phase: "flash2_forward", "flash2_backward".
     attention: Mapping[str, float] = field(default_factory=dict)
     # In its place where measured by length, as on CPUs: over the positions that a row attends to.

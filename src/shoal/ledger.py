@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,18 @@ def grain_digest(step: int, grain: int, ids: Ids) -> npt.NDArray[np.float64]:
 
     The words add up over grains in any order, so that the sum is the same whichever rank held which grain.
     """
-    head = step.to_bytes(8, "little") + grain.to_bytes(8, "little")
-    digest = hashlib.sha256(head + ids.astype("<i8").tobytes()).digest()
-    return np.frombuffer(digest, dtype="<u4").astype(np.float64)
+    return grains_digest(step, [grain], [ids])
+
+
+def grains_digest(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> npt.NDArray[np.float64]:
+    """The sum of the digests of several grains."""
+    head = step.to_bytes(8, "little")
+    named = zip(grains, ids, strict=True)
+    texts = (head + grain.to_bytes(8, "little") + own.astype("<i8", copy=False).tobytes() for grain, own in named)
+    digests = b"".join(hashlib.sha256(text).digest() for text in texts)
+    words: npt.NDArray[np.float64] = np.frombuffer(digests, dtype="<u4").reshape(-1, DIGEST_WORDS).astype(np.float64)
+    total: npt.NDArray[np.float64] = words.sum(axis=0)
+    return total
 
 
 def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:

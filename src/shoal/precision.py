@@ -26,11 +26,13 @@ class Precision:
     reduce: torch.dtype
     device: torch.device
     widens: bool = False  # inputs of fewer bits too
+    channels_last: bool = False  # inputs of four dims and more than one pixel
 
     @classmethod
-    def of(cls, section: PrecisionSection, device: torch.device) -> Precision:
+    def of(cls, section: PrecisionSection, device: torch.device, channels_last: bool = False) -> Precision:
         """The policy that a plan's section names."""
-        return cls(_DTYPES[section.parameters], _DTYPES[section.compute], _DTYPES[section.reduce], device)
+        parameters, compute, reduce = (_DTYPES[name] for name in (section.parameters, section.compute, section.reduce))
+        return cls(parameters, compute, reduce, device, channels_last=channels_last)
 
     @property
     def is_wide(self) -> bool:
@@ -53,8 +55,13 @@ class Precision:
         return ProductsInFloat32() if slow else contextlib.nullcontext()
 
     def inputs(self, batch: Any) -> Any:
-        """The batch on the device; floating tensors in the parameters' dtype where that is not float32."""
-        return tree_map(self._input, batch)
+        """The batch on the device; floating tensors in the parameters' dtype where that is not float32.
+
+        With `channels_last` images, float [N, C, H, W], lie in memory as [N, H, W, C]. Convolutions, pools and norms
+        hand that on from layer to layer; weights stay as they are.
+        """
+        moved = tree_map(self._input, batch)
+        return tree_map(_channels_last, moved) if self.channels_last else moved
 
     def _input(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -64,6 +71,15 @@ class Precision:
             return value.float()
         narrow = self.parameters != torch.float32 and value.is_floating_point()
         return value.to(self.parameters) if narrow else value
+
+
+def _channels_last(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point():
+        return value
+    _, channels, height, width = value.shape
+    strides = (channels * height * width, 1, width * channels, channels)
+    # Images of one channel count as lying either way, and layers go by the strides.
+    return value.contiguous(memory_format=torch.channels_last).as_strided(value.shape, strides)
 
 
 # As torch.amp.GradScaler: start at 2^16, double after 2000 good steps, halve at an overflow.
@@ -94,9 +110,10 @@ class LossScale:
     def factor(self, global_batch: int) -> float:
         """What a loss *total* is multiplied by: the scale over the global batch, rounded to a power of two.
 
-        A power of two changes no bit of a gradient that neither overflows nor underflows.
+        A power of two changes no bit of a gradient that neither overflows nor underflows. Of samples that weigh one in
+        a batch of 2^n the summed gradient is the mean then, and no pass over it is needed to make it so.
         """
-        return self.scale / 2.0 ** round(math.log2(global_batch)) if self.active else 1.0
+        return self.scale / 2.0 ** round(math.log2(global_batch))
 
     @property
     def active(self) -> bool:

@@ -93,10 +93,24 @@ class RunRequest:
         """
         from shoal.catalogue.sums import all_reduce_here  # tables that no worker needs
 
-        ranks = self.plan.degrees.divides_grains
-        if self.plan_from_file or self.plan.execution.exact or ranks == 1:
+        if not self._chooses_sums:
             return self
-        return replace(self, plan=self.plan.with_sections(collectives={"all_reduce": all_reduce_here(ranks)}))
+        name = all_reduce_here(self.plan.degrees.divides_grains)
+        if self.plan.execution.exact and name != "shared_memory":  # its tree goes that way or over sockets
+            return self
+        return replace(self, plan=self.plan.with_sections(collectives={"all_reduce": name}))
+
+    def notes(self) -> list[str]:
+        """What is chosen for want of something better, and why; for runs whose ranks are all on this host."""
+        from shoal.catalogue.here import gpus
+        from shoal.catalogue.sums import why_not_shared
+
+        why = why_not_shared() if self._chooses_sums and not gpus() else None
+        return [f"gradients are summed over sockets (native): {why}"] if why else []
+
+    @property
+    def _chooses_sums(self) -> bool:
+        return not self.plan_from_file and self.plan.degrees.divides_grains > 1
 
     @property
     def needs_look(self) -> bool:

@@ -95,7 +95,7 @@ class Session:
         prepare_process(self.plan.execution.exact, num_threads=None)
         self._exit = contextlib.ExitStack()
         self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
-        self._precision = Precision.of(self.plan.precision, self.mesh.device)
+        self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
         self._stepped = False
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from shoal.agreement import Agreement, Report, agree, from_rows, measures, raise_together, to_row
+from shoal.computation import Computation
 from shoal.data.order import Order
 from shoal.errors import IntegrityError, NonFiniteError, StorageError
 from shoal.evaluation import Evaluator
@@ -79,6 +80,7 @@ class Trainer:
         self._first_scale = state.loss_scale
         self._agreed: Agreement | None = None
         self._record: StepRecord | None = None
+        self._computation: Computation | None = None  # that of which the state has the JSON value
         self._measures: tuple[float, ...] = Report().measures
         self._step_seconds: list[float] = []
         self._evaluated: tuple[int, dict[str, float], int] | None = None
@@ -222,7 +224,7 @@ class Trainer:
                 conflict="the checkpoint that this run wrote before its first step is not there any more",
                 remedy="leave the run directory alone while the run lasts; start anew with another --out",
             )
-        self.state = restored
+        self.state, self._computation = restored, None
         self.state.bad_steps, self.state.bad_streak = bad_steps, streak
         self._runner.forget()
         self._agreed = None
@@ -235,7 +237,9 @@ class Trainer:
         parts, state = self._parts, self.state
         parts.step.loader.commit()
         state.advance(sums, update.skipped)
-        state.computation = parts.step.computer.computation.to_json()
+        if parts.step.computer.computation is not self._computation:
+            self._computation = parts.step.computer.computation
+            state.computation = self._computation.to_json()
         seconds, spans = self._clock.end()
         self._step_seconds.append(seconds)
         memory = peak_memory_bytes(self._mesh.device)

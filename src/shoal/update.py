@@ -295,4 +295,9 @@ def _can_fuse(group: dict[str, Any], kinds: tuple[type, ...]) -> bool:
 def global_norm(gradients: list[Tensor]) -> float:
     """The Euclidean norm over all the gradients together, in float32 at least."""
     wide = [g.float() if g.dtype in (torch.bfloat16, torch.float16) else g for g in gradients]
-    return float(nn.utils.get_total_norm(wide)) if wide else 0.0
+    if not wide:
+        return 0.0
+    first = wide[0]
+    if any(g.layout != torch.strided or g.dtype != first.dtype or g.device != first.device for g in wide):
+        return float(nn.utils.get_total_norm(wide))
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide))))  # the same without its groups

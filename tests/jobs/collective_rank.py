@@ -17,7 +17,8 @@ from torch import Tensor
 
 from shoal.catalogue.sums import ALGORITHMS
 from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Team, combine
-from shoal.collectives.choose import open_collective
+from shoal.collectives.choose import open_collective, open_tree
+from shoal.collectives.shared_tree import SharedTreeSum
 from shoal.errors import ShoalError
 from shoal.planner.algorithms import received, sent
 from shoal.traffic import Traffic
@@ -136,6 +137,35 @@ def scenario_teams() -> Iterator[Any]:
         same(tensor, torch.full_like(tensor, 2.0 if RANK % 2 == 0 else 4.0), name)
         collective.close()
     yield "ok"
+
+
+def scenario_tree() -> Iterator[Any]:
+    """The fixed tree over sockets and through shared memory: the same bits, whoever holds which grains."""
+    num_grains = 11
+    generator = torch.Generator().manual_seed(7)
+    for dtype, length in ((torch.float32, 40_001), (torch.float64, 3), (torch.bfloat16, 1001)):
+        scales = 10.0 ** torch.randint(-3, 4, (num_grains, 1), generator=generator)
+        values = (torch.randn(num_grains, length, generator=generator) * scales).to(dtype)
+        trees = [open_tree(name, num_grains, values[0], timedelta(seconds=50)) for name in ("native", "shared_memory")]
+        shared = isinstance(trees[1], SharedTreeSum)
+        plain = torch.zeros(length, dtype=dtype)
+        for held in [list(range(num_grains)), [0, 1, 2, 3, 7], [5], [], [10, 2, 3, 8, 0]]:
+            for holders in ([held[r::WORLD] for r in range(WORLD)], [held] + [[]] * (WORLD - 1)):
+                found = []
+                for tree in trees:
+                    tree.clear()
+                    for grain in holders[RANK]:
+                        tree.add(grain, tree.empty().copy_(values[grain]))
+                    found.append(tree.total([sorted(own) for own in holders], RANK).clone())
+                same(found[1], found[0], "tree", dtype, holders)
+            plain = sum(values[sorted(held)[1:]], values[held[0]]) if len(held) > 4 else plain
+            numbers = torch.zeros(WORLD, 3, dtype=torch.float64)
+            numbers[RANK] = 1.1 + RANK
+            trees[1].move(numbers)
+            assert numbers[:, 0].tolist() == [1.1 + r for r in range(WORLD)]
+        yield [shared, not torch.equal(found[0], plain)]
+        for tree in trees:
+            tree.close()
 
 
 def scenario_fault(name: str, what: str) -> Iterator[Any]:

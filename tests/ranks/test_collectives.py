@@ -72,6 +72,15 @@ def test_groups_side_by_side() -> None:
         assert results(processes) == [["ok"]] * 4
 
 
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_fixed_tree_has_the_same_bits_through_shared_memory(world_size: int) -> None:
+    """And others than a sum in the order of the grains, without which the comparison would show nothing."""
+    with ranks(world_size, "tree") as processes:
+        found = results(processes)
+    assert found[0][0] == [True, True]
+    assert all(line[0] for rank in found for line in rank)  # type: ignore[index]
+
+
 def survivors(name: str, fault: str, world_size: int) -> list[dict[str, object]]:
     """What the ranks that are left say of the last one."""
     with ranks(world_size, "fault", name, fault) as processes:

@@ -24,6 +24,18 @@ def test_autocast_only_where_compute_differs() -> None:
     assert isinstance(pure.autocast(), nullcontext)
 
 
+def test_channels_last_changes_the_strides_alone() -> None:
+    images, gray = torch.randn(2, 3, 4, 5), torch.randn(2, 1, 4, 5)
+    batch = [images, gray, torch.ones(2, 3), torch.ones(2, 3, 4, 5, dtype=torch.int64)]
+    moved = Precision.of(PrecisionSection(), CPU, channels_last=True).inputs(batch)
+    assert all(map(torch.equal, moved, batch))
+    assert [t.stride() for t in moved[:2]] == [(60, 1, 15, 3), (20, 1, 5, 1)]
+    assert [t.stride() for t in moved[2:]] == [t.stride() for t in batch[2:]]
+    out = torch.nn.Conv2d(1, 6, 3)(moved[1])  # of one channel too: convolutions go on in it
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert not torch.nn.Conv2d(1, 6, 3)(gray).is_contiguous(memory_format=torch.channels_last)
+
+
 def test_inputs_take_the_dtype_of_narrow_parameters() -> None:
     batch = {"x": torch.ones(2), "y": [torch.ones(2, dtype=torch.int64), "text", 3]}
     kept = Precision.of(PrecisionSection(compute="bfloat16"), CPU).inputs(batch)
@@ -64,9 +76,13 @@ def test_a_fixed_scale_stays() -> None:
     assert LossScale(8.0).after(overflow=True) == LossScale(8.0)
 
 
-@given(st.integers(1, 10**6), st.sampled_from([2.0**16, 1024.0, 0.5]))
+@given(st.integers(1, 10**6), st.sampled_from([2.0**16, 1024.0, 1.0, 0.5]))
 def test_the_factor_of_a_total_is_a_power_of_two(global_batch: int, scale: float) -> None:
     factor = LossScale(scale).factor(global_batch)
     assert math.frexp(factor)[0] == 0.5
     assert 0.7 < factor * global_batch / scale < 1.42
-    assert LossScale().factor(global_batch) == 1.0
+
+
+@given(st.integers(0, 20))
+def test_no_pass_over_gradients_of_samples_that_weigh_one(power: int) -> None:
+    assert LossScale().factor(2**power) * 2**power == 1.0

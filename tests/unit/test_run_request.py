@@ -165,3 +165,30 @@ def test_devices_are_the_gpus_that_are_visible(
         if visible is not None:
             patched.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert devices_here() == found
+
+
+def test_shared_memory_unless_it_cannot_be_and_then_why(
+    job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("shoal.catalogue.sums.gpus", list)
+    monkeypatch.setattr("shoal.catalogue.here.gpus", list)
+    monkeypatch.setattr("shoal.catalogue.sums.why_not_shared", lambda: None)
+    two = request(job, "--devices", "2")
+    assert two.with_own_sums().plan.collectives.all_reduce == "shared_memory"
+    assert two.notes() == []
+    monkeypatch.setattr("shoal.catalogue.sums.why_not_shared", lambda: "there is no /proc")
+    assert two.with_own_sums().plan.collectives.all_reduce == "native"
+    assert two.notes() == ["gradients are summed over sockets (native): there is no /proc"]
+    alone = request(job, "--devices", "1")
+    assert alone.with_own_sums().plan.collectives.all_reduce == "native"
+    assert alone.notes() == []
+
+
+@pytest.mark.parametrize(("fastest", "chosen"), [("shared_memory", "shared_memory"), ("ring", "native")])
+def test_exact_sums_go_through_shared_memory_or_sockets(
+    job: str, monkeypatch: pytest.MonkeyPatch, fastest: str, chosen: str
+) -> None:
+    monkeypatch.setattr("shoal.catalogue.sums.all_reduce_here", lambda ranks: fastest)
+    found = request(job, "--devices", "2", "--exact").with_own_sums()
+    assert found.plan.collectives.all_reduce == chosen

@@ -102,6 +102,7 @@ def device_of(measured: Measured, name: str, memory_bytes: int, source: str, *, 
             for kind, rates in convolutions.items()
             if (dtype := kind.partition("_")[0]) in flops
         },
+        "windows": _windows(measured, product if is_cpu else 0.0, flops),
         "memory": _curve(stream, memory),
         "attention" if not is_cpu else "attention_lengths": _attention(measured, flops, by_length=is_cpu),
         "operators": _operators(measured, memory, bare) if is_cpu else {},
@@ -133,6 +134,15 @@ def _large(rates: Mapping[float, float]) -> dict[float, float]:
 
 def _curve(rates: Mapping[float, float], peak: float) -> Curve:
     return Curve(tuple((round(size, 3), round(rate / peak, 4)) for size, rate in rates.items()))
+
+
+def _windows(measured: Measured, overhead: float, flops: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for name in measured.names("window."):
+        kind, _, window = name.partition(":")
+        (rate,) = measured.rates(f"window.{name}", overhead).values()
+        found.setdefault(kind, {})[window] = round(rate / flops[kind.partition("_")[0]], 4)
+    return found
 
 
 def _attention(measured: Measured, flops: Mapping[str, float], *, by_length: bool) -> dict[str, Any]:

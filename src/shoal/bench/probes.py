@@ -14,24 +14,43 @@ from shoal.narrow import ProductsInFloat32, is_slow
 
 Call = Callable[[], Any]
 
-# Sides of square matmuls; (channels in, channels out, side of the filter, of the image); bytes of a stream.
+# Sides of square matmuls.
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# (channels in, channels out, side of the filter, of the image): small to large intensity.
 _IMAGES = (
-    (1, 16, 3, 28),
+    (1, 6, 5, 28),
     (1, 64, 3, 28),
-    (16, 16, 3, 28),
+    (6, 16, 5, 14),
     (16, 32, 3, 28),
     (32, 32, 3, 28),
     (64, 64, 3, 14),
     (128, 128, 3, 14),
-    (256, 256, 3, 7),
-    (512, 512, 3, 4),
+    (256, 256, 3, 14),
 )
+# On CPUs: (channels in, channels out, taps a side, side of what comes out, stride), padded as usual.
+_WINDOWS = (
+    (1, 16, 3, 28, 1),
+    (1, 64, 3, 28, 1),
+    (3, 64, 7, 32, 2),
+    (16, 16, 3, 28, 1),
+    (16, 64, 5, 14, 1),
+    (32, 32, 3, 28, 1),
+    (64, 64, 3, 28, 1),
+    (128, 128, 3, 14, 1),
+    (256, 256, 3, 7, 1),
+    (512, 512, 3, 4, 1),
+    (64, 128, 3, 14, 2),
+    (256, 512, 3, 4, 2),
+    (64, 128, 1, 14, 2),
+    (256, 512, 1, 4, 2),
+    (64, 256, 1, 14, 1),
+)
+# Bytes of a stream.
 _STREAMS = {
     "cpu": tuple(1 << power for power in (13, 15, 17, 19, 21, 23, 25, 26, 27)),
     "cuda": tuple(1 << power for power in (15, 18, 20, 22, 24, 26, 28, 29, 30)),
 }
-_IMAGES_A_BATCH = 32
+_IMAGES_A_BATCH, _FEW_IMAGES = 32, 16
 _CHAIN = 16  # operators of the chain that shows what starting one takes
 # Large enough that each device is past its start-up, small enough for a core: positions of attention, by kind.
 _POSITIONS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (4096,)}
@@ -64,7 +83,9 @@ def probes(device: torch.device, quick: bool) -> Iterator[Probe]:
     yield from _overheads(device)
     for dtype in _dtypes(device):
         yield from list(_matmuls(device, dtype))[::every]
-    for dtype in _dtypes(device) if device.type == "cuda" else ["float32"]:
+    if device.type == "cpu":
+        yield from _windows(device)
+    for dtype in _dtypes(device) if device.type == "cuda" else []:
         yield from list(_convolutions(device, dtype))[::every]
     yield from list(_streams(device))[::every]
     yield from _attentions(device)
@@ -145,6 +166,28 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
     for phase in _PHASES:
         yield from (probe(phase, image) for image in _IMAGES)
+
+
+def _windows(device: torch.device) -> Iterator[Probe]:
+    """Convolutions by phase, each by itself."""
+
+    def probe(phase: str, window: tuple[int, int, int, int, int]) -> Probe:
+        channels, filters, taps, side, stride = window
+
+        def make() -> Call:
+            x = _tensor(_FEW_IMAGES, channels, side * stride, side * stride, device=device)
+            w = _tensor(filters, channels, taps, taps, device=device)
+            gradient = _tensor(_FEW_IMAGES, filters, side, side, device=device)
+            around, wanted = taps // 2, list(_PHASES[phase])
+            if not wanted:
+                return lambda: F.conv2d(x, w, stride=stride, padding=around)
+            rest = (None, [stride, stride], [around, around], [1, 1], False, [0, 0], 1, wanted)
+            return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)
+
+        work = 2.0 * _FEW_IMAGES * side * side * taps * taps * channels * filters
+        return Probe(f"window.float32{phase}:{'-'.join(map(str, window))}", work, make)
+
+    return (probe(phase, window) for phase in _PHASES for window in _WINDOWS)
 
 
 def _streams(device: torch.device) -> Iterator[Probe]:

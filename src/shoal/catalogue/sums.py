@@ -1,10 +1,12 @@
-"""Which all-reduce is fastest between processes of this machine, as `shoal bench collectives` measured it."""
+"""Which all-reduce is fastest between processes of this machine: as `shoal bench collectives` measured it, or known."""
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
+import platform
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
@@ -21,6 +23,8 @@ SHARED_MEMORY = "shared_memory"
 ALGORITHMS = ("native", "ring", "tree", "recursive_doubling", "hierarchical", SHARED_MEMORY)
 # A bucket of gradients on CPUs is about so large.
 BUCKET_BYTES = 4 << 20
+# Machines on which its counters were tried: see collectives/futex.py.
+_ORDERED = ("x86_64", "AMD64")
 # A choice that was measured to win by less may be noise.
 _WORTH = 0.95
 
@@ -33,12 +37,15 @@ def comparison_file(ranks: int) -> Path:
 
 def shares_memory(ranks: int) -> bool:
     """Whether so many ranks, all of them processes of this machine, can sum in memory that all of them map."""
-    return ranks > 1 and sys.platform == "linux" and hasattr(os, "memfd_create")
+    return ranks > 1 and why_not_shared() is None
 
 
 def all_reduce_here(ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
-    """The name for a plan of so many ranks, all of them processes of this machine: the fastest that was measured."""
-    if gpus() or not shares_memory(ranks):
+    """The name for a plan of so many ranks, all of them processes of this machine.
+
+    Where nothing was measured: shared memory, which has been faster than Gloo wherever it was, at every size.
+    """
+    if gpus() or ranks < 2 or why_not_shared() is not None:
         return "native"
     try:
         comparison = json.loads(comparison_file(ranks).read_text(encoding="utf-8"))
@@ -46,9 +53,31 @@ def all_reduce_here(ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # nothing was measured, or by another version
     try:
-        return fastest_on(load(measured_file()), ranks, num_bytes)
+        found = load(measured_file())
     except HardwareError:
-        return "native"
+        return SHARED_MEMORY
+    known = SHARED_MEMORY in found.algorithms and 1 < ranks <= found.devices_per_host
+    return fastest_on(found, ranks, num_bytes) if known else SHARED_MEMORY
+
+
+def why_not_shared() -> str | None:
+    """What keeps processes of this machine from sharing memory, found by trying; None where nothing does."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return f"{sys.platform} has no memory without a name"
+    if platform.machine() not in _ORDERED:
+        return f"on {platform.machine()} the order of writes was not tried"
+    try:
+        with open(os.memfd_create("shoal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb") as made:
+            os.ftruncate(made.fileno(), mmap.PAGESIZE)
+            other = os.open(f"/proc/{os.getpid()}/fd/{made.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                with mmap.mmap(made.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ) as seen:
+                    os.pwrite(other, b"\1", 0)
+                    return None if seen[0] == 1 else "a page that two descriptors share is not the same page"
+            finally:
+                os.close(other)
+    except (OSError, ValueError) as error:
+        return f"memory cannot be opened through /proc: {error}"
 
 
 def fastest_on(cluster: Cluster, ranks: int, num_bytes: int = BUCKET_BYTES) -> str:

@@ -79,6 +79,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "Mapping[str, str]": _table(_text),
     "Mapping[str, float]": _table(_number),
     "Mapping[str, Curve]": _table(_curve),
+    "Mapping[str, Mapping[str, float]]": _table(_table(_number)),
 }
 
 

@@ -5,11 +5,29 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from shoal.collectives.base import Collective, Team
+from shoal.collectives.fixed_tree import TreeSum
 from shoal.collectives.native import Native
 from shoal.errors import PlanError
 from shoal.mesh import COLLECTIVE_TIMEOUT
+
+
+def open_tree(name: str, num_grains: int, like: Tensor, timeout: timedelta = COLLECTIVE_TIMEOUT) -> TreeSum:
+    """Exact mode's tree among all ranks: through shared memory where that is the name of the all-reduce.
+
+    Collective: all ranks of the run. Raises: as `open_collective`.
+    """
+    if name == "native" or not dist.is_initialized():
+        return TreeSum(num_grains, like)
+    from shoal.collectives.shared_memory import SharedMemory
+    from shoal.collectives.shared_tree import SharedTreeSum
+
+    collective = open_collective(name, Team(), like.device, timeout)
+    assert isinstance(collective, SharedMemory), "a plan says nothing else together with exact mode"
+    return SharedTreeSum(num_grains, like, collective)
 
 
 def open_collective(name: str, team: Team, device: torch.device, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Collective:

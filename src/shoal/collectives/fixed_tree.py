@@ -37,7 +37,7 @@ class TreeSum:
     """This rank's partial sums, grain by grain in any order; holds at most about log2(G) of them for neighbours."""
 
     def __init__(self, num_grains: int, like: Tensor) -> None:
-        self._num_grains, self._like = num_grains, like
+        self.num_grains, self._like = num_grains, like
         self.held: list[int] = []
         self._nodes: dict[Range, Tensor] = {}
         self._spare: list[Tensor] = []
@@ -64,7 +64,7 @@ class TreeSum:
         """Takes the value (a flat tensor, from now on owned and changed here) of one grain."""
         self.held.append(grain)
         self._nodes[grain, grain + 1] = value
-        self._merge(0, self._num_grains, grain)
+        self._merge(0, self.num_grains, grain)
 
     def _merge(self, lo: int, hi: int, grain: int) -> None:
         if hi - lo == 1:
@@ -76,6 +76,14 @@ class TreeSum:
             self._nodes[lo, hi] = self._nodes.pop(left).add_(added)
             self._spare.append(added)
 
+    def move(self, numbers: Tensor) -> None:
+        """Numbers of which each is zero on all ranks but one, in place on all. Collective: every rank of the world."""
+        dist.all_reduce(numbers)
+
+    def close(self) -> None:
+        """Holds nothing open."""
+        return
+
     def total(self, holders: list[list[int]], rank: int) -> Tensor:
         """The sum over all grains of all ranks: a flat tensor as `like`, the same bits on every rank.
 
@@ -83,12 +91,12 @@ class TreeSum:
         its pieces (one or a few vectors) once, and one all-gather of the vector.
         """
         if len(holders) == 1:
-            found = evaluate(self._nodes, self._num_grains, torch.Tensor.add_)
+            found = evaluate(self._nodes, self.num_grains, torch.Tensor.add_)
             return torch.zeros_like(self._like) if found is None else found
         world, length = len(holders), self._like.numel()
         cuts = [length * part // world for part in range(world + 1)]
         lengths = [cuts[r + 1] - cuts[r] for r in range(world)]
-        nodes = [pieces(held, self._num_grains) for held in holders]
+        nodes = [pieces(held, self.num_grains) for held in holders]
         mine = [self._nodes[node] for node in nodes[rank]]
         sent = [vector[cuts[r] : cuts[r + 1]] for r in range(world) for vector in mine]
         outgoing = torch.cat(sent) if sent else self._like.new_empty(0)
@@ -99,9 +107,9 @@ class TreeSum:
             [len(n) * lengths[rank] for n in nodes],
             [len(mine) * lengths[r] for r in range(world)],
         )
-        parts = incoming.split(lengths[rank]) if lengths[rank] else [incoming] * sum(map(len, nodes))
+        parts = incoming.split(lengths[rank]) if incoming.numel() else [incoming] * sum(map(len, nodes))
         values = dict(zip((node for group in nodes for node in group), parts, strict=True))
-        own = evaluate(values, self._num_grains, torch.Tensor.add_)
+        own = evaluate(values, self.num_grains, torch.Tensor.add_)
         padded = self._like.new_zeros(max(lengths))
         if own is not None:
             padded[: lengths[rank]] = own

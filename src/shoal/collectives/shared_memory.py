@@ -106,6 +106,11 @@ class SharedMemory(Collective):
         self._num_regions += 1
         return tensor
 
+    def slots_like(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's memory of an allocation, of which `tensor` is this rank's."""
+        _, region = self._regions[tensor.untyped_storage().data_ptr()]
+        return [region.tensor(r, 0, tensor.numel(), tensor.dtype) for r in range(self.world_size)]
+
     def release(self, tensor: Tensor) -> None:
         """The memory goes when the tensor does. Not collective."""
         self._regions.pop(tensor.untyped_storage().data_ptr(), None)

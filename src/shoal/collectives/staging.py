@@ -22,7 +22,7 @@ STAGE_BYTES = 1 << 20
 # What is reduced at once: all ranks' pieces of it fit in a core's second cache.
 CHUNK_BYTES = 64 << 10
 # A rank's part begins at a cache line, so that no two ranks write to one.
-_LINE_BYTES = 64
+LINE_BYTES = 64
 _STAGES = PAGE_BYTES + NUM_HEADERS * ONE_SHOT_BYTES
 _RESULTS = _STAGES + 2 * STAGE_BYTES
 CONTROL_BYTES = _RESULTS + 2 * STAGE_BYTES
@@ -31,7 +31,7 @@ _MAX_CACHED = 4096
 
 def cut(numel: int, itemsize: int, world_size: int) -> list[int]:
     """Where the ranks' parts of so many elements begin, and the end of the last: at cache lines, as even as they go."""
-    line = max(1, _LINE_BYTES // itemsize)
+    line = max(1, LINE_BYTES // itemsize)
     per = math.ceil(math.ceil(numel / world_size) / line) * line
     return [min(numel, part * per) for part in range(world_size + 1)]
 

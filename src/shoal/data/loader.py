@@ -75,8 +75,10 @@ class _Fetcher(Dataset[Any]):
         self.source, self.seed = source, seed
 
     def __getitem__(self, request: _Request) -> Any:
-        keys = [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
-        return self.source.fetch(request.ids, keys)
+        def keys() -> list[int]:
+            return [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
+
+        return self.source.fetch(request.ids, keys() if self.source.draws else [])
 
 
 class _Careful(Dataset[Any]):

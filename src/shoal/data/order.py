@@ -45,8 +45,11 @@ _BLOCK = 1 << 14
 def _permuted(start: int, stop: int, count: int, key: int) -> Ids:
     """The ids at positions [start, stop), from whole blocks of which the last few are kept."""
     first = start // _BLOCK
-    blocks = [_permuted_block(i, count, key) for i in range(first, (stop - 1) // _BLOCK + 1)]
-    return np.concatenate(blocks)[start - first * _BLOCK : stop - first * _BLOCK]
+    parts = []
+    for index in range(first, (stop - 1) // _BLOCK + 1):
+        begin = index * _BLOCK
+        parts.append(_permuted_block(index, count, key)[max(0, start - begin) : stop - begin])
+    return np.concatenate(parts)
 
 
 @functools.lru_cache(maxsize=4)
@@ -128,4 +131,5 @@ class Order:
             ids = _permuted(start, stop, self.num_samples, random_key(self.seed, "order", epoch))
         else:
             ids = np.arange(start, stop, dtype=np.int64)
-        return np.split(ids, np.cumsum([g.size for g in grains])[:-1])
+        first = grains[0].start
+        return [ids[g.start - first : g.start - first + g.size] for g in grains]

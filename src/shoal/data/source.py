@@ -23,6 +23,8 @@ _FEW = 2
 class MapSource(ABC):
     """A dataset of known length whose samples are fetched by id."""
 
+    draws = True  # whether reading a sample may draw random numbers
+
     def __init__(self, name: str, length: int) -> None:
         self.name = name
         self._length = length
@@ -35,12 +37,15 @@ class MapSource(ABC):
         """The batch of the samples of neighbouring grains, in order.
 
         `keys` seed torch's, Python's and numpy's generators before each grain's samples are read, so that augmentation
-        belongs to the grain. Raises: DataError naming the sample that could not be read.
+        belongs to the grain; they are not looked at unless it `draws`. Raises: DataError naming the sample that could
+        not be read.
         """
 
 
 class TensorSource(MapSource):
     """Tensors that share their first dim: a batch is one index operation on each."""
+
+    draws = False
 
     def __init__(self, name: str, data: Any) -> None:
         self._data = data
@@ -55,7 +60,7 @@ class TensorSource(MapSource):
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
         """The rows of all the grains."""
-        index = torch.from_numpy(np.concatenate(grains))
+        index = torch.from_numpy(np.concatenate(grains) if len(grains) > 1 else grains[0])
         data = self._data
         if isinstance(data, Mapping):
             return {name: _rows(tensor, index) for name, tensor in data.items()}

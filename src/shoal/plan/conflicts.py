@@ -139,16 +139,22 @@ CONFLICTS: tuple[Rule, ...] = (
         "tensor.sequence = false, or layout.context = 1",
     ),
     Rule(
-        lambda plan: plan.collectives.all_reduce != "native" and plan.execution.exact,
+        lambda plan: plan.collectives.all_reduce not in ("native", "shared_memory") and plan.execution.exact,
         ("collectives.all_reduce", "execution.exact"),
-        "exact mode sums in a tree of its own, whatever the ranks",
-        'collectives.all_reduce = "native", or execution.exact = false',
+        "exact mode sums in a tree of its own, over sockets or through shared memory",
+        'collectives.all_reduce = "native" or "shared_memory", or execution.exact = false',
     ),
     Rule(
         lambda plan: plan.collectives.all_reduce != "native" and plan.shards_model,
         ("collectives.all_reduce", "shard.level", "layout.shard"),
         "gradients that are divided are summed by fully_shard's own reduce-scatter",
         'collectives.all_reduce = "native", or shard.level = "optimizer"',
+    ),
+    Rule(
+        lambda plan: plan.execution.channels_last and plan.execution.exact,
+        ("execution.channels_last", "execution.exact"),
+        "kernels for channels last add in another order: exact bits are those of the usual one",
+        "execution.channels_last = false, or execution.exact = false",
     ),
     Rule(
         lambda plan: _compressed(plan) and plan.execution.exact,

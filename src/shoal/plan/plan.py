@@ -115,9 +115,10 @@ class DataSection(_Section):
 
 
 class ExecutionSection(_Section):
-    """Exact or fast sums over grains; compilation."""
+    """Exact or fast sums over grains; compilation; whether images come with their channels last in memory."""
 
     exact: bool = False
+    channels_last: bool = False
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
 
 

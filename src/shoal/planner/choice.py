@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from shoal.errors import PlanError
-from shoal.planner.aims import Aim, Key, Limit, tied
+from shoal.planner.aims import TOLD_APART, Aim, Key, Limit, tied
 from shoal.planner.search import Candidate, Search, Seen
 from shoal.planner.space import Cut, Illegal, Place, simplicity
 
@@ -31,12 +31,14 @@ class Rejected:
 class Choice:
     """What a search answers. `alternatives` are the best plans of the next best layouts, in order.
 
+    `faster`: what is faster on more devices, by less than a prediction can tell, where the aim is the fastest.
     `num_tied`: plans too close to the best to tell apart, of which the simplest was chosen. `num_places`: layouts that
     were considered; `num_predicted` and `num_bounded`: plans that were predicted, and that bounds excluded.
     """
 
     aim: Aim
     chosen: Candidate
+    faster: Candidate | None
     alternatives: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
     illegal: tuple[Illegal, ...]
@@ -84,10 +86,13 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
     if found is None:
         raise _nothing(search, aim, seen, limit)
     chosen, close = found
+    fewer = _fewer(search, aim, chosen, seen)
+    faster, chosen = (chosen, fewer) if fewer is not None else (None, chosen)
     alternatives = _next_best(search, aim, chosen, seen)
     return Choice(
         aim=aim,
         chosen=chosen,
+        faster=faster,
         alternatives=alternatives,
         rejected=tuple(_rejected(search, seen, chosen)),
         illegal=tuple(search.space.illegal()),
@@ -96,6 +101,23 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
         num_predicted=seen.num_predicted,
         num_bounded=seen.num_bounded - seen.num_predicted,
     )
+
+
+def _fewer(search: Search, aim: Aim, best: Candidate, seen: Seen) -> Candidate | None:
+    """A plan on fewer devices that no prediction tells from the fastest; None where there is none, or it is not asked.
+
+    More devices have to be worth more than the error of a prediction.
+    """
+    if aim.name != "fastest" or best.devices == 1:
+        return None
+    within = Limit(seconds=best.seconds * (1 + TOLD_APART))
+    fewest = Aim("efficiency")  # by devices, then by seconds
+    places = [place for place in search.places if place.devices < best.devices]
+    first = next(search.in_order(fewest, within, places, seen), None)
+    if first is None:
+        return None
+    found = simplest(search.in_order(Aim(), within, search.by_devices[first.devices], seen), Aim())
+    return found[0] if found else first
 
 
 def _key(aim: Aim, candidate: Candidate) -> Key:

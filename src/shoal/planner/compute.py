@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import ceil
+from functools import lru_cache
+from math import ceil, log2
 from typing import Final
 
 from shoal.hardware import Curve, Device, intensity
@@ -176,12 +177,17 @@ class Computer:
 
     def _product(self, operation: Operation, sizes: tuple[float, float, float, float]) -> float:
         device, dtype = self.device, self.dtype(operation.dtype)
+        phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
+        if operation.window and (windows := device.windows.get(f"{dtype}{phase}")):
+            m, n, k, batch = sizes
+            made = operation.window[0 if phase else 1]
+            rate = device.flops[dtype] * windows[nearest(tuple(windows), operation.window)] * _filled(made)
+            return 2.0 * m * n * k * batch / rate
         if operation.kind is Kind.CONVOLUTION and device.convolution:
-            phase = "" if operation.phase is Phase.FORWARD else f"_{operation.phase.value}"
             curve = device.convolution.get(f"{dtype}{phase}") or device.convolution.get(dtype)
             if curve is not None:  # as measured: a library's convolutions depend on what they reuse
                 m, n, k, batch = sizes
-                rate = device.flops[dtype] * curve.at(intensity(m, n, k)) * _filled(operation.channels)
+                rate = device.flops[dtype] * curve.at(intensity(m, n, k))
                 return 2.0 * m * n * k * batch / rate
         seconds = matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
         return seconds / (_WINOGRAD if self._spares(operation) else 1.0)
@@ -209,6 +215,10 @@ class Computer:
         curves = [device.matmul.get(dtype) or Curve()]
         if operation.kind is Kind.CONVOLUTION:
             curves += [curve for name, curve in device.convolution.items() if name.startswith(dtype)]
+            measured = [
+                share for name, known in device.windows.items() if name.startswith(dtype) for share in known.values()
+            ]
+            curves += [Curve(((1.0, max(measured)),))] if measured else []
         fewer = _WINOGRAD if operation.winograd else 1.0
         return operation.flops.per_sample / fewer / (device.flops[dtype] * max(map(_best, curves)))
 
@@ -242,6 +252,20 @@ class Computer:
         return found
 
 
+@lru_cache(maxsize=4096)
+def nearest(known: tuple[str, ...], window: tuple[int, ...]) -> str:
+    """Which of these windows is nearest: by the ratios of its five numbers, the stride's counting most.
+
+    A library has other kernels for other strides and rows: what is measured of one says nothing of another.
+    """
+
+    def distance(key: str) -> float:
+        ratios = [abs(log2(a / b)) for a, b in zip(map(int, key.split("-")), window, strict=True)]
+        return sum(weight * ratio for weight, ratio in zip(_WINDOW_WEIGHTS, ratios, strict=True))
+
+    return min(known, key=distance)
+
+
 def _filled(channels: int) -> float:
     """The share of a vector's lanes that so many channels fill; images of a few channels have kernels of their own."""
     return channels / (_LANES * ceil(channels / _LANES)) if channels > _FEW_CHANNELS else 1.0
@@ -262,6 +286,8 @@ _ATTENTION_FILL: Final = 512.0
 # Float32 numbers of a 512-bit vector: oneDNN lays channels out in blocks of so many, but for the first layer's.
 _LANES: Final = 16
 _FEW_CHANNELS: Final = 4
+# Of channels in and out, taps, width and stride.
+_WINDOW_WEIGHTS: Final = (1.0, 1.0, 2.0, 1.0, 16.0)
 # From here on caches do not matter; beyond it the curve of a CPU is of the page faults of single large tensors.
 _STREAM_BYTES: Final = float(1 << 25)
 _NARROW_HEADS: Final = 0.25

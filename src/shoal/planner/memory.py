@@ -131,6 +131,12 @@ def exact(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, 
     return vectors * gradients.numel * gradients.reduce_itemsize + narrow
 
 
+def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int) -> int:
+    """Where exact mode sums through shared memory: what each rank's slot holds besides the sum."""
+    most = max(len(pieces(grains, num_grains)) for grains in held)
+    return most * gradients.numel * gradients.reduce_itemsize
+
+
 # --------------------------------------------------------------------------------------------------------- fully_shard
 
 

@@ -82,7 +82,8 @@ class Operation:
     launches: int = 1
     dtype: str = "float32"  # of the multiplication, or of the result
     cut: Cut = Cut.NONE
-    channels: int = 0  # of what a convolution makes: a CPU's kernels compute so many at once that lanes may stay empty
+    # Of a convolution: channels in and out, taps a side, width of what the forward gives out, stride.
+    window: tuple[int, ...] = ()
     winograd: bool = False  # 3 x 3 taps at stride 1: float32 kernels do with 2.25 times fewer products
 
 

@@ -31,6 +31,7 @@ from shoal.planner.memory import (
     owned,
     scattered_gradients,
     sharded_parameters,
+    shared_pieces,
     whole,
 )
 
@@ -78,7 +79,8 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if described.sharding is not None:
         return fully_sharded(described.sharding).plus(sums(gradients, described.num_cut), divided)
     if plan.execution.exact:
-        reduced = exact_data_parallel(gradients, described.held, described.num_grains, rank)
+        shared = plan.collectives.all_reduce == "shared_memory"
+        reduced = Volumes() if shared else exact_data_parallel(gradients, described.held, described.num_grains, rank)
     else:
         if plan.collectives.compression != "none" and layout.world_size > 1:
             summed = compressed(gradients, plan, rank, sampled=plan.compression.guard_every == 1)
@@ -100,6 +102,8 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     updated = owned(gradients.parameters, layout.shard, layout.coordinate(rank).shard)
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
+        if plan.collectives.all_reduce == "shared_memory" and len(described.held) > 1:
+            summed += shared_pieces(gradients, described.held, described.num_grains)
     elif plan.collectives.compression != "none" and layout.world_size > 1:
         summed = buffers(gradients, plan)
     else:

@@ -130,7 +130,7 @@ def curve_rows(answer: Answer) -> Rows:
             lacks = f"does not fit by {gib(point.missing_bytes)}" if point.missing_bytes else "no legal layout"
             rows.append([str(point.devices), "-", "-", "-", lacks])
             continue
-        marginal = f"{point.marginal:.0%} of one" if point.marginal is not None else "-"
+        marginal = f"{round(point.marginal, 2) + 0.0:.0%} of one" if point.marginal is not None else "-"
         efficiency = f"{point.efficiency:.0%}" if point.efficiency is not None else "-"
         layout = described(point.best.plan)
         rows.append([str(point.devices), seconds(point.best.seconds), efficiency, marginal, layout])
@@ -209,6 +209,12 @@ def summary(answer: Answer) -> str:
     tied = (
         f"; {choice.num_tied} more were as fast within 1 %, of which the simplest was taken" if choice.num_tied else ""
     )
+    if choice.faster is not None:
+        gain = answer.chosen.seconds / choice.faster.seconds - 1.0
+        tied += (
+            f"; {several(choice.faster.devices, 'device')} would be {gain:.1%} faster, which is less than a prediction "
+            "can tell"
+        )
     return (
         f"aim {choice.aim}: {choice.num_places} layouts, {choice.num_predicted} plans predicted, all others excluded "
         f"by bounds, in {seconds(answer.search_seconds)}{tied}"

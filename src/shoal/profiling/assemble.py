@@ -149,7 +149,7 @@ def operation(fit: Fit, same: Sequence[Kernel], cut: Cut) -> Operation:
         launches=cost.launches,
         dtype=_dtype(event, cost),
         cut=cut,
-        channels=cost.channels,
+        window=cost.window,
         winograd=cost.winograd,
         **sizes,
     )

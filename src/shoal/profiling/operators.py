@@ -31,7 +31,7 @@ class Cost:
     batch: float = 1.0
     launches: int = 1
     of_weight: bool = False
-    channels: int = 0
+    window: tuple[int, ...] = ()
     winograd: bool = False
 
 
@@ -205,6 +205,13 @@ def _pixels(event: Event, input: Ref, output: Ref) -> int:
     return grid.shape[0] * math.prod(grid.shape[2:])
 
 
+def _window(event: Event, weight: Ref, output: Ref) -> tuple[int, ...]:
+    """Of a plain convolution in two dims; none for others."""
+    if len(weight.shape) != 4 or event.arguments["transposed"] or event.arguments["groups"] > 1:
+        return ()
+    return weight.shape[1], weight.shape[0], weight.shape[3], output.shape[3], event.arguments["stride"][-1]
+
+
 def _convolution(event: Event) -> list[Cost]:
     input, weight = event.inputs[:2]
     groups, n, k = _taps(event, weight)
@@ -214,9 +221,8 @@ def _convolution(event: Event) -> list[Cost]:
     moved = _moves(event)
     flops = 2.0 * m * n * k * groups
     kind, winograd = _kind(event, weight)
-    channels = weight.shape[1 if event.arguments["transposed"] else 0]
-    sizes = m, n, k, groups
-    return [Cost(kind, flops, moved.read_bytes, moved.written_bytes, *sizes, channels=channels, winograd=winograd)]
+    sizes, window = (m, n, k, groups), _window(event, weight, event.outputs[0])
+    return [Cost(kind, flops, moved.read_bytes, moved.written_bytes, *sizes, window=window, winograd=winograd)]
 
 
 def _kind(event: Event, weight: Ref) -> tuple[Kind, bool]:
@@ -239,17 +245,16 @@ def _convolution_backward(event: Event) -> list[Cost]:
     of_input, of_weight, of_bias = event.arguments["output_mask"]
     made = list(event.outputs)
     kind, winograd = _kind(event, weight)
+    window = _window(event, weight, output)
     found = []
     if of_input:
         read, written = output.num_bytes + weight.num_bytes, made.pop(0).num_bytes
         sizes = m, reach, num_out, groups
-        found.append(Cost(kind, flops, read, written, *sizes, channels=input.shape[1], winograd=winograd))
+        found.append(Cost(kind, flops, read, written, *sizes, window=window, winograd=winograd))
     if of_weight:
         read, written = output.num_bytes + input.num_bytes, made.pop(0).num_bytes
         sizes = num_out, reach, m, groups
-        found.append(
-            Cost(kind, flops, read, written, *sizes, of_weight=True, channels=input.shape[1], winograd=winograd)
-        )
+        found.append(Cost(kind, flops, read, written, *sizes, of_weight=True, window=window, winograd=winograd))
     if of_bias:
         found.append(Cost(read_bytes=output.num_bytes, written_bytes=made.pop(0).num_bytes, of_weight=True))
     return found

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shoal.collectives.choose import open_tree
+from shoal.collectives.fixed_tree import TreeSum
 from shoal.deferred import deferred
 from shoal.holding import Division, Holding
 from shoal.mesh import COLLECTIVE_TIMEOUT, Mesh
@@ -189,14 +191,20 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
         from shoal.strategies.parameter_server import ExactPart, FastPart
 
         if plan.execution.exact:
-            return ExactPart(parameters, mesh, reduce, num_grains, mark)
+            return ExactPart(parameters, mesh, TreeSum(num_grains, _flat(parameters, reduce)), mark)
         return FastPart(parameters, mesh, reduce, mark)
     if plan.shards_model:
         from shoal.strategies.fully_sharded import FullySharded
 
         return FullySharded(holding.model, mesh, mark, late=plan.shard.reduce == "last_microbatch")
     if plan.execution.exact:
-        strategy = ExactDataParallel(parameters, mesh, reduce, num_grains, mark)
+        tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(parameters, reduce))
+        strategy = ExactDataParallel(parameters, mesh, tree, mark)
     else:
         strategy = DataParallel(parameters, mesh, reduce, mark, Summing.of(plan))
     return ShardedOptimizer(strategy, parameters, mesh, mark) if plan.layout.shard > 1 else strategy
+
+
+def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    device = parameters[0].device if parameters else None
+    return torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)

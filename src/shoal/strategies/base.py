@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.ledger import DIGEST_WORDS, grain_digest
+from shoal.ledger import DIGEST_WORDS, grains_digest
 from shoal.microbatch import Microbatch
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
     """What one microbatch adds to the step's sums: float64 on the device, so that nothing waits for the device here."""
     host = np.zeros(NUM_SUMS)
     host[SAMPLES] = microbatch.num_samples
-    for grain, ids in zip(microbatch.grains, microbatch.ids, strict=True):
-        host[DIGEST:] += grain_digest(microbatch.step, grain.index, ids)
+    host[DIGEST:] = grains_digest(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
     sums = torch.cat([torch.from_numpy(host).to(buffers.device), buffers])
     sums[TOTAL] = total.detach()
     sums[WEIGHT] = weight

@@ -134,15 +134,14 @@ def all_sums(sums: Tensor, flags: Flags) -> StepSums:
 
 
 class ExactDataParallel(Replicated):
-    """Exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype."""
+    """Exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype.
 
-    def __init__(
-        self, parameters: Sequence[Tensor], mesh: Mesh, reduce: torch.dtype, num_grains: int, mark: Mark
-    ) -> None:
-        self._parameters, self._mesh, self._num_grains, self._mark = list(parameters), mesh, num_grains, mark
-        length = sum(p.numel() for p in self._parameters)
-        self._like = torch.empty(length, dtype=reduce, device=mesh.device)
-        self._tree = TreeSum(self._num_grains, self._like)
+    `tree` sums over the grains of all ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, tree: TreeSum, mark: Mark) -> None:
+        self._parameters, self._mesh, self._tree, self._mark = list(parameters), mesh, tree, mark
+        self._num_grains = tree.num_grains
         self.begin()
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
@@ -184,8 +183,8 @@ class ExactDataParallel(Replicated):
         status = torch.cat([torch.tensor([flags.errors, flags.redo], dtype=torch.float64), self._used])
         if self._mesh.world_size > 1:
             # Each row has one writer and is zero elsewhere: this sum only moves values and changes no bit of them.
-            dist.all_reduce(table)
-            dist.all_reduce(status)
+            self._tree.move(table)
+            self._tree.move(status)
         flags = Flags(int(status[0]), int(status[1]))
         holders = [torch.nonzero(table[:, 0] == rank + 1).flatten().tolist() for rank in range(self._mesh.world_size)]
         present = {(g, g + 1): table[g, 1:] for held in holders for g in held}
@@ -205,7 +204,8 @@ class ExactDataParallel(Replicated):
         return self._tree.buffers()
 
     def close(self) -> None:
-        """Holds no hooks."""
+        """Closes the tree."""
+        self._tree.close()
 
 
 # Whole numbers as digits of this base: sums over up to 4096 ranks of such digits are exact in float32.

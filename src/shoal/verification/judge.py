@@ -150,7 +150,7 @@ class _Judges:
         self._computation = Computation.from_json(traced.computation) if traced.computation else Computation(1)
         ranks = plan.layout.data * plan.layout.shard
         self._measured: dict[str, float] = {}
-        self._precision = Precision.of(plan.precision, device)
+        self._precision = Precision.of(plan.precision, device, plan.execution.channels_last)
         self._plain = Reference(job, self._precision, source, self._order, ranks)
         double = Precision(torch.float64, torch.float64, torch.float64, device)
         self._double: Reference | None = None
@@ -217,6 +217,8 @@ class _Judges:
         ]
         if self._computation.effective_grains == 1:
             del ways[2]  # as planned
+        if self._plan.layout.tensor > 1:
+            ways.append(Way("as planned, linear layers in halves", fused=True, threads=cores, halves=True))
         return ways if first else ways[:1]
 
     def _compute(self, reference: Reference, before: StepTrace, parallel: StepTrace, way: Way) -> Computed:

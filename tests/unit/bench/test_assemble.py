@@ -49,6 +49,7 @@ DEVICE_ROWS = (
     row("attention.float32.both", 7e9, 0.2 + 0.5, size=64),
     row("attention.float32.forward", 4e9, 0.25, size=128),
     row("attention.float32.both", 14e9, 0.25 + 1.0, size=128),
+    row("window.float32_backward_weight:64-64-3-28-1", 1e6, 400e-6 + 2e-6),
     row("operator.aten.gelu", 1e6, 200e-6 + 1e-6),
     row("step", 10.0, 500e-6 + 50e-6, size=2),  # ten operators of 5 us, and 10 us for each of two parameters
     row("step", 100.0, 980e-6 + 500e-6, size=50),
@@ -69,6 +70,7 @@ def test_a_cpu() -> None:
     lengths = found.attention_lengths
     assert [lengths["flash2_forward"].at(n) for n in (64, 128)] == [0.5, 0.8]
     assert [lengths["flash2_backward"].at(n) for n in (64, 128)] == [0.5, 0.5]
+    assert found.windows == {"float32_backward_weight": {"64-64-3-28-1": 0.125}}
     assert found.operators == {"aten.gelu": 0.5}
     assert math.isclose(found.tensor_seconds, 10e-6)
     assert math.isclose(found.step_seconds, 480e-6)

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 SMALL = [
     probe
     for probe in probes(CPU, quick=False)
-    if probe.name.split(".")[0] in ("matmul", "convolution") and probe.work < 3e8 and "float32" in probe.name
+    if probe.name.split(".")[0] in ("matmul", "window") and probe.work < 3e8 and "float32" in probe.name
 ]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 
 from shoal.catalogue import dump, sums
 from shoal.catalogue.here import measured_file
-from shoal.catalogue.sums import ALGORITHMS, all_reduce_here, comparison_file, fastest
+from shoal.catalogue.sums import ALGORITHMS, all_reduce_here, comparison_file, fastest, why_not_shared
 from shoal.hardware import Cluster, Device, Link
 from shoal.plan.plan import CollectivesSection
 
@@ -43,26 +46,43 @@ def test_noise_does_not_choose_and_others_are_not_chosen() -> None:
 def test_by_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sums, "gpus", list)
-    monkeypatch.setattr(sums.sys, "platform", "linux")
-    assert all_reduce_here(2) == "native"
+    monkeypatch.setattr(sums, "why_not_shared", lambda: None)
+    assert all_reduce_here(2) == "shared_memory"
     assert all_reduce_here(1) == "native"
     comparison_file(2).parent.mkdir(parents=True)
     for text, wanted in (
         (json.dumps(measured(native={"10": 1.0}, ring={"10": 0.1})), "ring"),
-        ("not json", "native"),
-        ("{}", "native"),
-        ('{"all_reduce_seconds": {}}', "native"),
+        (json.dumps(measured(native={"10": 1.0}, shared_memory={"10": 1.1})), "native"),
+        ("not json", "shared_memory"),
+        ("{}", "shared_memory"),
+        ('{"all_reduce_seconds": {}}', "shared_memory"),
     ):
         comparison_file(2).write_text(text)
         assert all_reduce_here(2) == wanted
-    assert all_reduce_here(3) == "native"
-    comparison_file(2).write_text(json.dumps(measured(native={"10": 1.0}, shared_memory={"10": 0.1})))
-    assert all_reduce_here(2) == "shared_memory"
+    assert all_reduce_here(3) == "shared_memory"
     monkeypatch.setattr(sums, "gpus", lambda: ["a GPU"])
-    assert all_reduce_here(2) == "native"
+    assert all_reduce_here(3) == "native"
     monkeypatch.setattr(sums, "gpus", list)
-    monkeypatch.setattr(sums.sys, "platform", "darwin")
-    assert all_reduce_here(2) == "native"
+    monkeypatch.setattr(sums, "why_not_shared", lambda: "it cannot")
+    assert all_reduce_here(3) == "native"
+
+
+def test_what_keeps_processes_from_sharing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*arguments: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sums.platform, "machine", lambda: "aarch64")
+        assert "aarch64" in str(why_not_shared())
+    with monkeypatch.context() as patch:
+        patch.setattr(sums.sys, "platform", "darwin")
+        assert "darwin" in str(why_not_shared())
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        descriptors = os.listdir("/proc/self/fd")
+        assert why_not_shared() is None
+        monkeypatch.setattr(sums.os, "open", refused)
+        assert "through /proc: [Errno 13]" in str(why_not_shared())
+        assert os.listdir("/proc/self/fd") == descriptors
 
 
 def test_by_what_the_cluster_says_where_no_comparison_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -75,9 +95,12 @@ def test_by_what_the_cluster_says_where_no_comparison_was_made(monkeypatch: pyte
     assert sums.fastest_on(replace(found, algorithms={"shared_memory": slow}), 2) == "native"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sums, "gpus", list)
-    monkeypatch.setattr(sums.sys, "platform", "linux")
+    monkeypatch.setattr(sums, "why_not_shared", lambda: None)
     measured_file().parent.mkdir(parents=True)
     measured_file().write_text(dump(found))
     assert all_reduce_here(2) == "shared_memory"
-    measured_file().write_text("no cluster")
+    measured_file().write_text(dump(replace(found, algorithms={"shared_memory": slow})))
     assert all_reduce_here(2) == "native"
+    assert all_reduce_here(4) == "shared_memory"  # of so many ranks nothing is known
+    measured_file().write_text("no cluster")
+    assert all_reduce_here(2) == "shared_memory"

@@ -32,6 +32,7 @@ devices = st.builds(
     flops=st.dictionaries(keys, positive, max_size=3),
     matmul=st.dictionaries(keys, curves, max_size=2),
     convolution=st.dictionaries(keys, curves, max_size=1),
+    windows=st.dictionaries(keys, st.dictionaries(words, st.floats(0, 1), max_size=2), max_size=2),
     attention=st.dictionaries(keys, st.floats(0, 1), max_size=2),
     attention_lengths=st.dictionaries(keys, curves, max_size=2),
     operators=st.dictionaries(keys, st.floats(0, 1), max_size=2),

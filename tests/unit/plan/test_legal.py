@@ -264,7 +264,12 @@ EXCLUDED += [
     (
         of(layout={"data": 2}, collectives={"all_reduce": "ring"}, execution={"exact": True}),
         'collectives.all_reduce = "ring", execution.exact = true',
-        'collectives.all_reduce = "native", or execution.exact = false',
+        'collectives.all_reduce = "native" or "shared_memory", or execution.exact = false',
+    ),
+    (
+        of(execution={"channels_last": True, "exact": True}),
+        "execution.channels_last = true, execution.exact = true",
+        "execution.channels_last = false, or execution.exact = false",
     ),
     (
         of(layout={"shard": 2}, collectives={"all_reduce": "shared_memory"}),

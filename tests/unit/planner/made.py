@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.hardware import Cluster, Curve, Device, Link
+from shoal.plan.plan import Plan
 from shoal.planner.profile import Amount, Body, Cut, Exchange, Kind, Operation, Phase, Profile, Unit, Weight
-from shoal.planner.workload import Workload
+from shoal.planner.step_time import Predictor
+from shoal.planner.workload import Prediction, Program, Workload
 
 # 1 TFLOP/s and 1 TB/s without any waste; a matmul of 1e9 multiply-adds takes 2 ms.
 DEVICE = Device(
@@ -64,3 +66,8 @@ def work(blocks: int = 4, batch: int = 8, body: Body | None = None) -> Workload:
 
 def flat(value: float) -> Curve:
     return Curve(((1.0, value),))
+
+
+def predict(plan: Plan, work: Workload, cluster: Cluster, program: Program | None = None) -> Prediction:
+    """What a step of one plan takes."""
+    return Predictor(work, cluster, program).predict(plan)

@@ -15,6 +15,7 @@ from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.agreement import Report, to_row
+from shoal.collectives.fixed_tree import TreeSum
 from shoal.grains import Grain
 from shoal.mesh import Mesh
 from shoal.metering import array
@@ -157,12 +158,16 @@ def test_data_parallel_is_what_the_buckets_send(world_size: int, shapes: Shapes,
     assert sum(v.messages for v in traffic.volumes.values()) in ((3, 4) if len(shapes) > 3 else (1, 2))
 
 
+def tree(model: list[nn.Parameter]) -> TreeSum:
+    return TreeSum(8, torch.empty(sum(p.numel() for p in model)))
+
+
 @pytest.mark.parametrize("held", [(), (0,), (5, 6, 7), (0, 1, 2, 3)])
 def test_exact_mode_is_what_the_tree_sends(held: tuple[int, ...]) -> None:
     model = parameters(MODELS["small"])
     shares = [()] * 3 + [held] + [()] * 60  # that of rank 3; nobody else computes where nobody else is
     with world(Layout(data=64), rank=3) as mesh, Traffic(mesh.groups) as traffic:
-        one_step(ExactDataParallel(model, mesh, torch.float32, 8, ignore), model, held)
+        one_step(ExactDataParallel(model, mesh, tree(model), ignore), model, held)
     gradients = Gradients(tuple(map(array, model)))
     assert traffic.volumes == exact_data_parallel(gradients, shares, 8, 3)
 

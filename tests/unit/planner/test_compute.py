@@ -123,3 +123,14 @@ def test_attention_by_its_length():
     short = Operation("attention", "", Kind.ATTENTION, Phase.FORWARD, flops=Amount(0, 1e9), n=Amount(64))
     assert Computer(core).operation(short, Share(1)).device == pytest.approx(1e-2)
     assert Computer(core).operation(replace(short, n=Amount(512)), Share(1)).device == pytest.approx(2e-3)
+
+
+def test_a_convolution_is_as_fast_as_the_nearest_that_was_measured():
+    windows = {"64-64-3-28-1": 0.5, "64-64-3-28-2": 0.1, "512-512-3-4-1": 0.25}
+    core = replace(DEVICE, kind="cpu", windows={"float32": windows})
+    made = replace(matmul("x", 1000, 1000, 1000), kind=Kind.CONVOLUTION, window=(128, 128, 3, 14, 1))
+    assert seconds(made, Share(1), core) == pytest.approx(2e-3 / 0.5)
+    assert seconds(replace(made, window=(256, 512, 3, 4, 1)), Share(1), core) == pytest.approx(2e-3 / 0.25)
+    assert seconds(replace(made, window=(512, 512, 3, 4, 2)), Share(1), core) == pytest.approx(2e-3 / 0.1)
+    # Twenty channels leave twelve of 32 lanes empty.
+    assert seconds(replace(made, window=(64, 20, 3, 28, 1)), Share(1), core) == pytest.approx(2e-3 / 0.5 * 32 / 20)

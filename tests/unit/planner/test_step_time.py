@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.planner.made import DEVICE, block, cluster, work
+from tests.unit.planner.made import DEVICE, block, cluster, predict, work
 
 from shoal.plan.plan import Plan
-from shoal.planner.step_time import Predictor, predict
+from shoal.planner.step_time import Predictor
 from shoal.planner.workload import CATEGORIES, TERMS, Program
 
 BLOCK = 12e-3  # seconds a sample
