@@ -76,7 +76,7 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
     error: ShoalError | None = None
     code = ExitCode.DONE
     try:
-        if environment.rank not in request.plan.worker_ranks:  # of which one that replaces another finds a run there
+        if environment.rank == 0 or not request.plan.serves:  # others may come when the run is under way
             request.check()
         code = _train(request, environment, signals, course)
     except (Exception, SystemExit) as caught:
