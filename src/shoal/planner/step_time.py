@@ -355,10 +355,12 @@ class Predictor:
 
 
 def _held(profile: Profile) -> Amount:
-    """Bytes that a step goes through between two uses of a tensor: all activations, and parameters with gradients."""
-    saved = [o.saved_bytes for unit in profile.units for o in unit.body.operations]
-    weights = sum(w.numel * w.itemsize for unit in profile.units for w in unit.body.weights)
-    return Amount(2.0 * weights + sum(a.fixed for a in saved), sum(a.per_sample for a in saved))
+    """Bytes that a step goes through between two uses of a tensor: on an average half of what its operators write.
+
+    A saved activation waits for all that comes between its forward and its backward, a weight for the whole step.
+    """
+    written = [o.written_bytes for unit in profile.units for o in unit.body.operations]
+    return Amount(sum(a.fixed for a in written) / 2, sum(a.per_sample for a in written) / 2)
 
 
 @lru_cache(maxsize=4096)
