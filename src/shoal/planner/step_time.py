@@ -11,7 +11,7 @@ from shoal.hardware import Cluster, Device
 from shoal.plan.plan import Plan
 from shoal.plan.schedule import Action, Kind, actions, most_in_flight, simulate
 from shoal.planner import stage_units
-from shoal.planner.compute import Computer, Share
+from shoal.planner.compute import ITEMSIZE, Computer, Share
 from shoal.planner.exchange_time import Network
 from shoal.planner.exchanged import Exchanged, Holder
 from shoal.planner.footprint import Sizes, StageSize, state_bytes
@@ -350,8 +350,13 @@ class Predictor:
         return round(rank.in_flight * (rank.size.saved + batch))
 
     def _buckets(self, plan: Plan, rank: _Rank) -> float:
-        sums = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
-        return rank.size.trainable * self.program.bucket_bytes if sums else 0.0
+        ranks = plan.layout.data * plan.layout.shard
+        if ranks == 1 or plan.shards_model:
+            return 0.0
+        per_element = self.program.bucket_bytes
+        if plan.collectives.all_reduce == "shared_memory":  # every rank maps the others' buckets, and reads all of them
+            per_element += ITEMSIZE[plan.precision.reduce] * (ranks - 1)
+        return rank.size.trainable * per_element
 
 
 def _held(profile: Profile) -> Amount:
