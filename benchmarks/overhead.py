@@ -1,4 +1,8 @@
-"""Claim: CLAIM
+"""Claim: on LeNet at batch 8 shoal's step takes 22 to 24 % more processor time than a bare loop's, 1.4 to 1.7 ms.
+
+One thread of a busy virtual machine of 2 cores, torch 2.13.0, 8 blocks, three runs; 29 % before agreements, keys and
+norms of one process were made cheaper. Functions that a step calls take 0.5 ms of it in a loop of their own; the rest
+is their coming back to cold caches. The aim, 3 %, is missed.
 
 Repeat with `python -m benchmarks.overhead`: LeNet at global batch 8 (and, with `--batch`, others) on one process of one
 thread. Between any two steps of shoal's trainer, records and all, the same process makes a step of a bare loop on a

@@ -1,4 +1,4 @@
-"""Claim: CLAIM
+"""Claim: none yet. How long a command takes to its first step, beside torchrun with a script written by hand.
 
 Repeat with `python -m benchmarks.start_up`: seconds from the command to the end of the first step of LeNet at global
 batch 64, and to the end of a run of one step, of `shoal run --devices N` and of `torchrun --standalone` with a script
