@@ -1,9 +1,14 @@
-"""Claim: compressed sums send the bytes that the formulas say and train LeNet and a GPT to the uncompressed loss.
+"""Claim: compressed sums send the bytes that the formulas say, and int8 and 16 bits train to the uncompressed loss.
+
+On 2 busy cores, torch 2.13, one trial a cell so far (seed 0): bytes of every scheme are the formula's. Beside the
+uncompressed loss bfloat16, float16 and int8 end at most 0.001 above it (LeNet after an epoch, a GPT after 150 steps),
+powersgd of rank 4 0.005 (LeNet); topk of 1 % does not reach it in so few steps: 0.042 and 0.47 above. The spread over
+seeds, with which this has to be compared, and the time of a step are not measured yet.
 
 docs/compression.md has the table: of each scheme, on two ranks, bytes of gradients and of all messages in a step, the
 loss on held-out data after training, beside the spread of the uncompressed run over seeds, and the time of a step
 beside the uncompressed one in the same run. Repeat with `python -m benchmarks.compression [--again]`; each cell is kept
-in benchmarks/results/compression.json as it comes, so that what was cut short goes on; 6 minutes on 2 idle cores.
+in benchmarks/results/compression.json as it comes, so that what was cut short goes on (`--seconds`, `--only`).
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,12 +32,12 @@ BEGIN, END = "<!-- written by benchmarks/compression.py -->", "<!-- end of what 
 
 SCHEMES = ("none", "bfloat16", "float16", "int8", "topk", "powersgd")
 # Of the uncompressed run more seeds: what a seed changes is the noise.
-SEEDS = {scheme: (0, 1, 2, 3) if scheme == "none" else (0, 1) for scheme in SCHEMES}
+SEEDS = {scheme: (0, 1, 2) if scheme == "none" else (0, 1) for scheme in SCHEMES}
 TASKS: dict[str, dict[str, Any]] = {
     "lenet": {"epochs": 1},
-    "gpt": {"steps": 200, "layers": 2, "width": 128, "block": 64},
+    "gpt": {"steps": 150, "layers": 2, "width": 64, "block": 64},
 }
-TITLES = {"lenet": "LeNet on Fashion-MNIST, one epoch", "gpt": "GPT of 0.4 M parameters, 200 steps"}
+TITLES = {"lenet": "LeNet on Fashion-MNIST, one epoch", "gpt": "GPT of 0.12 M parameters, 150 steps"}
 TIMED_STEPS, ROUNDS, DISCARDED = 6, 5, 2
 TIMED = {"steps": 10**6, "layers": 4, "width": 256}
 
@@ -180,14 +186,14 @@ def table(kept: dict[str, Any]) -> list[str]:
     cells = [Cell(**cell) for cell in kept["cells"].values()]
     lines = []
     for task, title in TITLES.items():
-        by = {s: [c for c in cells if c.task == task and c.scheme == s] for s in SCHEMES}
-        if not all(by.values()):
+        by = {s: found for s in SCHEMES if (found := [c for c in cells if c.task == task and c.scheme == s])}
+        if "none" not in by:
             continue
         plain = {c.seed: c.eval_loss for c in by["none"]}
         noise = max(plain.values()) - min(plain.values())
         lines += [
             f"**{title}** (uncompressed: loss {min(plain.values()):.4f} to {max(plain.values()):.4f} over "
-            f"{len(plain)} seeds, a spread of {noise:.4f})",
+            f"{len(plain)} seed(s), a spread of {noise:.4f})",
             "",
             "| scheme | gradients, bytes | of float32 | a rank sends, bytes | as the formula | loss | beside "
             "uncompressed | within noise | worst `lost` | least cosine |",
@@ -200,6 +206,7 @@ def table(kept: dict[str, Any]) -> list[str]:
             lost = max((c.worst_lost for c in found if c.worst_lost is not None), default=None)
             cosine = min((c.least_cosine for c in found if c.least_cosine is not None), default=None)
             within = "" if scheme == "none" else ("yes" if beside <= noise else "no")
+            within = within if len(plain) > 1 else "?"
             within += ", fell back" if any(c.fell_back for c in found) else ""
             cells_ = [
                 scheme,
@@ -232,9 +239,22 @@ def table(kept: dict[str, Any]) -> list[str]:
     return lines
 
 
-def remembered(otherwise: dict[str, Any]) -> dict[str, Any]:
+def remembered() -> dict[str, Any]:
     """The results so far."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else otherwise
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cells": {}, "rounds": []}
+
+
+def wanted() -> Iterator[tuple[str, str, int]]:
+    """What there is to do: what a table cannot be without comes first."""
+    yield from ((task, scheme, 0) for task in TASKS for scheme in SCHEMES)
+    yield from ((task, "none", seed) for task in TASKS for seed in SEEDS["none"][1:])
+    yield from (("time", "all", number) for number in range(ROUNDS))
+    yield from ((task, s, seed) for task in TASKS for s in SCHEMES[1:] for seed in SEEDS[s][1:])
+
+
+def is_known(kept: dict[str, Any], task: str, scheme: str, seed: int) -> bool:
+    """Whether it was done before."""
+    return len(kept["rounds"]) > seed if task == "time" else f"{task} {scheme} {seed}" in kept["cells"]
 
 
 def main() -> int:
@@ -249,28 +269,25 @@ def main() -> int:
     began = time.monotonic()
     if arguments.again:
         RESULTS.unlink(missing_ok=True)
-    kept = remembered({"cells": {}})
-    # The uncompressed and the first of each scheme before further seeds.
-    wanted = [(t, s, n) for t in TASKS for n in (0, 1, 2, 3) for s in SCHEMES if n in SEEDS[s]]
+    kept = remembered()
     with tempfile.TemporaryDirectory() as name:
-        for task, scheme, seed in wanted:
-            key = f"{task} {scheme} {seed}"
-            late = time.monotonic() - began > arguments.seconds
-            if key in kept["cells"] or late or arguments.only not in (None, task):
+        for task, scheme, seed in wanted():
+            if arguments.only not in (None, task) or is_known(kept, task, scheme, seed):
                 continue
-            cell = train(task, scheme, seed, Path(name) / key.replace(" ", "-"))
-            kept = remembered(kept)  # another call may have gone on with another part
-            kept["cells"][key] = asdict(cell)
-            print(f"{key}: loss {cell.eval_loss:.4f}, {cell.step_seconds * 1e3:.0f} ms a step", flush=True)
-            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-        while arguments.only in (None, "time") and len(kept.get("rounds", ())) < ROUNDS:
             if time.monotonic() - began > arguments.seconds:
                 break
-            round_ = timed(Path(name), len(kept.get("rounds", ())))
-            print({scheme: round(seconds, 3) for scheme, seconds in round_.items()}, flush=True)
-            kept = remembered(kept)
-            kept["rounds"] = [*kept.get("rounds", ()), round_]
+            into = Path(name) / f"{task}-{scheme}-{seed}"
+            if task == "time":
+                told: Any = timed(into, seed)
+            else:
+                told = asdict(train(task, scheme, seed, into))
+            kept = remembered()  # another call may have gone on with another part
+            if task == "time":
+                kept["rounds"].append(told)
+            else:
+                kept["cells"][f"{task} {scheme} {seed}"] = told
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+            print(f"{time.monotonic() - began:.0f} s: {task} {scheme} {seed}", flush=True)
     lines = "\n".join(table(kept))
     print(lines)
     page = PAGE.read_text()

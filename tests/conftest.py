@@ -18,6 +18,7 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
         "zero 3, hybrid-small",
     ),
     ("test_counters.py", "test_fully_shard_sends_and_holds_what_the_formulas_say"): ("1-2",),
+    ("test_counters.py", "test_what_autograd_keeps_is_what_the_plan_said"): ("1f1b, zero 3",),
     ("test_context.py", "test_the_gradient_of_one_process"): ("gpt-2", "masks and rotations-3"),
     ("test_context.py", "test_what_cannot_be_divided_is_refused"): ("convolution", "attention dropout", "few heads"),
     ("test_context.py", "test_the_run_of_one_process"): ("with data", "with tensor"),
@@ -29,6 +30,10 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
         "a loss over pairs",
         "blocks computed again",
     ),
+    ("test_collectives.py", "test_every_algorithm"): ("2", "3"),
+    ("test_streams.py", "test_one_process_or_three_and_a_resume_in_the_middle"): ("sharded",),
+    ("test_exact.py", "test_one_hash_on_any_number_of_devices"): ("convnet", "gpt"),
+    ("test_sharded.py", "test_resumed_under_another_layout"): ("before2-after2",),
     ("test_compression.py", "test_a_step_sends_and_holds_what_the_formulas_say"): (
         "int8, native",
         "topk, ring on 3",
@@ -36,6 +41,9 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("test_compression.py", "test_replicas_stay_equal_and_a_resume_changes_nothing"): ("topk", "powersgd"),
     ("test_compression.py", "test_a_gradient_that_is_not_finite_is_seen"): ("int8",),
+    ("test_parameter_server.py", "test_synchronous_is_verified"): ("True",),
+    ("test_parameter_server.py", "test_a_worker_sends_and_gets_what_the_formula_says"): ("True",),
+    ("test_parameter_server.py", "test_a_step_that_is_not_finite_is_left_out_on_all_servers"): ("asynchronous",),
     ("test_models.py", "test_verified_on_two_ranks"): ("llama", "bert-exact", "keras-batch-norm"),
 }
 

@@ -32,12 +32,16 @@ def _storage(tensor: Any) -> torch.UntypedStorage | None:
 
 
 class _Saved:
-    """A tensor that autograd keeps; counted for as long as autograd holds on to this."""
+    """A tensor that autograd keeps; counted for as long as autograd holds on to this.
+
+    Detached: what an operation keeps of its own output would hold the operation, and where no backward lets go of it,
+    as in halves of one, neither would ever be freed. Autograd gives what it unpacks its history again.
+    """
 
     __slots__ = ("_count", "key", "tensor", "version")
 
     def __init__(self, count: SavedTensors, tensor: Tensor, key: int | None) -> None:
-        self._count, self.tensor, self.key, self.version = count, tensor, key, tensor._version
+        self._count, self.tensor, self.key, self.version = count, tensor.detach(), key, tensor._version
 
     def __del__(self) -> None:
         if self.key is not None:

@@ -180,9 +180,14 @@ def describe(
 
 
 def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
-    """What autograd keeps on `rank` as the plan's maker traced it; None by hand, or for another kind of device."""
+    """What autograd keeps on `rank` as the plan's maker traced it; None by hand, or for another kind of device.
+
+    None too where recomputation is selective: what it keeps is no autograd's, and is not measured.
+    """
     by_rank, kind = plan.prediction.get("kept_bytes"), plan.prediction.get("device_kind")
-    if not by_rank or len(by_rank) != plan.layout.pipeline or kind != ("gpu" if device == "cuda" else "cpu"):
+    if plan.memory.recompute == "selective" or not by_rank or len(by_rank) != plan.layout.pipeline:
+        return None
+    if kind != ("gpu" if device == "cuda" else "cpu"):
         return None
     return int(by_rank[plan.degrees.coordinate(rank).pipeline])
 

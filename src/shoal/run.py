@@ -10,15 +10,14 @@ import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-import shoal
 from shoal.admission import admitted, shake_hands
 from shoal.agreement import together
+from shoal.announcement import conclude, introduce
 from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
 from shoal.checkpoint.state import sha256_of
@@ -33,8 +32,8 @@ from shoal.mesh import alone, open_mesh
 from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.toml import write as plan_text
-from shoal.planner.comparison import MeasuredStep, beside, told
-from shoal.progress import Pace, Reporter, choose_reporter
+from shoal.planner.comparison import MeasuredStep, beside
+from shoal.progress import Pace, choose_reporter
 from shoal.records import RunRecord, StepRecord
 from shoal.run_directory import RunDirectory, read_json, write_file
 from shoal.run_request import RunRequest, cores_here
@@ -77,7 +76,8 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
     error: ShoalError | None = None
     code = ExitCode.DONE
     try:
-        request.check()
+        if environment.rank == 0 or not request.plan.serves:  # others may come when the run is under way
+            request.check()
         code = _train(request, environment, signals, course)
     except (Exception, SystemExit) as caught:
         error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
@@ -155,7 +155,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
             reporter.note(complaint)
         together(mesh, lambda: _begin(directory, engine.plan, description) if mesh.rank == 0 else None)
         course.started = True
-        _introduce(reporter, engine, loaded, request, state.step if state else None)
+        introduce(reporter, engine, loaded, request, state.step if state else None)
 
         def on_step(record: StepRecord, slowest_rank: int) -> None:
             course.steps, course.samples, course.loss = record.step, record.samples, record.loss
@@ -184,7 +184,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
                 remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
             )
         course.concluded = True
-        _conclude(reporter, result, f"{request.job.path}:{loaded.function}", request.out)
+        conclude(reporter, result, f"{request.job.path}:{loaded.function}", request.out)
         if unsaved is not None:
             raise unsaved
     finally:
@@ -253,64 +253,6 @@ def _begin(directory: RunDirectory, plan: Plan, description: dict[str, Any]) -> 
     write_file(directory.job, json.dumps(description, indent=2) + "\n")
 
 
-def _introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: RunRequest, resumed: int | None) -> None:
-    """What was chosen, and why."""
-    job, plan, mesh = loaded.job, engine.plan, engine.mesh
-    share = -(-job.grains // plan.divides_step)
-    per = plan.batch.grains_per_microbatch
-    where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''} on {mesh.device.type}"
-    threads = f", {torch.get_num_threads()} thread(s) each of {cores_here()} cores" if mesh.device.type == "cpu" else ""
-    reporter.note(f"shoal {shoal.__version__}: {request.job.path}:{loaded.function} -> {request.out}")
-    asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
-    reporter.note(f"  devices     {where}{threads} ({asked})")
-    reporter.note(
-        f"  batch       {job.global_batch} samples a step = {job.grains} grains of {job.grain_size}; "
-        f"a rank computes up to {share} grains, {per} at a time ({-(-share // per)} microbatch(es))"
-    )
-    mode = (
-        "exact: grain by grain, one thread, fixed tree"
-        if plan.execution.exact
-        else "fast: fused grains, added up on the servers"
-        if plan.serves
-        else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
-    )
-    reporter.note(f"  summation   {mode}{_compressed(engine)}")
-    if plan.serves:
-        bound = f", {plan.server.staleness} updates at most" if plan.server.mode == "bounded" else ""
-        servers = f"{plan.layout.data} worker(s), {plan.server.num_servers} server(s) and a conductor"
-        reporter.note(
-            f"  servers     {plan.server.mode}{bound}: {servers}; no prediction: the planner knows no servers"
-        )
-    scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
-    reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
-    samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
-    reporter.note(
-        f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
-        f"model of {engine.num_parameters:,} parameters"
-    )
-    for note in engine.holding.division.notes:
-        reporter.note(f"  {note}")
-    if request.steps is not None and request.steps > engine.order.num_steps:
-        reporter.note(
-            f"  length      {request.steps} steps, beyond the job's own {engine.order.num_steps}: "
-            "the schedule stays at its end"
-        )
-    if request.resume:
-        reporter.note(
-            "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
-        )
-
-
-def _compressed(engine: Engine) -> str:
-    compression = engine.strategy.compression
-    if compression is None:
-        return ""
-    if compression.fell_back is not None:
-        return f"; {compression.scheme} fell back to uncompressed sums at step {compression.fell_back['step']}"
-    held = " with error feedback" if compression.feedback else ""
-    return f", compressed to {compression.scheme}{held}"
-
-
 def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Course) -> RunRecord:
     seconds = np.array(outcome.step_seconds or [math.nan])
     median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
@@ -349,21 +291,18 @@ def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
         shares = Shares(engine.job.grains, grains, computation.effective_grains, computation.buffers)
         try:
             step = describe(engine.holding, engine.updater.optimizer, engine.plan, engine.precision, shares)
-            found["predicted"] = predicted(engine.plan, step, mesh.rank)
+            found["predicted"] = predicted(_plan_at(engine, found["step"]), step, mesh.rank)
         except Exception as error:  # what formulas cannot say must not cost a finished run its result
             found["predicted"] = None
             warnings.warn(f"no prediction of traffic and memory: {error}", RuntimeWarning, stacklevel=2)
     return blocks(mesh.gather_json(found))
 
 
-def _conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:
-    values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
-    evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
-    reporter.note(f"{result.status} after step {result.steps}, {result.wall_seconds:.1f} s{evaluated}")
-    if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
-        reporter.note(f"  {told(result.prediction)}")
-    if result.status == "preempted":
-        reporter.note(f"resume with: shoal run {job} --resume --out {out}")
+def _plan_at(engine: Engine, step: int) -> Plan:
+    """The plan as a step sent by it: without its compression where that had ended."""
+    compression = engine.strategy.compression
+    ended = compression.fell_back if compression is not None else None
+    return engine.plan.uncompressed if ended is not None and ended["step"] < step else engine.plan
 
 
 def _note_failure(request: RunRequest, environment: Environment, error: ShoalError, course: _Course) -> None:

@@ -29,11 +29,12 @@ def applies(case: Case, use: Use) -> bool:
     return "exact" not in case.sections.get("execution", {})
 
 
-def marks(name: str, case: Case, use: Use) -> tuple[pytest.MarkDecorator, ...]:
-    """Slow are compiled cases, and those that are not the usual ones of a layout."""
-    if case.slow:
+def marks(name: str, ranks: int, use: Use) -> tuple[pytest.MarkDecorator, ...]:
+    """Slow are compiled cases, those that are not the usual ones of a layout, and all numbers of ranks but the last."""
+    if CASES[name].slow:
         return COMPILED
-    return () if use.usual is None or name in use.usual else (pytest.mark.slow,)
+    usual = (use.usual is None or name in use.usual) and (use.num_ranks or CASES[name].ranks[-1]) == ranks
+    return () if usual else (pytest.mark.slow,)
 
 
 # With torch's compiler, which uses what torch calls deprecated.
@@ -43,7 +44,7 @@ COMPILED = (
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
 )
 RUNS = [
-    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}", marks=marks(name, case, use))
+    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}", marks=marks(name, ranks, use))
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
     if applies(case, use) and (not use.cases or name in use.cases)

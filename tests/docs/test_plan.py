@@ -4,21 +4,53 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from tests.docs.test_readme import ROOT
+from tests.docs.test_readme import ROOT, blocks
 
 
-def shoal(folder: Path, *words: str) -> str:
+def shoal(folder: Path, *words: str, at: Path | None = None) -> str:
+    """What a command prints; it runs in `at`, or in the folder that has its cache."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-m", "shoal", *words]
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(
+        command, cwd=at or folder, env=variables, capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def tokens(line: str) -> list[str]:
+    """Words and numbers of a line, without the bars of a drawing."""
+    return re.findall(r"\d[\d,]*(?:\.\d+)?|[^\d\s█]+", line)
+
+
+def alike(shown: list[str], told: list[str]) -> bool:
+    """Whether two lines say the same, and their numbers are as good as the same."""
+
+    def same(a: str, b: str) -> bool:
+        if a[0].isdigit() and b[0].isdigit():
+            x, y = float(a.replace(",", "")), float(b.replace(",", ""))
+            return abs(x - y) <= 0.15 * max(x, y) + 1.0
+        return a == b
+
+    return len(shown) == len(told) and all(map(same, shown, told))
+
+
+@pytest.mark.timeout(150)  # a process that imports torch
+def test_the_readme_shows_what_is_printed(tmp_path: Path) -> None:
+    """Line after line, and "..." where some are left out; numbers as the catalogue has them at the time."""
+    sample = next(block for block in blocks("console") if "shoal plan" in block).splitlines()
+    words = sample[0].removeprefix("$ shoal ").split()
+    told = iter([tokens(line) for line in shoal(tmp_path, *words, at=ROOT).splitlines()])
+    for line in sample[1:]:
+        if line.strip() not in ("", "..."):
+            assert any(alike(tokens(line), other) for other in told), f"not printed, or not in this order: {line}"
 
 
 @pytest.mark.timeout(500)  # five processes that import torch

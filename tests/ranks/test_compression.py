@@ -45,6 +45,7 @@ COUNTED = {
     "topk, tree on 3": sections("topk", "tree", 3),
     "powersgd, halving on 3": sections("powersgd", "recursive_doubling", 3),
     "topk, shared memory": sections("topk", "shared_memory"),
+    "int8, shared memory": sections("int8", "shared_memory"),
     "int8 without feedback, each step compared": sections("int8", feedback=False, guard_every=1),
     "topk, each step compared, ring": sections("topk", "ring", guard_every=1, density=0.3),
     "zero 1": {**sections("int8"), "layout": {"shard": 2}, "shard": {"level": "optimizer"}},
@@ -223,3 +224,9 @@ def test_the_guard_ends_it_for_the_rest_of_the_run_and_of_its_resumes(tmp_path: 
     # Exact from the first step on: the run that never compressed.
     plain = trained(made, {"layout": {"data": 2}}, tmp_path / "plain", 8)
     assert plain[0].losses == pytest.approx([*found[0].losses, *resumed[0].losses], rel=1e-6)
+
+
+def test_verify_says_what_it_verifies() -> None:
+    verdict = shoal.verify(small(), shoal.Plan().with_sections(**sections("int8")), steps=2)
+    assert verdict.verified, verdict.render()
+    assert any("collectives.compression" in note and "int8" in note for note in verdict.notes)

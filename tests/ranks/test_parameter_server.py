@@ -26,10 +26,8 @@ from shoal.planner.servers import task_bytes
 from shoal.precision import Precision
 from shoal.serving.conductor import Conductor
 from shoal.serving.crew import Crew
+from shoal.serving.part import take_part
 from shoal.serving.peers import identity
-from shoal.serving.roles import role
-from shoal.serving.server import serve
-from shoal.serving.worker import work
 from shoal.strategies.parameter_server import Push, Shard
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Surroundings
@@ -65,9 +63,7 @@ def trained(
     """The report, final values and digest of a run, up to its end or so many steps; resumed where it can be."""
 
     def rank(environment: Environment) -> None:
-        mine = role(plan, environment.rank)
-        if mine.kind != "conductor":
-            (serve if mine.kind == "server" else work)(job, plan, environment, mine)
+        if take_part(job, plan, environment):
             return
         with Crew(environment, plan.server.num_servers, identity(job, plan)) as crew:
             engine = build(job, plan, alone(CPU), Options(checkpoints))

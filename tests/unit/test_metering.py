@@ -29,6 +29,7 @@ def test_each_rank_has_that_of_its_stages() -> None:
         (of(TRACED), "cuda"),  # whose kernels keep other things
         (of(TRACED, pipeline=4), "cpu"),  # cut otherwise since
         (of({"kept_bytes": [1, 2]}), "cpu"),  # of nobody knows what
+        (of(TRACED).with_sections(memory={"recompute": "selective"}), "cpu"),  # which the meter does not see
     ],
 )
 def test_nothing_is_said_of_another_run(plan: Plan, device: str) -> None:

@@ -58,6 +58,7 @@ def _elementwise() -> Iterator[Make]:
         yield lambda backward=backward: _bound(backward, _matrix(), _matrix())  # type: ignore[misc]
     yield lambda: _bound(_aten.threshold_backward, _matrix(), _matrix(), 0)
     yield lambda: _bound(Tensor.bernoulli_, _matrix(), 0.9)
+    yield lambda: _bound(Tensor.random_, _matrix().long(), -(2**63), None)
 
 
 def _rows() -> Iterator[Make]:

@@ -21,7 +21,7 @@ from shoal.planner.compressed import INT8_LEVELS, num_kept
 _FLOAT16_PEAK = 2.0**15
 # What is smaller is exchanged by copies anyway, and a place in shared memory takes a descriptor.
 _WORTH_A_PLACE = 64 << 10
-# 1 / x is finite from here on; a block of smaller values is held back, or sent as zeros.
+# 1 / x is finite from here on; a block of smaller values counts as zeros, also where it is what was held back.
 _SMALLEST_SCALE = 2.0**-126
 
 
@@ -154,8 +154,8 @@ class Int8(Codec):
             self._scales[blocks] = _peaks(part)
         yield self.wire.collective.all_reduce(self._scales, "max", asynchronous=True)
         self._scales.div_(self._levels)  # infinite where any value is not finite: zero times it is not a number
-        inverse = self._scales.reciprocal()
-        inverse[self._scales < _SMALLEST_SCALE] = 0.0
+        inverse, nothing = self._scales.reciprocal(), self._scales < _SMALLEST_SCALE
+        inverse[nothing] = 0.0
         scratch = self.wire.scratch(values.numel())
         for (part, blocks), (whole, _) in zip(self._parts(values), self._parts(scratch), strict=True):
             torch.mul(part, inverse[blocks, None], out=whole)
@@ -163,6 +163,7 @@ class Int8(Codec):
         if keep:
             for (part, blocks), (whole, _) in zip(self._parts(values), self._parts(scratch), strict=True):
                 part.sub_(whole.mul_(self._scales[blocks, None]))
+                part[nothing[blocks]] = 0.0
         yield self.wire.sum(self._sent)
         for (part, blocks), (sent, _) in zip(self._parts(total), self._parts(self._sent), strict=True):
             torch.mul(sent, self._scales[blocks, None], out=part)

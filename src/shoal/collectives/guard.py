@@ -14,6 +14,8 @@ from shoal.planner.compressed import NUM_COMPARED
 # Values whose energy is compared by itself where a scheme sends something of every value: one huge value must not hide
 # what became of all others.
 CHUNK = 256
+# The energy of a chunk of values near the smallest that float32 has: int8 cannot scale them, and they mean nothing.
+_NOTHING = CHUNK * (2.0**-119) ** 2
 # What is held back is sent later: judged is what would be left of it after so many steps more at this rate.
 HORIZON_STEPS = 100
 
@@ -55,7 +57,7 @@ class Tally:
         energy = wanted.square()
         if self._by_chunk:
             rests, wholes = _chunked(missing), _chunked(energy)
-            shares = (rests / wholes)[wholes != 0]
+            shares = (rests / wholes)[~(wholes <= _NOTHING)]  # what is not a number is not left out
             told = [shares.sum(), self._lost(shares).sum(), torch.tensor(shares.numel())]
         else:
             told = [missing.sum(), missing.new_zeros(()), energy.sum()]

@@ -14,6 +14,7 @@ TIE = 0.01
 # were predicted to differ by less, every second one came out the other way round (docs/planner.md).
 TOLD_APART = 0.05
 AIMS = ("fastest", "cheapest", "deadline", "efficiency", "widest")
+_SHARES = ("efficiency", "widest")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 Key = tuple[float, ...]
@@ -43,12 +44,13 @@ class Aim:
 
     def __str__(self) -> str:
         """As the command line spells it."""
-        return f"{self.name}={self.value:g}" if self.name in ("deadline", "efficiency", "widest") else self.name
+        unit = "s" if self.name == "deadline" else ""
+        return f"{self.name}={self.value:g}{unit}" if self.name in ("deadline", *_SHARES) else self.name
 
     @property
     def needs_reference(self) -> bool:
         """Whether it compares with the cheapest layout there is."""
-        return self.name in ("efficiency", "widest")
+        return self.name in _SHARES
 
 
 @dataclass(frozen=True)

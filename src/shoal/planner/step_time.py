@@ -11,7 +11,7 @@ from shoal.hardware import Cluster, Device
 from shoal.plan.plan import Plan
 from shoal.plan.schedule import Action, Kind, actions, most_in_flight, simulate
 from shoal.planner import stage_units
-from shoal.planner.compute import Computer, Share
+from shoal.planner.compute import ITEMSIZE, Computer, Share
 from shoal.planner.exchange_time import Network
 from shoal.planner.exchanged import Exchanged, Holder
 from shoal.planner.footprint import Sizes, StageSize, state_bytes
@@ -350,15 +350,22 @@ class Predictor:
         return round(rank.in_flight * (rank.size.saved + batch))
 
     def _buckets(self, plan: Plan, rank: _Rank) -> float:
-        sums = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
-        return rank.size.trainable * self.program.bucket_bytes if sums else 0.0
+        ranks = plan.layout.data * plan.layout.shard
+        if ranks == 1 or plan.shards_model:
+            return 0.0
+        per_element = self.program.bucket_bytes
+        if plan.collectives.all_reduce == "shared_memory":  # every rank maps the others' buckets, and reads all of them
+            per_element += ITEMSIZE[plan.precision.reduce] * (ranks - 1)
+        return rank.size.trainable * per_element
 
 
 def _held(profile: Profile) -> Amount:
-    """Bytes that a step goes through between two uses of a tensor: all activations, and parameters with gradients."""
-    saved = [o.saved_bytes for unit in profile.units for o in unit.body.operations]
-    weights = sum(w.numel * w.itemsize for unit in profile.units for w in unit.body.weights)
-    return Amount(2.0 * weights + sum(a.fixed for a in saved), sum(a.per_sample for a in saved))
+    """Bytes that a step goes through between two uses of a tensor: on an average half of what its operators write.
+
+    A saved activation waits for all that comes between its forward and its backward, a weight for the whole step.
+    """
+    written = [o.written_bytes for unit in profile.units for o in unit.body.operations]
+    return Amount(sum(a.fixed for a in written) / 2, sum(a.per_sample for a in written) / 2)
 
 
 @lru_cache(maxsize=4096)
@@ -372,3 +379,8 @@ def _sum(passes: Sequence[Passes]) -> tuple[Pass, Pass]:
     for one in passes[1:]:
         total += one
     return total.forward, total.backward
+
+
+def predict(plan: Plan, work: Workload, cluster: Cluster, program: Program | None = None) -> Prediction:
+    """What a step of one plan takes; for many plans make a Predictor."""
+    return Predictor(work, cluster, program).predict(plan)

@@ -130,7 +130,7 @@ def curve_rows(answer: Answer) -> Rows:
             lacks = f"does not fit by {gib(point.missing_bytes)}" if point.missing_bytes else "no legal layout"
             rows.append([str(point.devices), "-", "-", "-", lacks])
             continue
-        marginal = f"{point.marginal:.0%} of one" if point.marginal is not None else "-"
+        marginal = f"{round(point.marginal, 2) + 0.0:.0%} of one" if point.marginal is not None else "-"
         efficiency = f"{point.efficiency:.0%}" if point.efficiency is not None else "-"
         layout = described(point.best.plan)
         rows.append([str(point.devices), seconds(point.best.seconds), efficiency, marginal, layout])

@@ -65,6 +65,7 @@ class Crew:
         self._listener = socket.socket(fileno=os.dup(environment.listen_fd))
         self._num_servers = num_servers
         self._events: queue.Queue[Event | ShoalError] = queue.Queue()
+        self._wires: list[Wire] = []
         self._servers: dict[int, Wire] = {}
         self.ports: list[int] = []
         self._ports: dict[int, int] = {}
@@ -82,11 +83,8 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
-        for wire in (*self._servers.values(), *(m.wire for m in self.members)):
-            with contextlib.suppress(ClosedError, TimeoutError):
-                wire.limit(1.0)
-                wire.send({"kind": "end"})
-            wire.close()
+        for wire in list(self._wires):
+            _dismiss(wire)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -107,6 +105,10 @@ class Crew:
             hello, _ = wire.receive()
         except ClosedError:
             return  # none of this run
+        self._wires.append(wire)
+        if self._closing:
+            _dismiss(wire)
+            return
         try:
             refuse_stranger(hello, self._identity)
         except LaunchError as error:
@@ -114,7 +116,8 @@ class Crew:
             return
         if hello["kind"] == "server":
             wire.limit(_ANSWER_SECONDS)
-            self._servers[hello["number"]], self._ports[hello["number"]] = wire, hello["port"]
+            self._ports[hello["number"]] = hello["port"]  # before it counts as there
+            self._servers[hello["number"]] = wire
             if len(self._servers) == self._num_servers:
                 self._complete.set()
             return
@@ -196,3 +199,11 @@ class Crew:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(member.pid, signal.SIGKILL)
         member.wire.close()
+
+
+def _dismiss(wire: Wire) -> None:
+    """Tells a peer that the run has ended."""
+    with contextlib.suppress(ClosedError, TimeoutError, OSError):
+        wire.limit(1.0)
+        wire.send({"kind": "end"})
+    wire.close()

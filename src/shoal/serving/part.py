@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from shoal.environment import Environment
 from shoal.job import Job
 from shoal.plan.plan import Plan
+from shoal.serving.peers import OverError
 from shoal.serving.roles import role
 from shoal.serving.server import serve
-from shoal.serving.worker import work
+from shoal.serving.worker import Watch, work
 
 
-def take_part(job: Job, plan: Plan, environment: Environment) -> bool:
-    """Serves or works until the run has ended; False for the conductor, which does neither.
+def take_part(job: Job, plan: Plan, environment: Environment, watch: Watch | None = None) -> bool:
+    """Serves or works until the run has ended; False for the conductor, which does neither. `watch`: a worker's.
 
     Raises: PeerError where the conductor is gone before; what the job raises.
     """
     mine = role(plan, environment.rank)
     if mine.kind == "conductor":
         return False
-    (serve if mine.kind == "server" else work)(job, plan, environment, mine)
+    with contextlib.suppress(OverError):  # started so slowly that the others were done without it
+        if mine.kind == "server":
+            serve(job, plan, environment, mine)
+        else:
+            work(job, plan, environment, mine, watch)
     return True

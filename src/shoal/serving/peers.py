@@ -23,6 +23,10 @@ _JOIN_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
 
 
+class OverError(Exception):
+    """The run has ended before this process belonged to it: nobody misses it."""
+
+
 def identity(job: Job, plan: Plan) -> dict[str, Any]:
     """What has to be the same in all processes of a run. JSON values."""
     return {"shoal": shoal.__version__, "torch": torch.__version__, "job": job.describe(), "plan": plan.to_mapping()}
@@ -42,7 +46,7 @@ def key_of(environment: Environment) -> bytes:
 def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: int = 0) -> Wire:
     """A wire to the conductor, which has been told who this is; `port` is where a server listens.
 
-    Raises: LaunchError where it does not answer.
+    Raises: LaunchError where it does not answer; OverError where it has ended.
     """
     key = key_of(environment)
     deadline = time.monotonic() + _JOIN_SECONDS
@@ -51,6 +55,9 @@ def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: 
             wire = connect(environment.address, environment.port, key)
             break
         except ClosedError as error:
+            # The launcher has opened the socket before anybody was started, and the conductor shuts it at its end.
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                raise OverError from error
             if time.monotonic() > deadline:
                 raise LaunchError(
                     given=f"{role} (rank {environment.rank}), which looks for {environment.address}:{environment.port}",

@@ -22,7 +22,7 @@ from shoal.mesh import alone, choose_device
 from shoal.observation import Observer
 from shoal.plan.plan import Plan
 from shoal.precision import Precision
-from shoal.serving.peers import introduce, key_of, raise_if_error
+from shoal.serving.peers import OverError, introduce, key_of, raise_if_error
 from shoal.serving.roles import Role
 from shoal.step import StepRunner
 from shoal.strategies.parameter_server import ExactPart, FastPart, unpack
@@ -30,6 +30,8 @@ from shoal.telemetry import peak_memory_bytes
 from shoal.wire import ClosedError, Wire, connect
 
 BEAT_SECONDS = 1.0
+# Within so long a conductor that ends the run has told everybody.
+_LAST_WORD_SECONDS = 5.0
 
 
 class Worker:
@@ -49,7 +51,7 @@ class Worker:
         self._reduce = Precision.of(engine.plan.precision, engine.mesh.device).reduce
         welcome, tensors = wire.receive()
         if welcome["kind"] == "end":
-            raise ClosedError("the run has ended")
+            raise OverError
         named = dict(engine.model.named_parameters())
         fixed = fixed_tensors(engine.model)
         with torch.no_grad():
@@ -171,7 +173,7 @@ def work(job: Job, plan: Plan, environment: Environment, role: Role, watch: Watc
     try:
         threading.Thread(target=_beat, args=(wire,), daemon=True).start()
         _work(job, plan, wire, (environment, role), watch or Watch())
-    except PeerError:
+    except (PeerError, OverError):
         raise
     except Exception as error:
         told = as_shoal_error(error)
@@ -195,6 +197,8 @@ def _work(job: Job, plan: Plan, wire: Wire, who: tuple[Environment, Role], watch
         finally:
             worker.close()
     except ClosedError as error:
+        if _is_over(wire):
+            raise OverError from error
         raise PeerError(
             given=f"{role} of this run",
             conflict=f"a process that it needs is gone: {error}",
@@ -228,3 +232,13 @@ def _beat(wire: Wire) -> None:
     with contextlib.suppress(ClosedError, OSError):
         while not pause.wait(BEAT_SECONDS):
             wire.send({"kind": "alive"})
+
+
+def _is_over(wire: Wire) -> bool:
+    """Whether what the conductor has said and nobody has read ends the run, and with it the servers."""
+    with contextlib.suppress(ClosedError, TimeoutError):
+        wire.limit(_LAST_WORD_SECONDS)
+        while True:
+            if wire.receive()[0]["kind"] == "end":
+                return True
+    return False

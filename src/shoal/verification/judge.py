@@ -217,6 +217,8 @@ class _Judges:
         ]
         if self._computation.effective_grains == 1:
             del ways[2]  # as planned
+        if self._plan.layout.tensor > 1:
+            ways.append(Way("as planned, linear layers in halves", fused=True, threads=cores, halves=True))
         return ways if first else ways[:1]
 
     def _compute(self, reference: Reference, before: StepTrace, parallel: StepTrace, way: Way) -> Computed:

@@ -6,6 +6,7 @@ nothing of how the engine computes it: no buckets, no strategy, no collective, n
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from shoal.startup import step_optimizer
 from shoal.strategies.data_parallel import run_backward
 from shoal.trace import Part, StepTrace, state_by_key
 from shoal.update import Parameters, build_optimizer
+from shoal.verification.halves import Halves
 
 _MOST_PARTS_BYTES = 2 << 30
 
@@ -38,13 +40,15 @@ class Way:
     """One way to compute a step that means the same as any other.
 
     order: of the microbatches: 1 as they come, -1 backwards, else every `order`-th first. fused: microbatches as the
-    plan has them, else grain by grain. threads: of torch's kernels, which divide their sums by them.
+    plan has them, else grain by grain. threads: of torch's kernels, which divide their sums by them. halves: linear
+    layers in parts, as ranks of a tensor axis compute them.
     """
 
     name: str
     order: int = 1
     fused: bool = False
     threads: int = 1
+    halves: bool = False
 
 
 @dataclass
@@ -81,7 +85,8 @@ class Reference:
         threads = torch.get_num_threads()
         torch.set_num_threads(way.threads)
         try:
-            self._accumulate(computer, way, found)
+            with Halves() if way.halves else contextlib.nullcontext():
+                self._accumulate(computer, way, found)
         finally:
             torch.set_num_threads(threads)
         self._finish(found)

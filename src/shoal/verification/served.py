@@ -21,11 +21,11 @@ from shoal.plan.plan import Plan
 from shoal.recorder import Recorder
 from shoal.serving.conductor import Conductor
 from shoal.serving.crew import Crew
+from shoal.serving.part import take_part
 from shoal.serving.peers import identity
 from shoal.serving.roles import role
-from shoal.serving.server import serve
 from shoal.serving.servers import Servers
-from shoal.serving.worker import Watch, work
+from shoal.serving.worker import Watch
 from shoal.telemetry import RecordWriter
 from shoal.trace import StepTrace, digest, read, write
 from shoal.trainer import Outcome, Surroundings
@@ -46,11 +46,7 @@ def trace_served(
 ) -> Outcome | None:
     """Does what this rank is to do, and leaves the trace in `folder`; the outcome on the conductor."""
     mine = role(plan, environment.rank)
-    if mine.kind == "server":
-        serve(job, plan, environment, mine)
-        return None
-    if mine.kind == "worker":
-        work(job, plan, environment, mine, _PartWatch(folder / _PARTS, mine.number))
+    if take_part(job, plan, environment, _PartWatch(folder / _PARTS, mine.number)):
         return None
     for name in (_PARTS, _CONDUCTOR):
         (folder / name).mkdir()

@@ -180,6 +180,27 @@ def test_the_guard_is_silent_on_good_sums(scheme: str, options: dict[str, object
     assert all(0 < c.cosine <= 1.0001 and 0 <= c.residual < 1 for c in told[0] if c is not None)
 
 
+@pytest.mark.parametrize("scheme", FEEDING)
+def test_what_is_left_of_a_dead_unit_does_not_alarm_the_guard(scheme: str) -> None:
+    """Its gradient is zero from some step on, and what is held back of it shrinks below all numbers."""
+
+    def work(collective: Collective) -> list[float]:
+        made = opened(collective, scheme, guard_every=10, block=256)
+        found = []
+        for step in range(41):
+            flats = gradients(collective.rank, step)
+            if step:
+                flats[1][:1700] = 0.0
+            compared = one_step(made, flats, step)
+            made.commit()
+            found += [compared.lost] if compared is not None else []
+        return found
+
+    for found in on_ranks(2, work):
+        assert len(found) == 5
+        assert max(found) < 0.01
+
+
 def outliers(rank: int, step: int) -> list[Tensor]:
     """One huge value in each bucket."""
     found = gradients(rank, step)

@@ -123,3 +123,13 @@ def test_tied_weights_are_summed_between_their_stages() -> None:
     plain = terms(work(), called, layout={"pipeline": 2})["gradients"]
     tied = terms(replace(work(), profile=profile), called, layout={"pipeline": 2})["gradients"]
     assert tied - plain == pytest.approx(4e6 / 1e10, rel=1e-3)
+
+
+def test_buckets_in_shared_memory_are_mapped_by_every_rank() -> None:
+    def held(algorithm: str) -> float:
+        sections = {"layout": {"data": 4}, "collectives": {"all_reduce": algorithm}}
+        plan = Plan().with_sections(batch={"grains_per_microbatch": 2}, **sections)
+        return Predictor(work(), cluster(4, device=CORE), QUIET).predict(plan).memory["communication"]
+
+    assert held("native") == 0.0
+    assert held("shared_memory") == 3 * WEIGHTS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.unit.planner.made import cluster
+from tests.unit.planner.made import cluster, predict
 from tests.unit.planner.test_communication import MODELS, Shapes, ignore, one_step, parameters, tree
 from tests.unit.planner.worlds import CASES, Block, Case, Transformer, backward, shard, sharding, tokens, world
 from torch import Tensor, nn
@@ -38,7 +38,6 @@ from shoal.planner.memory import (
     transformer_block,
     whole,
 )
-from shoal.planner.step_time import Predictor
 from shoal.planner.workload import Workload
 from shoal.profiling import profile
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
@@ -220,7 +219,7 @@ def test_what_is_kept_in_a_world_of_64_is_what_the_planner_says(layout: dict[str
         return model(batch).float().sum(), 1
 
     work = Workload(profile(Transformer, loss, lambda n: tokens().repeat(n, 1)[:n].clone(), device="cpu"), 128, 64)
-    predicted = Predictor(work, cluster(64)).predict(Plan().with_sections(layout=layout, shard={"level": "parameters"}))
+    predicted = predict(Plan().with_sections(layout=layout, shard={"level": "parameters"}), work, cluster(64))
     model = Transformer()
     with world(Layout(**layout), rank=5):
         mesh = init_device_mesh("cpu", (layout.get("data", 1), layout["shard"]), mesh_dim_names=("data", "shard"))
@@ -239,6 +238,30 @@ def test_fewer_microbatches_are_in_flight_on_later_stages() -> None:
     assert activations(layers, 2, other_bytes=5) == 330
     assert activations(layers, 2, "full") == 2 * 20 + 90
     assert activations(layers, 2, "selective") == 2 * 60 + 60
+
+
+def test_what_no_backward_lets_go_of_is_freed_with_its_graph() -> None:
+    """What an operation keeps of its own output, as tanh does."""
+    count = SavedTensors()
+    count.start()
+    for _ in range(2):
+        torch.tanh(torch.ones(4, requires_grad=True)).sum()
+    count.stop()
+    assert (count.peak, count._now) == (16, 0)
+
+
+def test_gradients_of_gradients_are_those_without_a_count() -> None:
+    def second(x: Tensor) -> Tensor:
+        (first,) = torch.autograd.grad((torch.tanh(x) * x).sum(), x, create_graph=True)
+        return torch.autograd.grad(first.sum(), x)[0]
+
+    x = torch.linspace(-1, 1, 4).requires_grad_()
+    plain = second(x)
+    count = SavedTensors()
+    count.start()
+    counted = second(x)
+    count.stop()
+    assert torch.equal(counted, plain)
 
 
 def test_what_was_changed_in_place_is_still_refused() -> None:

@@ -251,11 +251,18 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         assert costs.least_at(plan) <= costs.nearly(plan) * almost
         assert costs.nearly(plan) <= predicted.step_seconds * almost
         assert costs.least_bytes(plan) <= predicted.peak_bytes * almost
-        group = Group(plan.batch.grains_per_microbatch, plan.memory.recompute, plan.tensor.sequence)
+        way = Way(
+            plan.batch.grains_per_microbatch,
+            plan.memory.recompute,
+            plan.tensor.sequence,
+            plan.pipeline.schedule,
+            plan.pipeline.stages_per_rank,
+        )
+        assert search.lacks(place, way, plan) == costs.least_bytes(plan) - costs.memory_bytes
+        group = Group(*way[:3])
         bounds = {found: seconds for seconds, found in search.groups(place)}
         if group in bounds:
             assert bounds[group] <= predicted.step_seconds * almost
-            way = Way(*group, plan.pipeline.schedule, plan.pipeline.stages_per_rank)
             assert search.filled(search.kin([place])[0], way, bounds[group]) <= predicted.step_seconds * almost
         else:
             assert not predicted.fits
