@@ -1,9 +1,8 @@
 """Claim: over a link between two hosts of two ranks an all-reduce moves 2/3 of flat Gloo's bytes, as the formula says.
 
 16 MB: 32.08 MB over the link in both directions (formula 32) against 48.11; 4 MB: 8.02 against 12.03; 1 MB: 2.01
-against 6.02. 2 cores, a link of 1 Gbit/s, torch 2.13.0, medians of 5 with nothing else measured beside: 14 ms (12 to
-20) against 28 (26 to 45) for 1 MB, 175 (164 to 209) against 189 (187 to 195) for 16 MB; 4 MB, which is one piece and so
-does not overlap its own sum with the link, 52 (51 to 72) against 48 (42 to 51).
+against 6.02. 2 cores, a link of 1 Gbit/s, torch 2.13.0, medians of 5: 14 ms (11 to 16) against 33 (28 to 43) for 1 MB,
+46 (41 to 52) against 46 (43 to 49) for 4 MB, 176 (170 to 197) against 190 (185 to 208) for 16 MB.
 Repeat as root on an idle machine with
 `python -m benchmarks.two_hosts`: two network namespaces stand for two hosts, joined by a pair of virtual interfaces
 that are shaped to RATE; each has two ranks.
