@@ -17,7 +17,6 @@ import torch
 
 from shoal.bench.clock import sample, sample_together
 from shoal.bench.exchanges import algorithms, exchanges
-from shoal.bench.operators import operators
 from shoal.bench.probes import Probe, copies, probes
 from shoal.bench.steps import steps
 from shoal.environment import Environment
@@ -106,6 +105,8 @@ def _measured(task: Task, mesh: Mesh) -> dict[str, Any]:
 
 def _computing(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
     """Every probe in several rounds, so that a disturbance of some seconds does not spoil one of them."""
+    from shoal.bench.operators import operators  # tracing's modules are 50 MB that no run has
+
     rounds = 1 if task.quick else 3
     wanted = [*probes(mesh.device, task.quick), *copies(mesh.device)]
     wanted += operators() if mesh.device.type == "cpu" else ()

@@ -222,6 +222,8 @@ class Predictor:
             else:
                 seconds = [self._costs(plan).body(unit.body, share, plan, True).seconds for unit in units]
                 self._stages[key] = stage_units.balanced(units, seconds, num_stages)
+            missing = num_stages - len(self._stages[key])  # a model of fewer units: it leaves ranks without any
+            self._stages[key] += ((),) * missing
         return self._stages[key]
 
     def _key(self, plan: Plan) -> tuple[object, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shoal.bench.steps import FEW, MANY, steps, tensors
+from shoal.bench.steps import FEW, MANY, _loss, _model, operators, steps, tensors
 from shoal.mesh import Mesh
 from shoal.plan.layout import Layout
+from shoal.profiling import profile
 
 
 def test_a_step_of_few_and_of_many_parameters() -> None:
@@ -14,5 +15,10 @@ def test_a_step_of_few_and_of_many_parameters() -> None:
     assert [row["size"] for row in rows] == [tensors(FEW), tensors(MANY)] == [2, 50]
     few, many = rows
     assert len(few["seconds"]) == len(many["seconds"]) > 10
-    # Each layer more is its product, and in the backward those of its input and weight and the bias's sum.
-    assert many["work"] - few["work"] == 4 * (MANY - FEW)
+    assert (few["work"], many["work"]) == (5, 101)
+
+
+def test_the_operators_are_those_of_a_profile() -> None:
+    for layers in (FEW, MANY):
+        traced = profile(_model(layers), _loss, lambda n: [torch.zeros(n, 8)], device="cpu")
+        assert operators(layers) == sum(o.launches for unit in traced.units for o in unit.body.operations)

@@ -158,3 +158,7 @@ def test_utilisation_is_of_the_peak_that_multiplies_and_of_what_is_executed():
     fewer = predict(plan(8), work(body=spared), cluster(1, device=both), QUIET)
     assert fewer.mfu == pytest.approx(counted.mfu)
     assert fewer.step_seconds < 0.7 * counted.step_seconds
+
+
+def test_stages_beyond_the_units_of_a_model_are_empty():
+    assert seconds(4, plan(1, layout={"pipeline": 4}), blocks=2)["compute"] == pytest.approx(8 * BLOCK)
