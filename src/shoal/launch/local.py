@@ -55,6 +55,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     report: Path
     log: Path | None
+    given_up: bool = False  # killed from here, after another had died
 
     def how_it_ended(self) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
@@ -194,7 +195,7 @@ def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, dict[str, A
     if roots:
         code = next(end["exit_code"] for _, end in ends if end and end.get("error") == roots[0])
         return code, roots[0]
-    lost = [worker for worker, end in ends if end is None]
+    lost = sorted((worker for worker, end in ends if end is None), key=lambda worker: worker.given_up)
     if signals.received and any(w.process.returncode == -signal.SIGTERM for w in lost):
         return ExitCode.INTERRUPTED, None  # told to stop before it could listen: nothing had begun
     if lost:
@@ -247,5 +248,6 @@ def _last_words(worker: _Worker) -> str:
 def _end(workers: list[_Worker], number: int) -> None:
     for worker in workers:
         if worker.process.poll() is None:
+            worker.given_up = number == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
                 worker.process.send_signal(number)
