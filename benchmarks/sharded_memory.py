@@ -109,7 +109,7 @@ def measured(job: shoal.Job, plan: Plan, mesh: Mesh) -> dict[str, Any]:
     try:
         building = resident()["peak"] - before
         forget_peak()
-        meter.attach(engine.model, engine.updater.optimizer, engine.strategy, mesh)
+        meter.attach(engine.holding, engine.updater.optimizer, engine.strategy)
         found = train(engine)
         training = resident()["peak"] - before
         shares = Shares(job.grains, engine.order.grains(meter.step or 0), found.effective_grains, found.buffers)

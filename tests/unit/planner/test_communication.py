@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from tests.unit.planner.worlds import CASES, Case, Transformer, backward, shard, sharding, world
+from tests.unit.planner.worlds import LARGE, Case, Transformer, backward, shard, sharding, world
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -192,8 +192,7 @@ def test_zero_1_adds_the_owners_broadcasts(layout: Layout, shapes: Shapes) -> No
 # --------------------------------------------------------------------------------------------------------- fully_shard
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("replicas", "degree"), [(1, 8), (1, 64), (4, 16), (32, 16)])
+@pytest.mark.parametrize(("replicas", "degree", "case"), LARGE)
 def test_fully_shard_in_large_worlds(replicas: int, degree: int, case: Case) -> None:
     model = Transformer()
     with world(Layout(data=replicas, shard=degree), rank=5):

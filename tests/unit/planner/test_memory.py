@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.unit.planner.made import cluster, predict
 from tests.unit.planner.test_communication import MODELS, Shapes, ignore, one_step, parameters, tree
-from tests.unit.planner.worlds import CASES, Block, Case, Transformer, backward, shard, sharding, tokens, world
+from tests.unit.planner.worlds import LARGE, Block, Case, Transformer, backward, shard, sharding, tokens, world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -137,8 +137,7 @@ def test_zero_1_divides_the_state() -> None:
 # --------------------------------------------------------------------------------------------------------- fully_shard
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(("replicas", "degree"), [(1, 8), (1, 64), (4, 16), (32, 16)])
+@pytest.mark.parametrize(("replicas", "degree", "case"), LARGE)
 def test_fully_shard_in_large_worlds(replicas: int, degree: int, case: Case) -> None:
     model = Transformer()
     rank = 5

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -94,6 +95,18 @@ CASES = [
     Case("parameters", 3, reduce_every=False),
     Case("parameters", 2, bf16=True),
     Case("parameters", 2, reduce_every=False, bf16=True),
+]
+# (replicas, degree, case): every case in the smallest world, and two in the others; the rest is slow.
+LARGE = [
+    pytest.param(
+        replicas,
+        degree,
+        case,
+        id=f"{replicas}-{degree}-{case}",
+        marks=() if (replicas, degree) == (1, 8) or case in (CASES[2], CASES[5]) else pytest.mark.slow,
+    )
+    for replicas, degree in [(1, 8), (1, 64), (4, 16), (32, 16)]
+    for case in CASES
 ]
 
 
