@@ -35,7 +35,8 @@ from shoal.trainer import MAX_BAD_STREAK, Outcome, Parts, Surroundings
 from shoal.update import Update, clipping, judged
 
 _TICK_SECONDS = 0.05
-# A worker that runs and is not done is taken for stuck after the larger of both; in the first tasks, after the last.
+# A worker that runs and is not done is taken for stuck after the larger of both; in the first tasks, and where it
+# builds its model, after the last.
 _STUCK_SECONDS, _STUCK_TIMES, _FIRST_SECONDS = 60.0, 20.0, 600.0
 # Without any worker for so long a run ends.
 _ALONE_SECONDS = 120.0
@@ -151,10 +152,11 @@ class Conductor:
             event = self._crew.next(_TICK_SECONDS)
             if event is not None and event.told["kind"] in ("shown", "lost"):
                 waiting.discard(id(event.member))
+            self._look_after()
 
     def _handle(self, event: Event) -> None:
         kind = event.told["kind"]
-        if kind == "joined":
+        if kind == "ready":
             self._welcome(event.member)
         elif kind == "lost":
             self._lost(event.member)
@@ -195,7 +197,10 @@ class Conductor:
         for member in late:
             if member in self._crew.members and not member.ended:
                 self._end(member, f"{member} has not been done with its part of a step for {limit:.0f} s")
-        if self._crew.members:
+        for member in self._crew.coming:
+            if now - member.came > _FIRST_SECONDS and not member.ended:
+                self._end(member, f"{member} has not been ready for {_FIRST_SECONDS:.0f} s")
+        if self._crew.members or self._crew.coming:
             self._alone_since = now
         elif now - self._alone_since > _ALONE_SECONDS:
             raise LaunchError(

@@ -33,7 +33,7 @@ Asked = tuple[dict[str, Any], Sequence[Tensor]]
 
 @dataclass
 class Member:
-    """A worker that belongs to the run. Each one that is started anew is another member, of the same number."""
+    """A worker that has come. Each one that is started anew is another member, of the same number."""
 
     number: int
     rank: int
@@ -41,6 +41,7 @@ class Member:
     host: str
     wire: Wire
     heard: float = field(default_factory=time.monotonic)
+    came: float = field(default_factory=time.monotonic)
     ended: bool = False  # by the conductor
 
     def __str__(self) -> str:
@@ -49,7 +50,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Event:
-    """A worker has come ("joined"), has said something, or is gone ("lost")."""
+    """A worker has come ("joined"), has said something (first that it is "ready"), or is gone ("lost")."""
 
     member: Member
     told: dict[str, Any]
@@ -72,7 +73,8 @@ class Crew:
         self._complete = threading.Event()
         self._closing = False
         self._looked = time.monotonic()
-        self.members: list[Member] = []
+        self.members: list[Member] = []  # who is ready: has built its model, and reads what it is told
+        self.coming: list[Member] = []  # who is not yet
         self._thread = threading.Thread(target=self._welcome, daemon=True)
 
     def __enter__(self) -> Crew:
@@ -152,9 +154,12 @@ class Crew:
         if isinstance(found, ShoalError):
             raise found
         if found.told["kind"] == "joined":
+            self.coming.append(found.member)
+        elif found.told["kind"] == "ready":
+            self.coming.remove(found.member)
             self.members.append(found.member)
-        elif found.told["kind"] == "lost" and found.member in self.members:
-            self.members.remove(found.member)
+        elif found.told["kind"] == "lost":
+            (self.members if found.member in self.members else self.coming).remove(found.member)
         return found
 
     def tell(self, member: Member, told: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
@@ -184,7 +189,7 @@ class Crew:
         return answers
 
     def silent(self) -> list[Member]:
-        """The workers that have said nothing for SILENT_SECONDS."""
+        """The workers that have said nothing for SILENT_SECONDS; one that builds its model may be unable to."""
         now = time.monotonic()
         away, self._looked = now - self._looked > SILENT_SECONDS / 2, now
         if away:  # it was this process that was stopped, or busy: what they have said may not have been read yet

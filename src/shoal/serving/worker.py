@@ -49,6 +49,7 @@ class Worker:
         self._runner: StepRunner | None = None
         self._parts = engine.step_parts(0, lambda text: None)
         self._reduce = Precision.of(engine.plan.precision, engine.mesh.device).reduce
+        wire.send({"kind": "ready"})  # not before: until here nobody reads what it is told
         welcome, tensors = wire.receive()
         if welcome["kind"] == "end":
             raise OverError

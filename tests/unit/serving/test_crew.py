@@ -45,7 +45,11 @@ def joined(crew: Crew, environment: Environment, number: int = 0) -> tuple[Wire,
 def test_a_worker_comes_speaks_and_goes(environment: Environment) -> None:
     with Crew(environment, 1, identity(job(), PLAN)) as crew:
         wire, event = joined(crew, environment)
-        assert (event.member.number, event.member.pid, crew.members) == (0, os.getpid(), [event.member])
+        assert (event.member.number, event.member.pid, crew.coming) == (0, os.getpid(), [event.member])
+        assert crew.members == [], "it has no model yet"
+        wire.send({"kind": "ready"})
+        assert crew.next(5.0) == Event(event.member, {"kind": "ready"}, [])
+        assert (crew.coming, crew.members) == ([], [event.member])
         crew.tell(event.member, {"kind": "task"})
         assert wire.receive()[0] == {"kind": "task"}
         wire.send({"kind": "alive"})
@@ -58,6 +62,16 @@ def test_a_worker_comes_speaks_and_goes(environment: Environment) -> None:
         assert lost is not None
         assert lost.told["kind"] == "lost"
         assert crew.members == []
+
+
+def test_one_that_goes_before_it_is_ready(environment: Environment) -> None:
+    with Crew(environment, 1, identity(job(), PLAN)) as crew:
+        wire, _ = joined(crew, environment)
+        wire.close()
+        lost = crew.next(5.0)
+        assert lost is not None
+        assert lost.told["kind"] == "lost"
+        assert (crew.coming, crew.members) == ([], [])
 
 
 def test_at_the_end_everybody_is_told_also_who_was_not_noticed_yet(environment: Environment) -> None:
@@ -104,6 +118,9 @@ def test_one_that_says_nothing(environment: Environment, monkeypatch: pytest.Mon
         loud.heard = now[0]
         found = crew.silent()
     assert found == [quiet]
+    crew.coming, crew.members = [quiet], [loud]
+    assert crew.silent() == [], "who builds its model may be unable to speak"
+    crew.coming, crew.members = [], [quiet, loud]
     crew.end(quiet)
     assert crew.silent() == [], "it is named once"
     quiet.ended = False
