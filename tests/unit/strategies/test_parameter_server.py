@@ -11,8 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from shoal.grains import divide
 from shoal.job import Progress
-from shoal.strategies.parameter_server import Kept, Ledger, Push, Shard, combine, divide_parameters, pack, unpack
+from shoal.mesh import alone
+from shoal.microbatch import Microbatch
+from shoal.strategies.base import Flags
+from shoal.strategies.parameter_server import (
+    FastPart,
+    Kept,
+    Ledger,
+    Push,
+    Shard,
+    combine,
+    divide_parameters,
+    pack,
+    unpack,
+)
 
 GRAINS = 4
 
@@ -203,3 +217,20 @@ def test_packed_bytes_come_back() -> None:
     targets = [torch.zeros_like(t) for t in tensors]
     unpack(pack(tensors), targets)
     assert all(torch.equal(a, b) for a, b in zip(tensors, targets, strict=True))
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, torch.bfloat16])
+def test_what_is_pushed_of_narrow_parameters_is_not_rounded_before_it_is_summed(reduce: torch.dtype) -> None:
+    """256 + 1 is 256 in bfloat16, but not in float32; where that is not asked for, a push is what autograd makes."""
+    unused, weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)), nn.Parameter(torch.ones(1).bfloat16())
+    part = FastPart([unused, weight], alone(torch.device("cpu")), reduce, lambda phase: None)
+    part.begin()
+    for grain, factor in zip(divide(2, 2, 2), (256.0, 1.0), strict=True):
+        microbatch = Microbatch(0, (grain,), (), None, list, list)
+        part.backward(microbatch, (weight * factor).sum(), torch.zeros(4, dtype=torch.float64), grain.index == 1)
+    part.finish(Flags(0, 0), 4, [])
+    pushed = part.gradients([weight, unused], reduce)
+    assert pushed[0, 2].dtype == reduce
+    assert pushed[0, 2].tolist() == [257.0 if reduce == torch.float32 else 256.0, 0.0, 0.0]
+    assert part.used([weight, unused]) == [0]
+    part.close()
