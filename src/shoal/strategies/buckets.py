@@ -56,6 +56,7 @@ class GradientBuckets:
         Collective: where it allocates for all ranks together.
         """
         self._parameters = list(parameters)
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._dtype, self._world_size, self._collective = dtype, world_size, collective
         self._compression = compression
         self.compared: Comparison | None = None  # a step's, where it was sampled
@@ -128,6 +129,12 @@ class GradientBuckets:
         """The flat buffers, and what the collective and the compression keep."""
         kept = [summing.buffers() for summing in (self._collective, self._compression) if summing is not None]
         return [*(b.flat for b in self._buckets), *(tensor for tensors in kept for tensor in tensors)]
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """A parameter's gradient after `finish`, as it was added up: in the reduce dtype, where `.grad` is narrower."""
+        if self._plain or parameter.grad is None:
+            return parameter.grad
+        return self._place[self._numbers[id(parameter)]][1]
 
     def begin(self) -> None:
         """No gradients."""

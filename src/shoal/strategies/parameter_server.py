@@ -51,7 +51,7 @@ class FastPart(DataParallel):
 
     def gradients(self, parameters: Sequence[Tensor], reduce: torch.dtype) -> dict[Range, Tensor]:
         """The flat gradient of these parameters in the reduce dtype, zero where there is none, by its node."""
-        return {self._node: torch.cat([_flat(p, reduce) for p in parameters])}
+        return {self._node: torch.cat([_flat(p, self._buckets.gradient(p), reduce) for p in parameters])}
 
     def used(self, parameters: Sequence[Tensor]) -> list[int]:
         """The places of those parameters that have a gradient."""
@@ -62,11 +62,10 @@ class FastPart(DataParallel):
         return min(self._grains), max(self._grains) + 1
 
 
-def _flat(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    if parameter.grad is None:
+def _flat(parameter: Tensor, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if gradient is None:
         return torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
-    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-    return gradient.reshape(-1).to(dtype)
+    return (gradient.to_dense() if gradient.is_sparse else gradient).reshape(-1).to(dtype)
 
 
 class ExactPart(ExactDataParallel):
