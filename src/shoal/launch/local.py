@@ -55,7 +55,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     report: Path
     log: Path | None
-    given_up: bool = False  # killed from here, after another had died
+    given_up: bool = False  # killed from here, or asked to end, after another had died
 
     def how_it_ended(self) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
@@ -89,7 +89,8 @@ def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
                 return True
 
             _watch(workers, signals, replace if run.replaceable else None)
-            if run.replaceable and _is_well(workers[0]):  # who is left over had been given up
+            cut_short = workers[0].given_up and workers[0].process.returncode == ExitCode.PREEMPTED
+            if run.replaceable and _is_well(workers[0]) and not cut_short:  # who is left over had been given up
                 return workers[0].process.returncode, None
             return _verdict(workers, signals)
         finally:
@@ -164,10 +165,12 @@ def _is_well(worker: _Worker) -> bool:
 def _watch(workers: list[_Worker], signals: Signals, replace: Callable[[_Worker], bool] | None) -> None:
     """Waits until all have ended; hands signals on, and ends the rest once one has died without a word for good.
 
-    Where some are replaced, by `replace`, rank 0 leads the others, and none of them outlives it by long.
+    Where some are replaced, by `replace`, rank 0 leads the others, and none of them outlives it by long; before it is
+    ended it is asked to, since it may be well and can save what was computed.
     """
+    leader = workers[0]
     handed_on: signal.Signals | None = None
-    failed_at = math.inf
+    failed_at, waits = math.inf, False
     while any(w.process.poll() is None for w in workers):
         wanted = signal.SIGKILL if signals.twice else signal.SIGTERM if signals.received else None
         if wanted is not None and wanted != handed_on:
@@ -176,12 +179,19 @@ def _watch(workers: list[_Worker], signals: Signals, replace: Callable[[_Worker]
         failed = [w for w in workers if w.process.poll() not in (None, 0, ExitCode.PREEMPTED)]
         if replace is not None:
             failed = [w for w in failed if w.how_it_ended() is not None or not replace(w)]
-            failed += [workers[0]] if _is_well(workers[0]) else []
+            failed += [leader] if _is_well(leader) else []
         if failed:
             failed_at = min(failed_at, time.monotonic())
             word = replace is None and all(w.how_it_ended() is not None for w in failed)
             grace = _PATIENCE_SECONDS if word else _GRACE_SECONDS
-            if time.monotonic() - failed_at > grace:
+            if waits and leader.process.poll() is not None:
+                waits, failed_at = False, time.monotonic()
+            if time.monotonic() - failed_at <= (_PATIENCE_SECONDS if waits else grace):
+                pass
+            elif replace is not None and leader.process.poll() is None and not leader.given_up:
+                waits, failed_at, leader.given_up = True, time.monotonic(), True
+                leader.process.send_signal(signal.SIGTERM)
+            else:
                 _end(workers, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
 
