@@ -20,8 +20,10 @@ def introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: Ru
     job, plan, mesh = loaded.job, engine.plan, engine.mesh
     share = -(-job.grains // plan.divides_step)
     per = plan.batch.grains_per_microbatch
-    where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''} on {mesh.device.type}"
-    threads = f", {torch.get_num_threads()} thread(s) each of {cores_here()} cores" if mesh.device.type == "cpu" else ""
+    device = "cuda" if plan.serves and torch.cuda.is_available() else mesh.device.type  # here a conductor's: a CPU
+    only = ", the workers" if plan.serves and device != mesh.device.type else ""
+    where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
+    threads = f", {torch.get_num_threads()} thread(s) each of {cores_here()} cores" if device == "cpu" else ""
     reporter.note(f"shoal {shoal.__version__}: {request.job.path}:{loaded.function} -> {request.out}")
     asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
     reporter.note(f"  devices     {where}{threads} ({asked})")

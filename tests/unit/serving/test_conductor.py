@@ -62,7 +62,7 @@ class Bare(Conductor):
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(conductor_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("shoal.serving.conductor.time.monotonic", lambda: now[0])
     return now
 
 

@@ -1,0 +1,45 @@
+"""What a run says at its beginning of where it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.announcement import introduce
+from shoal.plan.plan import Plan
+
+
+def said(plan: Plan) -> str:
+    notes: list[str] = []
+    job = SimpleNamespace(global_batch=16, grains=8, grain_size=2)
+    engine: Any = SimpleNamespace(
+        plan=plan,
+        mesh=SimpleNamespace(device=torch.device("cpu")),
+        strategy=SimpleNamespace(compression=None),
+        num_train_samples=100,
+        num_parameters=10,
+        holding=SimpleNamespace(division=SimpleNamespace(notes=())),
+    )
+    wishes = SimpleNamespace(devices=None)
+    request: Any = SimpleNamespace(
+        job=SimpleNamespace(path=Path("job.py")), out=Path("out"), wishes=wishes, plan_from_file=True, steps=None
+    )
+    request.resume = False
+    loaded: Any = SimpleNamespace(job=job, function="job")
+    reporter: Any = SimpleNamespace(note=notes.append)
+    introduce(reporter, engine, loaded, request, None)
+    return next(note for note in notes if "devices" in note)
+
+
+def test_with_servers_it_is_the_workers_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Plan().with_sections(layout={"data": 2}, server={"mode": "synchronous"})
+    served = served.with_sections(batch={"grains_per_microbatch": 1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "4 processes on cpu, " in said(served)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "4 processes, the workers on cuda (as asked)" in said(served)
+    assert "1 process on cpu, " in said(Plan().with_sections(batch={"grains_per_microbatch": 1}))
