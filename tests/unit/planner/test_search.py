@@ -234,7 +234,8 @@ def test_counts_are_whole_hosts() -> None:
 def real() -> tuple[Space, Workload, Search]:
     profile = transformer(layers=4, width=1024, ffn=2048, vocabulary=8192, positions=512, heads=8)
     work, cluster = Workload(profile, 16, 16), gpus(2, 4, gib=6)
-    space = Space(Plan(), facts(16, layers=4, heads=8, positions=512), counts(cluster))
+    mapped = dict.fromkeys(range(2, 9), "shared_memory")
+    space = Space(Plan(), facts(16, layers=4, heads=8, positions=512), counts(cluster), all_reduces=mapped)
     return space, work, Search(space, costs_of(work, cluster), work.grain_size)
 
 
