@@ -39,7 +39,7 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
         "topk, ring on 3",
         "powersgd, halving on 3",
     ),
-    ("test_compression.py", "test_replicas_stay_equal_and_a_resume_changes_nothing"): ("topk", "powersgd"),
+    ("test_compression.py", "test_replicas_stay_equal_and_a_resume_changes_nothing"): ("bfloat16", "powersgd"),
     ("test_compression.py", "test_a_gradient_that_is_not_finite_is_seen"): ("int8",),
     ("test_parameter_server.py", "test_synchronous_is_verified"): ("True",),
     ("test_parameter_server.py", "test_a_worker_sends_and_gets_what_the_formula_says"): ("True",),

@@ -63,6 +63,11 @@ def introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: Ru
         reporter.note(
             "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
         )
+    if request.steps is not None and request.steps <= (resumed or 0) < engine.order.num_steps:
+        reporter.note(
+            f"  length      nothing is left to do: the run was told to end after step {request.steps}; "
+            f"--steps {engine.order.num_steps} goes on to the job's own end"
+        )
 
 
 def conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:

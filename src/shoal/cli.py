@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shoal.errors import CommandError, ExitCode, ShoalError, from_json
+from shoal.errors import CommandError, ExitCode, SettingWarning, ShoalError, from_json
 
 if TYPE_CHECKING:
     from shoal.run_request import RunRequest
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; prints an error in three beats, without a traceback, and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     started_at = time.time()
+    plain, warnings.formatwarning = warnings.formatwarning, _warning
     try:
         options = _parse(given)
         command = {"run": _run, "verify": _verify, "plan": _plan, "bench": _bench}[options.command]
@@ -31,6 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.FAILED)
+    finally:
+        warnings.formatwarning = plain
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """shoal's own warnings are about what was written, not about where in shoal it was found."""
+    if issubclass(category, SettingWarning):
+        return f"warning: {message}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -62,7 +62,9 @@ class CompressedState:
             return [_dropped(document["scheme"], "this plan has no feedback")]
         own = dict(compression.withheld_of())
         if len(units) == self.mesh.num_data_ranks:
-            fill(saved, GROUP, {f"{self.names[i]}@{self.mesh.rank}": (Part.whole(t.shape), t) for i, t in own.items()})
+            if units[self.mesh.rank]:  # else it holds nothing, and after a fall-back it has written nothing
+                rank = self.mesh.rank
+                fill(saved, GROUP, {f"{self.names[i]}@{rank}": (Part.whole(t.shape), t) for i, t in own.items()})
             compression.set_unit(units[self.mesh.rank])
         else:
             self._share(saved, own, units)

@@ -113,6 +113,17 @@ def test_an_error_of_a_worker_is_built_again() -> None:
     assert type(from_json({**document, "kind": "Nowhere"})) is shoal.errors.InternalError
 
 
+def test_a_setting_without_effect_is_told_in_one_line(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[layout]\ndata = 2\n[server]\nmode = "asynchronous"\nstaleness = 3\n', encoding="utf-8")
+    job = tmp_path / "job.py"
+    job.write_text("def job():\n    raise SystemExit(3)\n", encoding="utf-8")
+    command = [sys.executable, "-m", "shoal", "run", str(job), "--plan", str(plan), "--out", str(tmp_path / "out")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "warning: server.staleness = 3: no effect" in found.stderr
+    assert "SettingWarning" not in found.stderr
+
+
 def test_a_closed_pipe_is_no_traceback() -> None:
     code = (
         "import sys, shoal.cli\ndef broken(*a): raise BrokenPipeError\n"

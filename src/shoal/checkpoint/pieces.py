@@ -79,8 +79,11 @@ def fill(saved: Saved, group: str, targets: Held) -> None:
 
     Raises: ManifestError where it does not have all of one.
     """
-    known = saved.document["tensors"][group]
+    known = saved.document["tensors"].get(group, {})
     missing = {path: part.numel for path, (part, _) in targets.items()}
+    absent = sorted(targets.keys() - known.keys())
+    if absent:
+        raise ManifestError(f"it has no {absent[0]}")
     files = sorted({name for path in targets for name in known[path]["files"]})
     with torch.no_grad():
         for name in files:

@@ -64,6 +64,7 @@ class Compression:
         self._step, self._unit = 0, 0.0
         self._tally: Tally | None = None
         self._verdict: Comparison | None = None
+        self._unused: Sequence[tuple[int, int, int]] = ()
 
     def add(self, members: Sequence[int], shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         """The next bucket: gradients of these parameters and shapes, one after the other."""
@@ -153,6 +154,7 @@ class Compression:
         Collective: a broadcast in a sampled step.
         """
         found = self._compare(flats) if self._tally is not None else None
+        self._unused = unused
         for number, start, stop in unused:
             bucket = self._buckets[number]
             if bucket.withheld is not None and bucket.attempt is not None and bucket.withheld.unit:
@@ -176,16 +178,28 @@ class Compression:
 
     def commit(self) -> None:
         """The step updates: what it held back is now held back."""
+        if self.fell_back is not None:
+            self._sent_the_rest()
+            return
         for bucket in self._buckets:
-            if self.fell_back is not None:
-                bucket.withheld = None if self._unit else bucket.withheld
-                continue
             bucket.codec.commit()
             if bucket.attempt is not None and self._unit:
                 bucket.attempt.unit = self._unit
                 bucket.withheld, bucket.attempt = bucket.attempt, bucket.withheld
         if self._verdict is not None:
             self.fall_back({"step": self._step + 1, **self._verdict.to_json()})
+
+    def _sent_the_rest(self) -> None:
+        """Uncompressed sums took along what was held back, but for gradients that no rank had."""
+        if not self._unit:
+            return
+        for number, bucket in enumerate(self._buckets):
+            if bucket.withheld is None:
+                continue
+            values, left = bucket.withheld.values, torch.zeros_like(bucket.withheld.values)
+            for _, start, stop in (place for place in self._unused if place[0] == number):
+                left[start:stop] = values[start:stop]
+            bucket.withheld = Withheld(left, bucket.withheld.unit) if self._unused else None
 
     def fall_back(self, why: dict[str, Any]) -> None:
         """From now on nothing is compressed; what is still held back goes out with the next sums. Not collective."""

@@ -206,7 +206,7 @@ def _tensor_width(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
 
 
 NO_BLOCKS = "the model repeats no blocks that take a hidden state [batch, positions, ...]"
-HOLD_BLOCKS = "use context = 1, or hold the blocks in an nn.ModuleList"
+HOLD_BLOCKS = "use context = 1; or, where there are blocks over sequences, hold them in an nn.ModuleList"
 
 
 def _context_blocks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:

@@ -11,7 +11,7 @@ def gathered(computes: Sequence[float], gathers: Sequence[float], scatters: Sequ
     One unit is gathered ahead while another computes, as fully_shard prefetches; collectives are one after another on a
     stream of their own. Compute beside a collective takes `slowed` of the collective's time longer.
     """
-    computed = 0.0
+    computed = scattered = 0.0
     ready = stream = gathers[0] if gathers else 0.0
     for number, compute in enumerate(computes):
         start = max(computed, ready)
@@ -24,8 +24,8 @@ def gathered(computes: Sequence[float], gathers: Sequence[float], scatters: Sequ
             beside += scatters[number - 1]
         computed = start + compute + slowed * min(beside, compute)
         if scatters[number]:
-            stream = max(stream, computed) + scatters[number]
-    return max(computed, stream if scatters and scatters[-1] else computed)
+            stream = scattered = max(stream, computed) + scatters[number]
+    return max(computed, scattered)
 
 
 def hidden(total: float, last: float, behind: float) -> float:

@@ -31,8 +31,9 @@ class Costs:
     `least_seconds` is the same for all plans of a family, and for all numbers of replicas that leave a rank as many
     grains. Of both bounds, p stages on one rank have at most p times what the busiest of them has. `least_bytes` grows
     with the microbatch, shrinks with the shard axis, and is the same for all degrees of a data axis where there are
-    several replicas. `nearly`: a better bound of one plan's seconds, less cheap. `filled`: a bound of a schedule's
-    seconds, from those of a microbatch on all stages. `least_at`: a better bound of all plans of a family at one place.
+    several replicas, by whatever all_reduce they sum. `nearly`: a better bound of one plan's seconds, less cheap.
+    `filled`: a bound of a schedule's seconds, from those of a microbatch on all stages. `least_at`: a better bound of
+    all plans of a family at one place.
     `floor`: (samples a replica, ranks that share them) -> seconds that no plan goes below. `memory_bytes`: of a device.
     Equal numbers of devices have one and the same Costs, and others may have too.
     """

@@ -143,8 +143,11 @@ class Predictor:
         return seconds + least_sums(self._network, plan, self._loads[id(ranks)], self.program)
 
     def least_bytes(self, plan: Plan) -> float:
-        """The peak, of the rank that needs most: exact, since it is cheap."""
-        return max(sum(self._bytes(plan, rank).values()) for rank in self._ranks(plan).fullest)
+        """The peak, of the rank that needs most: exact but for others' buckets in shared memory, as many as there are.
+
+        So it knows of the data axis only whether there are several replicas.
+        """
+        return max(sum(self._bytes(plan, rank, mapped=False).values()) for rank in self._ranks(plan).fullest)
 
     def without_waits(self, plan: Plan) -> float:
         """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
@@ -334,11 +337,11 @@ class Predictor:
 
     # -------------------------------------------------------------------------------------------------------- its bytes
 
-    def _bytes(self, plan: Plan, rank: _Rank) -> dict[str, float]:
+    def _bytes(self, plan: Plan, rank: _Rank, mapped: bool = True) -> dict[str, float]:
         memory = dict.fromkeys(CATEGORIES, 0.0)
         memory.update(state_bytes(plan, self.work.profile, rank.size, self.program))
         memory["activations"] = rank.in_flight * rank.size.saved + rank.size.transient
-        memory["communication"] = self._buckets(plan, rank)
+        memory["communication"] = self._buckets(plan, rank, mapped)
         several = plan.layout.pipeline > 1
         share = self.program.pipeline_fragmentation if several else self.program.fragmentation
         memory["allocator"] = share * memory["activations"]
@@ -351,12 +354,13 @@ class Predictor:
         batch = self.work.profile.saved_batch.at(share.samples) if enters else 0.0
         return round(rank.in_flight * (rank.size.saved + batch))
 
-    def _buckets(self, plan: Plan, rank: _Rank) -> float:
+    def _buckets(self, plan: Plan, rank: _Rank, mapped: bool) -> float:
         ranks = plan.layout.data * plan.layout.shard
         if ranks == 1 or plan.shards_model:
             return 0.0
         per_element = self.program.bucket_bytes
-        if plan.collectives.all_reduce == "shared_memory":  # every rank maps the others' buckets, and reads all of them
+        if mapped and plan.collectives.all_reduce == "shared_memory":
+            # Every rank maps the others' buckets, and reads all of them.
             per_element += ITEMSIZE[plan.precision.reduce] * (ranks - 1)
         return rank.size.trainable * per_element
 

@@ -283,6 +283,29 @@ def test_after_a_fall_back_what_a_rank_still_holds_goes_out_with_its_next_sample
         torch.testing.assert_close(sums, found[0][1] + found[1][1])
 
 
+def test_after_a_fall_back_what_is_held_of_an_unused_parameter_stays() -> None:
+    def work(collective: Collective) -> tuple[Tensor, Tensor]:
+        made = opened(collective, "topk", guard_every=0)
+        one_step(made, gradients(collective.rank, 1), 1, 2.0)
+        made.commit()
+        kept = held(made).clone()
+        made.fall_back({"step": 2})
+        flats = [torch.ones(size) for size in SIZES]
+        made.begin(2)
+        made.arm(4.0)
+        for number, flat in enumerate(flats):
+            made.start(number, flat)
+        made.drain()
+        made.settle(flats, [(0, 0, 3)])
+        made.commit()
+        assert made.unit == 2.0
+        return held(made), torch.cat([kept[:3], torch.zeros(NUMEL - 3)])
+
+    for left, wanted in on_ranks(2, work):
+        assert left[:3].any()
+        assert torch.equal(left, wanted)
+
+
 def test_what_is_held_back_is_judged_by_what_is_left_of_it_later() -> None:
     wanted = torch.ones(600)
     for by_chunk in (True, False):

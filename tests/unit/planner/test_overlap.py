@@ -19,6 +19,10 @@ def test_the_last_scatter_shows():
     assert gathered([10.0] * 4, NOTHING, [2.0] * 4, 0.0) == pytest.approx(42.0)
 
 
+def test_the_last_scatter_shows_where_the_last_unit_has_none():
+    assert gathered([1.0, 0.001], [0.0] * 2, [10.0, 0.0], 0.0) == pytest.approx(11.0)
+
+
 def test_compute_beside_a_collective_is_slowed():
     assert gathered([10.0] * 4, [1.0] * 4, NOTHING, 0.5) == pytest.approx(41.0 + 3 * 0.5)
 

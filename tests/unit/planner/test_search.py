@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from tests.unit.planner import made
 from tests.unit.planner.models import facts, gpus, transformer
 
 from shoal.errors import PlanError
@@ -233,7 +234,8 @@ def test_counts_are_whole_hosts() -> None:
 def real() -> tuple[Space, Workload, Search]:
     profile = transformer(layers=4, width=1024, ffn=2048, vocabulary=8192, positions=512, heads=8)
     work, cluster = Workload(profile, 16, 16), gpus(2, 4, gib=6)
-    space = Space(Plan(), facts(16, layers=4, heads=8, positions=512), counts(cluster))
+    mapped = dict.fromkeys(range(2, 9), "shared_memory")
+    space = Space(Plan(), facts(16, layers=4, heads=8, positions=512), counts(cluster), all_reduces=mapped)
     return space, work, Search(space, costs_of(work, cluster), work.grain_size)
 
 
@@ -343,3 +345,20 @@ def test_replicas_sum_by_what_is_fastest_among_so_many() -> None:
     assert chosen(1) == chosen(2, 2, "parameters") == "native"
     exact = replace(space, base=Plan().with_sections(execution={"exact": True}))
     assert exact.plan(Place(2, Cut()), Way(1)).collectives.all_reduce == "native"
+
+
+@pytest.mark.parametrize("name", ["fastest", "widest"])
+def test_what_fits_of_one_number_of_replicas_is_not_taken_from_another(name: str) -> None:
+    """Of 8 grains 5, 6 and 7 replicas leave a rank 2, but each maps the buckets of all others: 7 do not fit."""
+    work, aim = made.work(), Aim(name)
+    space = Space(Plan(), ModelFacts(8, 1), (5, 6, 7), all_reduces=dict.fromkeys((5, 6, 7), "shared_memory"))
+    cores = made.cluster(7, device=replace(made.DEVICE, kind="cpu"))
+    of_six = space.plan(Place(6, Cut()), Way(1, "full"))
+    peak = costs_of(work, cores)(6).predict(of_six).peak_bytes
+    costs = costs_of(work, replace(cores, device=replace(cores.device, memory_bytes=int(peak) + 1)))
+    every = [(plan.layout, costs(plan.layout.world_size).predict(plan)) for plan in every_plan(space)]
+    whole = {layout.data for layout, found in every if found.fits and layout.shard == 1}
+    assert whole == {5, 6}
+    wanted = sorted(aim.key(layout.world_size, found.step_seconds) for layout, found in every if found.fits)
+    found = Search(space, costs, work.grain_size).in_order(aim)
+    assert [aim.key(c.devices, c.seconds) for c in found] == wanted

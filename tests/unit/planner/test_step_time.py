@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.planner.made import DEVICE, block, cluster, predict, work
+from tests.unit.planner.made import DEVICE, LINK, block, cluster, predict, work
 
 from shoal.plan.plan import Plan
+from shoal.planner.profile import Body, Unit
 from shoal.planner.step_time import Predictor
 from shoal.planner.workload import CATEGORIES, TERMS, Program
 
@@ -140,6 +141,17 @@ def test_the_bounds_are_bounds(layout, grains, recompute, level):
     found = predictor.predict(given_plan)
     assert predictor.least_seconds(given_plan) <= found.step_seconds * (1 + 1e-9)
     assert predictor.least_bytes(given_plan) <= found.peak_bytes * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("level", ["gradients", "parameters"])
+@pytest.mark.parametrize("layout", [{"shard": 4}, {"data": 2, "shard": 2}])
+def test_the_bound_of_sums_holds_where_the_first_unit_has_no_weights(layout, level):
+    whole, slow = work(blocks=2), cluster(4, link=replace(LINK, bytes_per_second=1e6))
+    bare = replace(whole.profile, units=(Unit("input", Body(())), *whole.profile.units))
+    predictor = Predictor(replace(whole, profile=bare), slow, QUIET)
+    given_plan = plan(2, layout=layout, shard={"level": level})
+    found = predictor.predict(given_plan)
+    assert predictor.least_seconds(given_plan) < predictor.least_at(given_plan) <= found.step_seconds * (1 + 1e-9)
 
 
 def test_a_body_without_cuts_is_whole_on_every_tensor_rank():
