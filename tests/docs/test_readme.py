@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+# A fixture runs all the commands of the README, one after the other, each in a second or more of imports.
+pytestmark = pytest.mark.timeout(400)
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"])
