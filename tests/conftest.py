@@ -44,6 +44,19 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_parameter_server.py", "test_synchronous_is_verified"): ("True",),
     ("test_parameter_server.py", "test_a_worker_sends_and_gets_what_the_formula_says"): ("True",),
     ("test_parameter_server.py", "test_a_step_that_is_not_finite_is_left_out_on_all_servers"): ("asynchronous",),
+    ("test_preempted.py", "test_asked_to_stop"): ("SIGTERM-2-3", "SIGINT-1-2"),
+    ("test_preempted.py", "test_killed_altogether"): ("3-2",),
+    ("test_preempted.py", "test_one_worker_killed"): ("0",),
+    ("test_preempted.py", "test_asked_twice_it_stops_at_once"): ("2",),
+    ("test_raising.py", "test_one_rank_raises"): ("data-later", "forward-first", "backward-later"),
+    ("test_raising.py", "test_exact_mode_on_three_ranks"): ("backward",),
+    ("test_raising.py", "test_where_the_others_wait_in_the_same_forward"): ("forward",),
+    ("test_memory.py", "test_goes_on_with_smaller_microbatches"): (
+        "2-4-host-dropout",
+        "2-4-host-contrastive",
+        "1-2-device-job",
+    ),
+    ("test_memory.py", "test_one_grain_does_not_fit"): ("1-device", "2-host"),
     ("test_models.py", "test_verified_on_two_ranks"): ("llama", "bert-exact", "keras-batch-norm"),
 }
 
