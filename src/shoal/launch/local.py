@@ -88,7 +88,9 @@ def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
                     workers[rank] = _start(run, rank, listener, Path(folder))
                 return True
 
-            _watch(workers, signals, replace if run.replaceable else None)
+            _watch(
+                workers, signals, replace if run.replaceable else None, lambda worker: worker.rank in run.replaceable
+            )
             cut_short = workers[0].given_up and workers[0].process.returncode == ExitCode.PREEMPTED
             if run.replaceable and _is_well(workers[0]) and not cut_short:  # who is left over had been given up
                 return workers[0].process.returncode, None
@@ -162,11 +164,16 @@ def _is_well(worker: _Worker) -> bool:
     return worker.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
 
 
-def _watch(workers: list[_Worker], signals: Signals, replace: Callable[[_Worker], bool] | None) -> None:
+def _watch(
+    workers: list[_Worker],
+    signals: Signals,
+    replace: Callable[[_Worker], bool] | None,
+    without: Callable[[_Worker], bool] = lambda worker: True,
+) -> None:
     """Waits until all have ended; hands signals on, and ends the rest once one has died without a word for good.
 
     Where some are replaced, by `replace`, rank 0 leads the others, and none of them outlives it by long; before it is
-    ended it is asked to, since it may be well and can save what was computed.
+    ended it is asked to, since it may be well `without` those that failed and can save what was computed.
     """
     leader = workers[0]
     handed_on: signal.Signals | None = None
@@ -188,7 +195,12 @@ def _watch(workers: list[_Worker], signals: Signals, replace: Callable[[_Worker]
                 waits, failed_at = False, time.monotonic()
             if time.monotonic() - failed_at <= (_PATIENCE_SECONDS if waits else grace):
                 pass
-            elif replace is not None and leader.process.poll() is None and not leader.given_up:
+            elif (
+                replace is not None
+                and all(map(without, failed))
+                and not leader.given_up
+                and leader.process.poll() is None
+            ):
                 waits, failed_at, leader.given_up = True, time.monotonic(), True
                 leader.process.send_signal(signal.SIGTERM)
             else:
