@@ -9,6 +9,7 @@ import torch
 import shoal
 from shoal.engine import Engine
 from shoal.job_file import LoadedJob
+from shoal.plan.described import described
 from shoal.planner.comparison import told
 from shoal.progress import Reporter
 from shoal.records import RunRecord
@@ -27,6 +28,7 @@ def introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: Ru
     reporter.note(f"shoal {shoal.__version__}: {request.job.path}:{loaded.function} -> {request.out}")
     asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
     reporter.note(f"  devices     {where}{threads} ({asked})")
+    reporter.note(f"  layout      {described(plan)}")
     reporter.note(
         f"  batch       {job.global_batch} samples a step = {job.grains} grains of {job.grain_size}; "
         f"a rank computes up to {share} grains, {per} at a time ({-(-share // per)} microbatch(es))"
@@ -40,11 +42,8 @@ def introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: Ru
     )
     reporter.note(f"  summation   {mode}{_compressed(engine)}")
     if plan.serves:
-        bound = f", {plan.server.staleness} updates at most" if plan.server.mode == "bounded" else ""
         servers = f"{plan.layout.data} worker(s), {plan.server.num_servers} server(s) and a conductor"
-        reporter.note(
-            f"  servers     {plan.server.mode}{bound}: {servers}; no prediction: the planner knows no servers"
-        )
+        reporter.note(f"  servers     {servers}; no prediction: the planner knows no servers")
     scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
     reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
     samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"

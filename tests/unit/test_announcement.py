@@ -13,7 +13,7 @@ from shoal.announcement import introduce
 from shoal.plan.plan import Plan
 
 
-def said(plan: Plan) -> str:
+def said(plan: Plan, label: str = "devices") -> str:
     notes: list[str] = []
     job = SimpleNamespace(global_batch=16, grains=8, grain_size=2)
     engine: Any = SimpleNamespace(
@@ -32,7 +32,7 @@ def said(plan: Plan) -> str:
     loaded: Any = SimpleNamespace(job=job, function="job")
     reporter: Any = SimpleNamespace(note=notes.append)
     introduce(reporter, engine, loaded, request, None)
-    return next(note for note in notes if "devices" in note)
+    return next(note for note in notes if note.startswith(f"  {label} "))
 
 
 def test_with_servers_it_is_the_workers_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +43,14 @@ def test_with_servers_it_is_the_workers_device_that_is_named(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "4 processes, the workers on cuda (as asked)" in said(served)
     assert "1 process on cpu, " in said(Plan().with_sections(batch={"grains_per_microbatch": 1}))
+
+
+def test_the_layout_is_named() -> None:
+    one = {"grains_per_microbatch": 1}
+    assert said(Plan().with_sections(batch=one), "layout") == "  layout      one device"
+    sharded = Plan().with_sections(layout={"data": 2, "shard": 2}, shard={"level": "gradients"}, batch=one)
+    assert said(sharded, "layout") == "  layout      data 2, shard 2, ZeRO-2"
+    served = Plan().with_sections(
+        layout={"data": 3}, server={"mode": "bounded", "staleness": 2, "num_servers": 2}, batch=one
+    )
+    assert said(served, "layout") == "  layout      data 3, bounded (staleness 2) with 2 servers"

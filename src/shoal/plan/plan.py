@@ -207,6 +207,20 @@ class Plan(_Section):
             raise _plan_error(error, source) from None
 
 
+# By the kind of pydantic's error, with its context.
+_WANTED = {
+    "int_type": "write a whole number, without quotes or a point",
+    "bool_type": "write true or false",
+    "float_type": "write a number, without quotes",
+    "string_type": "write a text in quotes",
+    "tuple_type": "write a list in brackets",
+    "dict_type": "write a table",
+    "greater_than_equal": "write {ge} or more",
+    "greater_than": "write more than {gt}",
+    "less_than_equal": "write {le} or less",
+}
+
+
 def _known_keys(path: tuple[str, ...]) -> list[str]:
     model: Any = Plan
     for part in path:
@@ -227,6 +241,7 @@ def _plan_error(error: ValidationError, source: str) -> PlanError:
         path = tuple(str(p) for p in item["loc"] if not str(p).startswith(("literal[", "constrained-", "float")))
         dotted = ".".join(path)
         if dotted in seen:
+            remedy[-1] += f"; or {_wanted(item, path)}"
             continue
         seen.add(dotted)
         given.append(f"{dotted} = {item['input']!r:.60}")
@@ -237,7 +252,7 @@ def _plan_error(error: ValidationError, source: str) -> PlanError:
         else:
             expected = item["msg"][0].lower() + item["msg"][1:]
             conflict.append(f"{dotted}: {expected}")
-            remedy.append(f"{dotted}: write what it asks for" + _hint(item))
+            remedy.append(f"{dotted}: {_wanted(item, path)}")
     return PlanError(
         given=f"in {source}: " + "\n".join(given),
         conflict="\n".join(conflict),
@@ -245,8 +260,13 @@ def _plan_error(error: ValidationError, source: str) -> PlanError:
     )
 
 
-def _hint(item: Any) -> str:
-    if item["type"] == "literal_error" and isinstance(item["input"], str):
+def _wanted(item: Any, path: tuple[str, ...]) -> str:
+    """What to write where a value was refused."""
+    if item["type"] == "literal_error":
         options = [o.strip(" '") for o in str(item["ctx"]["expected"]).replace(" or ", ", ").split(",")]
-        return nearest(item["input"], options)
-    return ""
+        close = nearest(item["input"], options) if isinstance(item["input"], str) else ""
+        return f"write one of {', '.join(options)}{close}"
+    known = _known_keys(path)
+    if known:
+        return f"write a table with any of {', '.join(known)}"
+    return _WANTED.get(item["type"], "leave it out for the default").format(**item.get("ctx", {}))

@@ -316,21 +316,6 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
     )
 
 
-def described(plan: Plan) -> str:
-    """A plan's layout in words: degrees in use, and what differs from the default."""
-    words = [f"{axis} {degree}" for axis, degree in plan.layout.__dict__.items() if degree > 1] or ["one device"]
-    if plan.layout.shard > 1:
-        words.append({"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}[plan.shard.level])
-    if plan.layout.pipeline > 1:
-        stages = f" x {plan.pipeline.stages_per_rank}" if plan.pipeline.stages_per_rank > 1 else ""
-        words.append(plan.pipeline.schedule + stages)
-    if plan.tensor.sequence and plan.layout.tensor > 1:
-        words.append("sequence")
-    if plan.memory.recompute != "none":
-        words.append(f"recompute {plan.memory.recompute}")
-    return ", ".join(words)
-
-
 @lru_cache(maxsize=65536)
 def _layout(place: Place, shard: int) -> LayoutSection:
     return LayoutSection.model_construct(data=place.replicas // shard, shard=shard, **place.cut._asdict())

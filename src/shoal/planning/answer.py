@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shoal import __version__
+from shoal.plan.described import described
 from shoal.plan.plan import Plan
 from shoal.planner.aims import Aim
 from shoal.planner.choice import Choice, NothingFitsError, choose, counted, gib
@@ -22,7 +23,7 @@ from shoal.planner.outlook import (
     sensitivity,
 )
 from shoal.planner.search import Candidate
-from shoal.planner.space import counts, described
+from shoal.planner.space import counts
 from shoal.planning.question import Question
 
 _LARGEST = 1024  # hosts, in the search for a cluster on which something fits

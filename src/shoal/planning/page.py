@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
+from shoal.plan.described import described
 from shoal.plan.toml import write as plan_text
 from shoal.planner.choice import gib
-from shoal.planner.space import described
 from shoal.planning import words
 from shoal.planning.answer import Answer
 from shoal.report.drawing import Bar, Spot, curve, waterfall

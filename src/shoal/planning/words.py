@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from shoal.plan.described import described
 from shoal.planner.choice import gib
 from shoal.planner.search import Candidate
-from shoal.planner.space import described
 from shoal.planning.answer import Answer, storage_known
 
 Rows = list[list[str]]

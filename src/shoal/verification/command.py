@@ -12,6 +12,7 @@ from shoal.errors import ExitCode, PlanError
 from shoal.faults import as_shoal_error
 from shoal.job import Job
 from shoal.job_file import LoadedJob, load
+from shoal.plan.described import described
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
 from shoal.run_directory import RunDirectory, write_file
@@ -86,12 +87,9 @@ def _refuse_ahead(plan: Plan) -> None:
 
 
 def _print(verdict: Verdict, plan: Plan, parallel_seconds: float) -> None:
-    names = {"shard": f"shard ({plan.shard.level})"}
-    used = {axis: degree for axis, degree in plan.layout.model_dump().items() if degree > 1}
-    degrees = ", ".join(f"{names.get(axis, axis)} {degree}" for axis, degree in used.items())
     mode = "exact" if plan.execution.exact else "fast"
     kind = f"{plan.precision.parameters}, compute {plan.precision.compute}"
-    print(f"layout             {degrees or 'one process'}; {mode}; parameters {kind}; {verdict.num_steps} steps")
+    print(f"layout             {described(plan)}; {mode}; parameters {kind}; {verdict.num_steps} steps")
     for note in verdict.notes:
         print(f"note               {note}")
     cost = f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references"

@@ -48,6 +48,40 @@ def test_the_nearest_name_is_offered(document: dict[str, Any], hint: str) -> Non
     assert hint in mistakes(document).remedy
 
 
+@pytest.mark.parametrize(
+    ("document", "remedy"),
+    [
+        (
+            {"shard": {"level": "zero3"}},
+            "shard.level: write one of optimizer, gradients, parameters",
+        ),
+        ({"shard": {"level": 3}}, "shard.level: write one of optimizer, gradients, parameters"),
+        ({"layout": {"data": 0}}, "layout.data: write 1 or more"),
+        ({"layout": {"data": "2"}}, "layout.data: write a whole number, without quotes or a point"),
+        ({"layout": {"data": 2.5}}, "layout.data: write a whole number, without quotes or a point"),
+        ({"compression": {"density": 0.0}}, "compression.density: write more than 0.0"),
+        ({"compression": {"density": 2.0}}, "compression.density: write 1.0 or less"),
+        ({"compression": {"density": "a"}}, "compression.density: write a number, without quotes"),
+        ({"execution": {"exact": 1}}, "execution.exact: write true or false"),
+        ({"execution": 3}, "execution: write a table with any of exact, channels_last, compile"),
+        ({"pipeline": {"split": "a"}}, "pipeline.split: write a list in brackets"),
+        ({"pipeline": {"split": [1]}}, "pipeline.split.0: write a text in quotes"),
+        ({"prediction": 1}, "prediction: write a table"),
+        ({"schema": 2}, "schema: write one of 1"),
+        (
+            {"precision": {"loss_scale": "off"}},
+            "precision.loss_scale: write one of none, dynamic; or write a number, without quotes",
+        ),
+        (
+            {"precision": {"loss_scale": -1.0}},
+            "precision.loss_scale: write one of none, dynamic; or write more than 0.0",
+        ),
+    ],
+)
+def test_a_refused_value_comes_with_what_to_write(document: dict[str, Any], remedy: str) -> None:
+    assert mistakes(document).remedy == remedy
+
+
 def test_an_unknown_key_lists_the_known_ones() -> None:
     error = mistakes({"memory": {"zzz": 1}})
     assert "memory.zzz: unknown key" in error.conflict

@@ -13,6 +13,7 @@ from tests.unit.planner import made
 from tests.unit.planner.models import facts, gpus, transformer
 
 from shoal.errors import PlanError
+from shoal.plan.described import described
 from shoal.plan.legal import ModelFacts, check
 from shoal.plan.plan import Plan
 from shoal.plan.toml import read, write
@@ -22,7 +23,7 @@ from shoal.planner.comparison import section
 from shoal.planner.costs import costs_of
 from shoal.planner.filling import Turns
 from shoal.planner.search import Candidate, Costs, Group, Search
-from shoal.planner.space import Cut, Level, Place, Space, Way, counts, described, microbatch_sizes, simplicity
+from shoal.planner.space import Cut, Level, Place, Space, Way, counts, microbatch_sizes, simplicity
 from shoal.planner.workload import Prediction, Workload
 
 MEMORY = 100.0

@@ -1,0 +1,26 @@
+"""A plan's layout in words, for a line that people read."""
+
+from __future__ import annotations
+
+from shoal.plan.plan import Plan
+
+_ZERO = {"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
+
+
+def described(plan: Plan) -> str:
+    """Degrees in use, what differs from the default, and the servers if there are any."""
+    words = [f"{axis} {degree}" for axis, degree in plan.layout.__dict__.items() if degree > 1] or ["one device"]
+    if plan.layout.shard > 1:
+        words.append(_ZERO[plan.shard.level])
+    if plan.layout.pipeline > 1:
+        stages = f" x {plan.pipeline.stages_per_rank}" if plan.pipeline.stages_per_rank > 1 else ""
+        words.append(plan.pipeline.schedule + stages)
+    if plan.tensor.sequence and plan.layout.tensor > 1:
+        words.append("sequence")
+    if plan.memory.recompute != "none":
+        words.append(f"recompute {plan.memory.recompute}")
+    if plan.serves:
+        bound = f" (staleness {plan.server.staleness})" if plan.server.mode == "bounded" else ""
+        count = plan.server.num_servers
+        words.append(f"{plan.server.mode}{bound} with {count} server{'s' if count > 1 else ''}")
+    return ", ".join(words)
