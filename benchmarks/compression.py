@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,36 @@ RESULTS = ROOT / "benchmarks" / "results" / "compression.json"
 PAGE = ROOT / "docs" / "compression.md"
 BEGIN, END = "<!-- written by benchmarks/compression.py -->", "<!-- end of what it writes -->"
 
-SCHEMES = ("none", "bfloat16", "float16", "int8", "topk", "powersgd")
-# Of the uncompressed run more seeds: what a seed changes is the noise.
-SEEDS = {scheme: (0, 1, 2) if scheme == "none" else (0, 1) for scheme in SCHEMES}
-TASKS: dict[str, dict[str, Any]] = {
-    "lenet": {"epochs": 1},
-    "gpt": {"steps": 150, "layers": 2, "width": 64, "block": 64},
+
+@dataclass(frozen=True)
+class Row:
+    """A scheme with its options."""
+
+    scheme: str
+    options: dict[str, Any] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+
+ROWS = {
+    "none": Row("none"),
+    "bfloat16": Row("bfloat16"),
+    "float16": Row("float16"),
+    "int8": Row("int8"),
+    "topk 10 %": Row("topk", {"density": 0.1}),
+    "topk 1 %": Row("topk", {"density": 0.01}),
+    "powersgd": Row("powersgd"),
 }
-TITLES = {"lenet": "LeNet on Fashion-MNIST, one epoch", "gpt": "GPT of 0.12 M parameters, 150 steps"}
+# What loses nearly all of each gradient for good: here the guard has to fire.
+PLANTED = {
+    "topk of 0.01 % without feedback": Row("topk", {"density": 1e-4, "feedback": False}, (0,)),
+    "powersgd of rank 1 without feedback": Row("powersgd", {"rank": 1, "feedback": False}, (0,)),
+}
+GUARD_EVERY = 25
+TASKS: dict[str, dict[str, Any]] = {
+    "lenet": {"epochs": 2},
+    "gpt": {"steps": 300, "layers": 2, "width": 64, "block": 64},
+}
+TITLES = {"lenet": "LeNet on Fashion-MNIST, two epochs", "gpt": "GPT of 0.12 M parameters, 300 steps"}
 TIMED_STEPS, ROUNDS, DISCARDED = 6, 5, 2
 TIMED = {"steps": 10**6, "layers": 4, "width": 256}
 
@@ -47,16 +69,17 @@ class Cell:
     """What came of one training: bytes of one rank in a step, and the mean loss over the evaluation data."""
 
     task: str
-    scheme: str
+    row: str
     seed: int
     eval_loss: float
     eval_accuracy: float
     payload_bytes: int
     traffic: dict[str, Any]
     predicted: dict[str, Any]
+    num_compared: int
     worst_lost: float | None
     least_cosine: float | None
-    fell_back: bool
+    fell_back: dict[str, Any] | None
     step_seconds: float
 
 
@@ -70,27 +93,27 @@ def job(task: str, **settings: Any) -> Any:
     return made(**settings)
 
 
-def planned(made: Any, scheme: str) -> Any:
+def planned(made: Any, row: Row) -> Any:
     """Two data ranks."""
     import shoal
     from shoal.plan.resolve import complete
 
-    sections = {"layout": {"data": 2}, "collectives": {"compression": scheme}}
-    if scheme != "none":
-        sections["compression"] = {"guard_every": 50}
+    sections = {"layout": {"data": 2}, "collectives": {"compression": row.scheme}}
+    if row.scheme != "none":
+        sections["compression"] = {"guard_every": GUARD_EVERY, **row.options}
     return complete(shoal.Plan().with_sections(**sections), made.grains, made.grain_size)
 
 
-def train(task: str, scheme: str, seed: int, folder: Path) -> Cell:
+def train(task: str, name: str, seed: int, folder: Path) -> Cell:
     """One cell on two forked ranks, each with one thread."""
     from shoal.verification.fork import forked
 
     made = job(task, seed=seed, **TASKS[task])
-    plan = planned(made, scheme)
+    plan = planned(made, (ROWS | PLANTED)[name])
     with forked(2, partial(_rank, made, plan, folder), folder) as wait:
         wait()
     told = json.loads((folder / "told.json").read_text())
-    return Cell(task=task, scheme=scheme, seed=seed, **told)
+    return Cell(task=task, row=name, seed=seed, **told)
 
 
 def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
@@ -123,9 +146,10 @@ def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
                 "payload_bytes": payload(step.gradients, plan) if plan.collectives.compression != "none" else whole,
                 "traffic": (meter.to_json() or {})["traffic"],
                 "predicted": predicted(plan, step, mesh.rank)["traffic"],
+                "num_compared": len(compared),
                 "worst_lost": max((c["lost"] for c in compared), default=None),
                 "least_cosine": min((c["cosine"] for c in compared), default=None),
-                "fell_back": any(c["fell_back"] for c in compared),
+                "fell_back": engine.strategy.compression.fell_back if engine.strategy.compression else None,
                 "step_seconds": statistics.median(outcome.step_seconds),
             }
             (folder / "told.json").write_text(json.dumps(told))
@@ -143,11 +167,11 @@ def timed(folder: Path, number: int) -> dict[str, float]:
 
     found = {}
     made = job("gpt", **TIMED)
-    for scheme in SCHEMES:
-        into = folder / f"{scheme}-{number}"
-        with forked(2, partial(_timed_rank, made, planned(made, scheme), into), into) as wait:
+    for name, row in ROWS.items():
+        into = folder / f"{name}-{number}"
+        with forked(2, partial(_timed_rank, made, planned(made, row), into), into) as wait:
             wait()
-        found[scheme] = json.loads((into / "told.json").read_text())
+        found[name] = json.loads((into / "told.json").read_text())
     return found
 
 
@@ -186,56 +210,80 @@ def table(kept: dict[str, Any]) -> list[str]:
     cells = [Cell(**cell) for cell in kept["cells"].values()]
     lines = []
     for task, title in TITLES.items():
-        by = {s: found for s in SCHEMES if (found := [c for c in cells if c.task == task and c.scheme == s])}
-        if "none" not in by:
+        by = {name: found for name in ROWS if (found := [c for c in cells if c.task == task and c.row == name])}
+        if "none" in by:
+            lines += [*losses(title, by), ""]
+    for c in cells:
+        if c.row in PLANTED and c.fell_back is not None:
+            plain = next(other for other in cells if (other.task, other.row, other.seed) == (c.task, "none", c.seed))
+            lines.append(
+                f"- The guard's planted case, {c.task}, {c.row}: fires at step {c.fell_back['step']} "
+                f"(`lost` {c.fell_back['lost']:.2f}); from there uncompressed it ends at {c.eval_loss:.4f}, "
+                f"the uncompressed run of its seed at {plain.eval_loss:.4f}."
+            )
+        elif c.row in PLANTED:
+            lines.append(f"- The guard's planted case, {c.task}, {c.row}: **silent**, worst `lost` {c.worst_lost:.2g}.")
+    return [*lines, *([] if lines[-1:] == [""] else [""]), *times(kept["rounds"])]
+
+
+def losses(title: str, by: dict[str, list[Cell]]) -> list[str]:
+    """One task's table: cells by row, those of the uncompressed run among them."""
+    plain = {c.seed: c.eval_loss for c in by["none"]}
+    noise = max(plain.values()) - min(plain.values())
+    whole = by["none"][0].payload_bytes
+    lines = [
+        f"**{title}**. Uncompressed: loss {min(plain.values()):.4f} to {max(plain.values()):.4f} over "
+        f"{len(plain)} seeds, a spread of {noise:.4f}.",
+        "",
+        "| scheme | gradients, bytes | of float32 | a rank sends, bytes | as the formula | loss | beside "
+        "uncompressed, by seed | mean | within noise | guard | worst `lost` | least cosine |",
+        "|---|---:|---:|---:|---|---:|---|---:|---|---|---:|---:|",
+    ]
+    for name, found in by.items():
+        first = found[0]
+        paired = [c.eval_loss - plain[c.seed] for c in found if c.seed in plain]
+        beside = statistics.mean(paired)
+        words = [
+            name,
+            f"{first.payload_bytes:,}",
+            f"1 / {whole / first.payload_bytes:.1f}",
+            f"{total_bytes(first.traffic):,}",
+            "yes" if all(c.traffic == c.predicted for c in found) else "no",
+            f"{statistics.mean(c.eval_loss for c in found):.4f}",
+        ]
+        if name == "none":
+            lines.append("| " + " | ".join([*words[:2], "", *words[3:], *[""] * 6]) + " |")
             continue
-        plain = {c.seed: c.eval_loss for c in by["none"]}
-        noise = max(plain.values()) - min(plain.values())
-        lines += [
-            f"**{title}** (uncompressed: loss {min(plain.values()):.4f} to {max(plain.values()):.4f} over "
-            f"{len(plain)} seed(s), a spread of {noise:.4f})",
-            "",
-            "| scheme | gradients, bytes | of float32 | a rank sends, bytes | as the formula | loss | beside "
-            "uncompressed | within noise | worst `lost` | least cosine |",
-            "|---|---:|---:|---:|---|---:|---:|---|---:|---:|",
+        fired = sum(c.fell_back is not None for c in found)
+        words += [
+            ", ".join(f"{difference:+.4f}" for difference in paired),
+            f"{beside:+.4f}",
+            "yes" if beside <= noise else "no",
+            f"fired in {fired}" if fired else f"silent, {sum(c.num_compared for c in found)} times asked",
+            f"{max(c.worst_lost or 0.0 for c in found):.2g}",
+            f"{min(c.least_cosine or 0.0 for c in found):.3f}",
         ]
-        whole = by["none"][0].payload_bytes
-        for scheme, found in by.items():
-            first = found[0]
-            beside = statistics.mean(c.eval_loss - plain[c.seed] for c in found)
-            lost = max((c.worst_lost for c in found if c.worst_lost is not None), default=None)
-            cosine = min((c.least_cosine for c in found if c.least_cosine is not None), default=None)
-            within = "" if scheme == "none" else ("yes" if beside <= noise else "no")
-            within = within if len(plain) > 1 else "?"
-            within += ", fell back" if any(c.fell_back for c in found) else ""
-            cells_ = [
-                scheme,
-                f"{first.payload_bytes:,}",
-                f"1 / {whole / first.payload_bytes:.1f}" if scheme != "none" else "",
-                f"{total_bytes(first.traffic):,}",
-                "yes" if all(c.traffic == c.predicted for c in found) else "no",
-                f"{statistics.mean(c.eval_loss for c in found):.4f}",
-                f"{beside:+.4f}" if scheme != "none" else "",
-                within,
-                "" if lost is None else f"{lost:.2g}",
-                "" if cosine is None else f"{cosine:.3f}",
-            ]
-            lines.append("| " + " | ".join(cells_) + " |")
-        lines.append("")
-    if kept.get("rounds"):
-        times = {scheme: [round_[scheme] for round_ in kept["rounds"]] for scheme in SCHEMES}
-        base = times["none"]
-        lines += [
-            f"**Time of a step**, GPT of 3.3 M parameters, two ranks of a thread each, Gloo over loopback, median of "
-            f"{len(base)} rounds of {TIMED_STEPS - DISCARDED} steps (least and most):",
-            "",
-            "| scheme | milliseconds | beside uncompressed, round by round |",
-            "|---|---:|---:|",
-        ]
-        for scheme, seconds in times.items():
-            ratio = statistics.median(a / b for a, b in zip(seconds, base, strict=True))
-            spread = f"({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})"
-            lines.append(f"| {scheme} | {statistics.median(seconds) * 1e3:.0f} {spread} | {ratio:.2f} |")
+        lines.append("| " + " | ".join(words) + " |")
+    return lines
+
+
+def times(rounds: list[dict[str, float]]) -> list[str]:
+    """The table of seconds."""
+    if not rounds:
+        return []
+    by = {name: [round_[name] for round_ in rounds] for name in ROWS}
+    lines = [
+        f"**Time of a step**, GPT of 3.3 M parameters, two ranks of a thread each, Gloo over loopback, median of "
+        f"{len(rounds)} rounds of {TIMED_STEPS - DISCARDED} steps (least and most):",
+        "",
+        "| scheme | milliseconds | beside uncompressed, round by round |",
+        "|---|---:|---:|",
+    ]
+    for name, seconds in by.items():
+        ratios = [a / b for a, b in zip(seconds, by["none"], strict=True)]
+        spread = f"({min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f})"
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if name != "none" else ""
+        lines.append(f"| {name} | {statistics.median(seconds) * 1e3:.0f} {spread} | {ratio} |")
     return lines
 
 
@@ -246,15 +294,15 @@ def remembered() -> dict[str, Any]:
 
 def wanted() -> Iterator[tuple[str, str, int]]:
     """What there is to do: what a table cannot be without comes first."""
-    yield from ((task, scheme, 0) for task in TASKS for scheme in SCHEMES)
-    yield from ((task, "none", seed) for task in TASKS for seed in SEEDS["none"][1:])
+    for seed in (0, 1, 2):
+        yield from ((task, name, seed) for task in TASKS for name, row in ROWS.items() if seed in row.seeds)
+        yield from ((task, name, seed) for task in TASKS for name, row in PLANTED.items() if seed in row.seeds)
     yield from (("time", "all", number) for number in range(ROUNDS))
-    yield from ((task, s, seed) for task in TASKS for s in SCHEMES[1:] for seed in SEEDS[s][1:])
 
 
-def is_known(kept: dict[str, Any], task: str, scheme: str, seed: int) -> bool:
+def is_known(kept: dict[str, Any], task: str, name: str, seed: int) -> bool:
     """Whether it was done before."""
-    return len(kept["rounds"]) > seed if task == "time" else f"{task} {scheme} {seed}" in kept["cells"]
+    return len(kept["rounds"]) > seed if task == "time" else f"{task} {name} {seed}" in kept["cells"]
 
 
 def main() -> int:
@@ -271,23 +319,23 @@ def main() -> int:
         RESULTS.unlink(missing_ok=True)
     kept = remembered()
     with tempfile.TemporaryDirectory() as name:
-        for task, scheme, seed in wanted():
-            if arguments.only not in (None, task) or is_known(kept, task, scheme, seed):
+        for task, row, seed in wanted():
+            if arguments.only not in (None, task) or is_known(kept, task, row, seed):
                 continue
             if time.monotonic() - began > arguments.seconds:
                 break
-            into = Path(name) / f"{task}-{scheme}-{seed}"
+            into = Path(name) / f"{task}-{row}-{seed}"
             if task == "time":
                 told: Any = timed(into, seed)
             else:
-                told = asdict(train(task, scheme, seed, into))
+                told = asdict(train(task, row, seed, into))
             kept = remembered()  # another call may have gone on with another part
             if task == "time":
                 kept["rounds"].append(told)
             else:
-                kept["cells"][f"{task} {scheme} {seed}"] = told
+                kept["cells"][f"{task} {row} {seed}"] = told
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-            print(f"{time.monotonic() - began:.0f} s: {task} {scheme} {seed}", flush=True)
+            print(f"{time.monotonic() - began:.0f} s: {task} {row} {seed}", flush=True)
     lines = "\n".join(table(kept))
     print(lines)
     page = PAGE.read_text()

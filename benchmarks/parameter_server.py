@@ -1,161 +1,200 @@
 """Parameter server: LeNet on Fashion-MNIST by data parallelism and by servers in each mode, side by side.
 
-Claim: none before it is measured; the table of docs/parameter-server.md shows what synchronous servers and workers that
-run ahead reach beside data parallelism, at which staleness, with hardware, versions and settings. Every run has the
-same job, seed, global batch and number of steps. Steps per second are of runs with more processes than cores, and are
-no claim.
+Claim: none before it is measured.
 
-    python -m benchmarks.parameter_server                          # all of them, then the page
-    python -m benchmarks.parameter_server --only asynchronous      # one again
-    python -m benchmarks.parameter_server --page                   # the page alone, from what was measured last
+Each run is `shoal run` of examples/fashion_mnist.py with the same seed, global batch and number of steps, on 3 workers;
+in one a worker is killed by SIGKILL a third of the way. Checked of every run: the digest of samples is the same, each
+step was applied once (`applied_pushes`), and the histogram of staleness in the result is that of the step records.
+Steps per second are of runs with more processes than cores, and are no claim.
+
+    python -m benchmarks.parameter_server                          # what is missing, then the page
+    python -m benchmarks.parameter_server --only asynchronous      # the rows of that name
+    python -m benchmarks.parameter_server --seconds 180            # starts no run after so long; a further call goes on
+    python -m benchmarks.parameter_server --again                  # forgets what is known
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
-import torch._dynamo  # which a first optimizer imports: once here, not in each process
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
-import fashion_mnist
-import shoal
-from shoal.engine import Engine, Options, build
-from shoal.environment import Environment
-from shoal.keeper import RunState
-from shoal.mesh import alone, open_mesh
-from shoal.plan.resolve import complete
-from shoal.records import StepRecord
-from shoal.serving.conductor import Conductor
-from shoal.serving.crew import Crew
-from shoal.serving.part import take_part
-from shoal.serving.peers import identity
-from shoal.startup import versions
-from shoal.telemetry import RecordWriter
-from shoal.trainer import Outcome, Surroundings
-from shoal.verification.fork import forked
+import tomli_w
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "parameter_server.json"
 PAGE = ROOT / "docs" / "parameter-server.md"
 BEGIN, END = "<!-- table: benchmarks/parameter_server.py -->\n", "<!-- end of table -->"
 WORKERS, LAST = 3, 50
-# Staleness acts like momentum (Mitliagkas et al., arXiv 1605.09774): with the job's own 0.9 as well, asynchronous
-# workers had learnt nothing after 32 steps. The same settings serve all modes.
+TIME_LIMIT_SECONDS = 400.0
+_MARK = "SHOAL_BENCHMARK_MARK"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: which servers, settings of the job, and seeds; `kill`: one worker, on the way."""
+
+    server: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    kill: bool = False
+
+
+# Staleness acts like momentum (Mitliagkas et al., arXiv 1605.09774), so that all modes have less than the job's 0.9.
 SETTINGS: dict[str, Any] = {"epochs": 2, "lr": 0.1, "momentum": 0.5}
-RUNS: dict[str, dict[str, Any]] = {
-    "data parallel": {},
-    "synchronous": {"mode": "synchronous"},
-    "bounded, 2": {"mode": "bounded", "staleness": 2},
-    "asynchronous": {"mode": "asynchronous"},
+SYNCHRONOUS, ASYNCHRONOUS = {"mode": "synchronous"}, {"mode": "asynchronous"}
+MODES = {
+    "data parallel": Row(),
+    "synchronous": Row(SYNCHRONOUS),
+    "bounded, 2": Row({"mode": "bounded", "staleness": 2}),
+    "asynchronous": Row(ASYNCHRONOUS),
+    "asynchronous, one worker killed": Row(ASYNCHRONOUS, kill=True),
 }
 
 
-def trained(server: dict[str, Any], settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One run in processes of its own: loss, metrics, steps per second, and the servers' report."""
-    job = fashion_mnist.job(**settings)
-    plan = shoal.Plan().with_sections(layout={"data": WORKERS}, server=server)
-    plan = complete(plan, job.grains, job.grain_size)
-    losses: list[float] = []
-
-    def on_step(record: StepRecord, rank: int) -> None:
-        losses.append(record.loss or 0.0)
-
-    around = Surroundings(lambda text: None, on_step, lambda: False)
-
-    def write(outcome: Outcome, seconds: float, report: dict[str, Any] | None) -> None:
-        last = mean(losses[-LAST:])
-        found = {"steps": outcome.state.step, "metrics": outcome.metrics, "last": last, "server": report}
-        found |= {"digest": outcome.state.digest, "steps_per_second": outcome.state.step / seconds}
-        (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
-
-    def by_servers(engine: Engine, crew: Crew) -> None:
-        state: RunState = engine.first_state()
-        parts = engine.parts(state, engine.order.num_steps, around, RecordWriter(None))
-        conductor, began = Conductor(parts, around, state, plan, crew), time.perf_counter()
-        outcome = conductor.train()
-        write(outcome, time.perf_counter() - began, conductor.report())
-
-    def rank(environment: Environment) -> None:
-        if not plan.serves:
-            with open_mesh(environment, plan.degrees) as mesh:
-                engine, began = build(job, plan, mesh, Options()), time.perf_counter()
-                outcome = engine.trainer(None, engine.order.num_steps, around, RecordWriter(None)).train()
-                if mesh.rank == 0:
-                    write(outcome, time.perf_counter() - began, None)
-                engine.close()
-        elif not take_part(job, plan, environment):
-            with Crew(environment, plan.server.num_servers, identity(job, plan)) as crew:
-                engine = build(job, plan, alone(torch.device("cpu")), Options())
-                by_servers(engine, crew)
-                engine.close()
-
-    with forked(plan.num_processes, rank, folder / "ranks") as wait:
-        wait()
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
-    return found
+def trained(row: Row, seed: int, folder: Path) -> dict[str, Any]:
+    """What came of one run: metrics, the last losses, the servers' report, and steps per second."""
+    plan, out = folder / "plan.toml", folder / "run"
+    plan.write_text(tomli_w.dumps({"schema": 1, "layout": {"data": WORKERS}, "server": row.server}), encoding="utf-8")
+    settings = {**SETTINGS, **row.settings, "seed": seed}
+    command = [sys.executable, "-m", "shoal", "run", "examples/fashion_mnist.py", "--plan", str(plan)]
+    command += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [*command, "--out", str(out)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark},
+        stdout=(folder / "said").open("w"),
+        stderr=subprocess.STDOUT,
+    )
+    killed = kill_one(out / "records.jsonl", mark, process) if row.kill else None
+    if process.wait(TIME_LIMIT_SECONDS):
+        raise RuntimeError((folder / "said").read_text(encoding="utf-8"))
+    result = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    records = [json.loads(line) for line in (out / "records.jsonl").read_text(encoding="utf-8").splitlines()]
+    check(result, records)
+    return {
+        "steps": result["steps"],
+        "digest": result["sample_digest"],
+        "metrics": result["metrics"],
+        "last": mean(record["loss"] for record in records[-LAST:]),
+        "server": result["server"],
+        "killed": killed,
+        "steps_per_second": len(records) / sum(record["seconds"] for record in records),
+    }
 
 
-def row(name: str, found: dict[str, Any]) -> str:
-    """A line of the table."""
-    served, metrics = found["server"], found["metrics"]
-    histogram = "-" if served is None else ", ".join(f"{n}: {count}" for n, count in served["staleness"].items())
-    cells = [name, f"{metrics['loss']:.4f}", f"{100 * metrics['accuracy']:.2f} %", f"{found['last']:.4f}", histogram]
-    return "| " + " | ".join([*cells, f"{found['steps_per_second']:.1f}"]) + " |"
+def kill_one(records: Path, mark: str, process: subprocess.Popen[bytes]) -> int:
+    """SIGKILL to the last worker once a third of an epoch is trained: its process id."""
+    while process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            if len(records.read_bytes().splitlines()) >= 80:
+                break
+        time.sleep(0.2)
+    rank = f"RANK={WORKERS + 1}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if f"{_MARK}={mark}".encode() in words and rank in words:
+                os.kill(int(path.parent.name), signal.SIGKILL)
+                return int(path.parent.name)
+    raise RuntimeError("no worker of this run is there")
 
 
-def table(results: dict[str, Any]) -> str:
-    """The table with what it was measured on."""
-    runs = results["runs"]
-    steps = next(iter(runs.values()))["steps"]
-    settings = ", ".join(f"{name} {value}" for name, value in results["settings"].items())
-    lines = [
-        f"`examples/fashion_mnist.py` (LeNet, {settings}, {steps} steps), "
-        f"{WORKERS} workers, 1 server; one run each; {results['machine']}. Loss and accuracy on the test images",
-        f"after the last step; the training loss is the mean of the last {LAST} steps. All runs end with the same",
-        "digest of samples.",
-        "",
-        "| | test loss | test accuracy | training loss | staleness: updates | steps/s |",
-        "|---|---|---|---|---|---|",
-        *(row(name, runs[name]) for name in RUNS if name in runs),
+def check(result: dict[str, Any], records: list[dict[str, Any]]) -> None:
+    """Raises: AssertionError where a step was not applied once, or result and records say different things."""
+    served, steps = result["server"], result["steps"]
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    if served is None:
+        return
+    parts = WORKERS if served["mode"] == "synchronous" else 1
+    assert (served["applied_steps"], served["applied_pushes"]) == (steps, parts * steps), served
+    assert sorted(record["push"]["step"] for record in records) == list(range(1, steps + 1))
+    counted = Counter(str(record["push"]["staleness"]) for record in records)
+    assert served["staleness"] == dict(counted), (served["staleness"], counted)
+
+
+def line(name: str, found: list[dict[str, Any]]) -> str:
+    """A line of the table: means over the seeds, least and most of the loss."""
+    losses = [run["metrics"]["loss"] for run in found]
+    counts = sum((Counter(run["server"]["staleness"]) for run in found if run["server"]), Counter[str]())
+    shares = [f"{n}: {100 * counts[n] / counts.total():.1f} %" for n in sorted(counts, key=int)]
+    pushes = {run["server"]["applied_pushes"] for run in found if run["server"]}
+    again = sum(run["server"]["again"] for run in found if run["server"])
+    cells = [
+        name,
+        f"{mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})",
+        f"{100 * mean(run['metrics']['accuracy'] for run in found):.2f} %",
+        f"{mean(run['last'] for run in found):.4f}",
+        ", ".join(shares) or "-",
+        ", ".join(map(str, sorted(pushes))) + (f" ({again} given out again)" if again else "") or "-",
+        f"{mean(run['steps_per_second'] for run in found):.1f}",
     ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(kept: dict[str, Any]) -> str:
+    """The tables with what they were measured on."""
+    runs: dict[str, Any] = kept["runs"]
+    settings = ", ".join(f"{name} {value}" for name, value in kept["settings"].items())
+    steps = next(iter(runs.values()))["steps"]
+    lines = [
+        f"`examples/fashion_mnist.py` (LeNet, {settings}: {steps} steps of 256 images), {WORKERS} workers, 1 server; "
+        f"{kept['machine']}.",
+        "Loss and accuracy on the 10,000 test images after the last step: means over seeds, least and most;",
+        f"training loss: the mean of the last {LAST} steps. All runs of a seed end with the same digest of samples.",
+        "",
+        "| | test loss | test accuracy | training loss | staleness: share of updates | applied pushes | steps/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in MODES:
+        found = [run for key, run in runs.items() if key.rpartition(" ")[0] == name]
+        lines += [line(name, found)] if found else []
     return "\n".join(lines) + "\n"
 
 
 def machine() -> str:
-    told = ", ".join(f"{name} {value}" for name, value in versions().items())
-    return f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), {told}"
+    """Cores and versions."""
+    import torch
+
+    return f"{len(os.sched_getaffinity(0))} cores ({platform.machine()}), torch {torch.__version__}"
 
 
 def main() -> None:
-    """Runs what is asked for, keeps the results, and writes the page."""
+    """Runs what is missing, keeps the results, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=list(RUNS))
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="other settings of the job")
+    parser.add_argument("--only", choices=list(MODES))
+    parser.add_argument("--again", action="store_true", help="forget what is known")
+    parser.add_argument("--seconds", type=float, default=1e9)
     options = parser.parse_args()
-    given = (text.split("=", 1) for text in options.set)
-    settings = {**SETTINGS, **{name: json.loads(value) for name, value in given}}
-    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    if kept.get("settings") != settings and not options.page:
-        kept = {"settings": settings, "machine": machine(), "runs": {}}
-    torch.set_num_threads(1)
-    for name in [] if options.page else [options.only] if options.only else list(RUNS):
+    began = time.monotonic()
+    kept = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() and not options.again else {}
+    if kept.get("settings") != SETTINGS:
+        kept = {"settings": SETTINGS, "machine": machine(), "runs": {}}
+    wanted = [(name, seed) for name, row in MODES.items() for seed in row.seeds if options.only in (None, name)]
+    for name, seed in sorted(wanted, key=lambda pair: pair[1]):
+        if f"{name} {seed}" in kept["runs"] or time.monotonic() - began > options.seconds:
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            kept["runs"][name] = trained(RUNS[name], settings, Path(folder))
-        print(row(name, kept["runs"][name]), flush=True)
+            kept["runs"][f"{name} {seed}"] = trained(MODES[name], seed, Path(folder))
+        print(line(f"{name} {seed}", [kept["runs"][f"{name} {seed}"]]), flush=True)
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    digests = {found["digest"] for found in kept["runs"].values()}
-    assert len(digests) == 1, f"the runs have read other samples: {digests}"
+    for seed in {seed for _, seed in wanted}:
+        digests = {run["digest"] for key, run in kept["runs"].items() if key.endswith(f" {seed}")}
+        assert len(digests) <= 1, f"runs of seed {seed} have read other samples: {digests}"
     page = PAGE.read_text(encoding="utf-8")
     head, _, rest = page.partition(BEGIN)
     PAGE.write_text(f"{head}{BEGIN}{table(kept)}{END}{rest.partition(END)[2]}", encoding="utf-8")

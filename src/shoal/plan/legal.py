@@ -100,6 +100,12 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
             f"server.staleness = {bound}: at most {bound + 1} of {workers} workers compute at a time; "
             f"server.staleness = {workers - 1} or more keeps all of them busy"
         )
+    ranks, density = plan.degrees.divides_grains, plan.compression.density
+    if plan.collectives.compression == "topk" and density * ranks >= 1:
+        yield (
+            f"compression.density = {density}: values and places of {ranks} ranks are no fewer bytes than an "
+            f"uncompressed sum; below {1 / ranks:.2g} they are"
+        )
     counts = num_microbatches(plan, facts)
     if plan.layout.pipeline > 1 and max(counts) == 1:
         yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"

@@ -101,7 +101,7 @@ class CompressionSection(_Section):
     """
 
     block: Annotated[int, Field(ge=1)] = 256
-    density: Annotated[float, Field(gt=0, le=1)] = 0.01
+    density: Annotated[float, Field(gt=0, le=1)] = 0.1
     rank: Degree = 4
     feedback: bool = True
     guard_every: Annotated[int, Field(ge=0)] = 100

@@ -80,6 +80,19 @@ def test_a_bound_that_keeps_workers_waiting_is_noted() -> None:
     assert list(notes(served("bounded", server={"staleness": 3}), FACTS)) == []
 
 
+@pytest.mark.parametrize(
+    ("density", "ranks", "noted"), [(0.1, 9, False), (0.1, 10, True), (0.5, 2, True), (0.4, 2, False)]
+)
+def test_a_density_that_saves_nothing_is_noted(density: float, ranks: int, noted: bool) -> None:
+    facts = ModelFacts(num_grains=16, grain_size=4)
+    plan = Plan().with_sections(
+        layout={"data": ranks}, collectives={"compression": "topk"}, compression={"density": density}
+    )
+    told = list(notes(plan, facts))
+    assert [f"below {1 / ranks:.2g} they are" in note for note in told] == [True] * noted
+    assert list(notes(plan.with_sections(collectives={"compression": "none"}), facts)) == []
+
+
 def test_the_processes_of_a_plan() -> None:
     plan = served(server={"num_servers": 2})
     assert (plan.degrees.world_size, plan.num_processes, list(plan.worker_ranks)) == (4, 7, [3, 4, 5, 6])
