@@ -37,11 +37,11 @@ class Row:
 
     scheme: str
     options: dict[str, Any] = field(default_factory=dict)
-    seeds: tuple[int, ...] = (0, 1, 2)
+    seeds: tuple[int, ...] = (0, 1)
 
 
 ROWS = {
-    "none": Row("none"),
+    "none": Row("none", seeds=(0, 1, 2)),  # what a seed changes is the noise
     "bfloat16": Row("bfloat16"),
     "float16": Row("float16"),
     "int8": Row("int8"),
@@ -52,14 +52,13 @@ ROWS = {
 # What loses nearly all of each gradient for good: here the guard has to fire.
 PLANTED = {
     "topk of 0.01 % without feedback": Row("topk", {"density": 1e-4, "feedback": False}, (0,)),
-    "powersgd of rank 1 without feedback": Row("powersgd", {"rank": 1, "feedback": False}, (0,)),
 }
 GUARD_EVERY = 25
 TASKS: dict[str, dict[str, Any]] = {
-    "lenet": {"epochs": 2},
+    "lenet": {"epochs": 1},
     "gpt": {"steps": 300, "layers": 2, "width": 64, "block": 64},
 }
-TITLES = {"lenet": "LeNet on Fashion-MNIST, two epochs", "gpt": "GPT of 0.12 M parameters, 300 steps"}
+TITLES = {"lenet": "LeNet on Fashion-MNIST, one epoch", "gpt": "GPT of 0.12 M parameters, 300 steps"}
 TIMED_STEPS, ROUNDS, DISCARDED = 6, 5, 2
 TIMED = {"steps": 10**6, "layers": 4, "width": 256}
 
@@ -98,7 +97,7 @@ def planned(made: Any, row: Row) -> Any:
     import shoal
     from shoal.plan.resolve import complete
 
-    sections = {"layout": {"data": 2}, "collectives": {"compression": row.scheme}}
+    sections: dict[str, dict[str, Any]] = {"layout": {"data": 2}, "collectives": {"compression": row.scheme}}
     if row.scheme != "none":
         sections["compression"] = {"guard_every": GUARD_EVERY, **row.options}
     return complete(shoal.Plan().with_sections(**sections), made.grains, made.grain_size)
@@ -254,13 +253,14 @@ def losses(title: str, by: dict[str, list[Cell]]) -> list[str]:
         if name == "none":
             lines.append("| " + " | ".join([*words[:2], "", *words[3:], *[""] * 6]) + " |")
             continue
+        worst = max(c.worst_lost or 0.0 for c in found)
         fired = sum(c.fell_back is not None for c in found)
         words += [
             ", ".join(f"{difference:+.4f}" for difference in paired),
             f"{beside:+.4f}",
             "yes" if beside <= noise else "no",
             f"fired in {fired}" if fired else f"silent, {sum(c.num_compared for c in found)} times asked",
-            f"{max(c.worst_lost or 0.0 for c in found):.2g}",
+            f"{worst:.2g}" if worst >= 1e-6 else "< 1e-6",
             f"{min(c.least_cosine or 0.0 for c in found):.3f}",
         ]
         lines.append("| " + " | ".join(words) + " |")
@@ -294,8 +294,9 @@ def remembered() -> dict[str, Any]:
 
 def wanted() -> Iterator[tuple[str, str, int]]:
     """What there is to do: what a table cannot be without comes first."""
-    for seed in (0, 1, 2):
-        yield from ((task, name, seed) for task in TASKS for name, row in ROWS.items() if seed in row.seeds)
+    yield from ((task, "none", seed) for seed in ROWS["none"].seeds for task in TASKS)
+    for seed in (0, 1):
+        yield from ((task, name, seed) for task in TASKS for name in ROWS if name != "none")
         yield from ((task, name, seed) for task in TASKS for name, row in PLANTED.items() if seed in row.seeds)
     yield from (("time", "all", number) for number in range(ROUNDS))
 
@@ -309,7 +310,7 @@ def main() -> int:
     """Does what is missing, and writes the page's tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--again", action="store_true", help="forget what is known")
-    parser.add_argument("--only", choices=(*TASKS, "time"), help="one part of it")
+    parser.add_argument("--only", choices=(*TASKS, "time"), help="one part of it; time alone on an idle machine")
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="start no cell after so long; a further call goes on"
     )
@@ -320,7 +321,8 @@ def main() -> int:
     kept = remembered()
     with tempfile.TemporaryDirectory() as name:
         for task, row, seed in wanted():
-            if arguments.only not in (None, task) or is_known(kept, task, row, seed):
+            asked = arguments.only == task or (arguments.only is None and task != "time")
+            if not asked or is_known(kept, task, row, seed):
                 continue
             if time.monotonic() - began > arguments.seconds:
                 break

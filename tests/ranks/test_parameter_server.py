@@ -180,8 +180,9 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_servers(mode: str, tmp_pat
     assert found["digest"] == by_one_process(job)[0]
     assert found["metrics"]["loss"] < 2.0
     stopping = small(train_data=spoilt, shuffle=False, length=shoal.Steps(5))
-    with pytest.raises(NonFiniteError, match=r"step 2: rank [345] on .*, grains \[2\], samples \[37\]"):
+    with pytest.raises(NonFiniteError, match=r"step 2: rank [345] on .*, grains \[2\], samples \[37\]") as caught:
         trained(stopping, planned(stopping, mode), tmp_path / "stopped")
+    assert ("less momentum and a lower rate" in caught.value.remedy) == (mode == "asynchronous")
 
 
 def test_a_worker_that_raises_is_named(tmp_path: Path) -> None:

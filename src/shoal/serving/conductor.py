@@ -323,10 +323,13 @@ class Conductor:
                 self.servers.fetch(optimizer=True)
                 parts.keeper.save(state, wait=True)
         many = f", as in the {MAX_BAD_STREAK} steps before" if state.bad_streak > MAX_BAD_STREAK else ""
+        calmer = (
+            "" if self._plan.server.mode == "synchronous" else "; or less momentum and a lower rate for what is stale"
+        )
         raise NonFiniteError(
             given=f"step {step}: {culprit}",
             conflict=f"the {what} there is not finite{many}; it was not applied",
-            remedy='mend or drop these samples, or set Job(on_nonfinite="skip") and --resume',
+            remedy=f'mend or drop these samples, or set Job(on_nonfinite="skip") and --resume{calmer}',
         )
 
     def _search(self, step: int, arrived: dict[int, Arrived]) -> dict[str, Any]:
