@@ -7,10 +7,10 @@ here; the catalogue says only how fast a large matmul is. See docs/planner.md fo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
-from typing import Final
+from typing import Final, NamedTuple
 
 from shoal.hardware import Curve, Device, intensity
 from shoal.planner.profile import NOTHING, Amount, Body, Cut, Kind, Operation, Phase
@@ -49,8 +49,7 @@ class Cost:
 NO_COST = Cost()
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """How much of a body one rank computes: its microbatch in samples, and the degrees that divide each sample."""
 
     samples: float
@@ -60,7 +59,7 @@ class Share:
 
     def of(self, body: Body, divides_ends: bool) -> Share:
         """What of a body: outside of the blocks a context axis and sequence parallelism may divide nothing."""
-        return self if body.repeated or divides_ends else replace(self, context=1, sequence=False)
+        return self if body.repeated or divides_ends else self._replace(context=1, sequence=False)
 
     @property
     def local_samples(self) -> float:

@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
-from typing import NamedTuple
+from itertools import count, islice, product
+from typing import Any, NamedTuple
 
 from shoal.plan.plan import Plan
 from shoal.planner.aims import Aim, Key, Limit
@@ -65,6 +65,12 @@ class Candidate:
         """Of a step."""
         return self.prediction.step_seconds
 
+    @property
+    def place(self) -> Place:
+        """Its degrees, with data x shard as one."""
+        at = self.plan.layout
+        return Place(at.data * at.shard, Cut(at.tensor, at.pipeline, at.context))
+
 
 @dataclass
 class Seen:
@@ -109,9 +115,19 @@ class Kin(NamedTuple):
         return Place(self.replicas[0], self.cut), Place(self.replicas[-1], self.cut)
 
 
-# What waits in the queue, by how far it has been looked into: kin places; the number of their next group; one of their
-# ways, of which `True` says that its bound is the better one; a place and a way, or a plan; and what was predicted.
-_Waiting = Kin | tuple[Kin, int] | tuple[Kin, Way, bool] | tuple[Place, Way | Plan] | Candidate
+class _Whole(NamedTuple):
+    """A group on ranks that hold all stages: seconds of a step, and the least bytes."""
+
+    seconds: float
+    bytes: float
+    group: Group
+
+
+# What waits in the queue, by how far it has been looked into: kin places; the best of their groups that are left, and
+# these; one of their ways, of which `True` says that its bound is the better one; a place and a way, or a plan; and
+# what was predicted.
+_Groups = Iterator[tuple[float, Group]]
+_Waiting = Kin | tuple[Kin, float, Group, _Groups] | tuple[Kin, Way, bool] | tuple[Place, Way | Plan] | Candidate
 
 
 class Search:
@@ -120,7 +136,7 @@ class Search:
     def __init__(self, space: Space, costs: Callable[[int], Costs], grain_size: int) -> None:
         """`costs`: of a number of devices."""
         self.space, self.costs, self._grain_size = space, costs, grain_size
-        self._groups: dict[tuple[int, int, Cut], list[tuple[float, Group]]] = {}
+        self._groups: dict[tuple[object, ...], list[_Whole]] = {}
         self._whole: dict[tuple[int, Cut, Group], tuple[float, float]] = {}
         self._least: dict[tuple[int, int, Cut, Way], float] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
@@ -159,45 +175,52 @@ class Search:
         kin = self.all_kin if places is None else self.kin(places)
         return _Order(self, aim, limit, seen if seen is not None else Seen()).run(kin)
 
+    def best_of_each(self, aim: Aim, places: Sequence[Place], seen: Seen) -> Iterator[Candidate]:
+        """The best candidate of each of these places, the best of all first; what a place has beside it is left."""
+        order = _Order(self, aim, _ANY, seen)
+        for candidate in order.run(self.kin(places)):
+            order.ended.add(candidate.place)
+            yield candidate
+
     # ------------------------------------------------------------------------------------------------- bounds
 
     def floor(self, place: Place) -> float:
         """Seconds that no plan of a place goes below, from its degrees alone."""
         return self.costs(place.devices).floor(self.space.share(place) * self._grain_size, place.cut.ranks)
 
-    def least_of(self, place: Place) -> float:
-        """Likewise, from what its ranks may compute at a time."""
-        return self.groups(place)[0][0]
-
-    def groups(self, place: Place) -> list[tuple[float, Group]]:
+    def groups(self, place: Place) -> Iterator[tuple[float, Group]]:
         """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
 
         The same for every number of replicas that leaves a rank as many grains, on devices that cost the same.
         """
-        costs, share = self.costs(place.devices), self.space.share(place)
-        key = (id(costs), share, place.cut)
+        costs, pipeline = self.costs(place.devices), place.cut.pipeline
+        for seconds, num_bytes, group in self._all_groups(costs, place):
+            # A microbatch of one grain is kept, so that what it lacks is told.
+            if num_bytes / pipeline <= costs.memory_bytes or group.grains == 1:
+                yield seconds / pipeline, group
+
+    def _all_groups(self, costs: Costs, place: Place) -> list[_Whole]:
+        """The groups of places with any number of stages, by their seconds, which that number only divides."""
+        share, sequences = self.space.share(place), self.space.sequences(place.cut)
+        alone = place.cut._replace(pipeline=1)
+        key = id(costs), share, alone, sequences
         if key not in self._groups:
-            found: list[tuple[float, Group]] = []
-            for recompute in self.space.recomputes:
-                for sequence in self.space.sequences(place.cut):
-                    found += self._fitting(costs, share, place.cut, recompute, sequence)
-            self._groups[key] = sorted(found, key=lambda group: group[0])
+            kinds = product(self.space.recomputes, sequences)
+            found = [whole for kind in kinds for whole in self._sizes(costs, share, alone, kind)]
+            self._groups[key] = sorted(found, key=lambda whole: whole.seconds)
         return self._groups[key]
 
-    def _fitting(
-        self, costs: Costs, share: int, cut: Cut, recompute: Recompute, sequence: bool
-    ) -> Iterator[tuple[float, Group]]:
-        """Groups of ever larger microbatches, with their bounds, until one cannot fit any more."""
-        alone, pipeline = cut._replace(pipeline=1), cut.pipeline
+    def _sizes(self, costs: Costs, share: int, alone: Cut, kind: tuple[Recompute, bool]) -> Iterator[_Whole]:
+        """Ever larger microbatches, until one cannot fit however many stages there are."""
         for grains in reversed(self.space.sizes(share)):
-            group = Group(grains, recompute, sequence)
+            group = Group(grains, *kind)
             key = (id(costs), alone, group)
             if key not in self._whole:
                 self._whole[key] = self._of_all_stages(costs, alone, group)
             seconds, num_bytes = self._whole[key]
-            if num_bytes / pipeline > costs.memory_bytes and grains > 1:
-                return  # a microbatch of one grain is kept, so that what it lacks is told
-            yield seconds * -(-share // grains) / pipeline, group
+            if num_bytes / self.space.num_layers > costs.memory_bytes and grains > 1:
+                return
+            yield _Whole(seconds * -(-share // grains), num_bytes, group)
 
     def _of_all_stages(self, costs: Costs, alone: Cut, group: Group) -> tuple[float, float]:
         """Seconds of a microbatch, and least bytes, of all stages on one rank: the busiest of p has a p-th at least."""
@@ -230,6 +253,11 @@ class Search:
         """What even the most divided plan of a family lacks; not positive where one may fit."""
         return min((self.lacks(place, way, plan) for plan in self._most_divided(place, way)), default=0.0)
 
+    def may_fit(self, place: Place) -> bool:
+        """Whether no bound says that nothing of a place fits."""
+        ways = (way for _, group in self.groups(place) for way in self.space.ways(place, group))
+        return any(self.missing_bytes(place, way) <= 0 for way in ways)
+
     def lacks(self, place: Place, way: Way, plan: Plan) -> float:
         """Bytes that a plan of a family lacks at least; not positive where it may fit."""
         costs = self.costs(place.devices)
@@ -252,6 +280,7 @@ class _Order:
 
     def __init__(self, search: Search, aim: Aim, limit: Limit, seen: Seen) -> None:
         self._search, self._aim, self._limit, self._seen = search, aim, limit, seen
+        self.ended: set[Place] = set()  # of which nothing more is wanted
         self._queue: list[tuple[Key, tuple[int, ...], int, _Waiting]] = []
         self._numbers = count()
 
@@ -260,23 +289,33 @@ class _Order:
             self._wait_kin(one, self._search.floor(one.ends[0]), one)
         while self._queue:
             waiting = heapq.heappop(self._queue)[-1]
+            if self.ended and self._is_ended(waiting):
+                continue
             if isinstance(waiting, Candidate):
                 yield waiting
             elif isinstance(waiting, Kin):
-                self._next_group(waiting, 0)
+                self._next_group(waiting, self._search.groups(waiting.ends[0]))
             else:
-                self._look_into(*waiting)
+                self._look_into(waiting)
 
-    def _look_into(self, where: Kin | Place, what: int | Way | Plan, is_bounded: bool = False) -> None:
+    def _is_ended(self, waiting: _Waiting) -> bool:
+        if isinstance(waiting, Candidate):
+            return waiting.place in self.ended
+        where = waiting if isinstance(waiting, Kin) else waiting[0]
+        places = [where] if isinstance(where, Place) else [Place(number, where.cut) for number in where.replicas]
+        return self.ended.issuperset(places)
+
+    def _look_into(self, waiting: tuple[Any, ...]) -> None:
+        where, what = waiting[:2]
         if isinstance(where, Place):
             if isinstance(what, Way):
                 self._way(where, what)
-            elif isinstance(what, Plan):
+            else:
                 self._plan(where, what)
-        elif isinstance(what, int):
-            self._group(where, what)
         elif isinstance(what, Way):
-            self._way_of_kin(where, what, is_bounded)
+            self._way_of_kin(where, what, waiting[2])
+        else:
+            self._group(where, *waiting[1:])
 
     def _wait(self, place: Place, seconds: float, waiting: _Waiting) -> None:
         if self._limit.allows(place.devices, seconds):
@@ -292,17 +331,14 @@ class _Order:
         rank = simplicity(waiting.plan) if isinstance(waiting, Candidate) else ()
         heapq.heappush(self._queue, (key, rank, next(self._numbers), waiting))
 
-    def _next_group(self, kin: Kin, number: int) -> None:
-        groups = self._search.groups(kin.ends[0])
-        if number < len(groups):
-            self._wait_kin(kin, groups[number][0], (kin, number))
+    def _next_group(self, kin: Kin, groups: _Groups) -> None:
+        for seconds, group in islice(groups, 1):
+            self._wait_kin(kin, seconds, (kin, seconds, group, groups))
 
-    def _group(self, kin: Kin, number: int) -> None:
-        self._next_group(kin, number + 1)
-        search = self._search
-        seconds, group = search.groups(kin.ends[0])[number]
-        for way in search.space.ways(kin.ends[0], group):
-            self._wait_kin(kin, search.filled(kin, way, seconds), (kin, way, False))
+    def _group(self, kin: Kin, seconds: float, group: Group, others: _Groups) -> None:
+        self._next_group(kin, others)
+        for way in self._search.space.ways(kin.ends[0], group):
+            self._wait_kin(kin, self._search.filled(kin, way, seconds), (kin, way, False))
 
     def _way_of_kin(self, kin: Kin, way: Way, is_bounded: bool) -> None:
         if not is_bounded:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shoal.plan.plan import Plan
 from shoal.planner.compute import NO_COST, Computer, Cost, Share
 from shoal.planner.exchange_time import Group, Network
-from shoal.planner.profile import Body, Kind, Phase, Unit
+from shoal.planner.profile import Body, Kind, Phase
+from shoal.planner.stage_units import Counts
 from shoal.planner.workload import Program
 
 
@@ -74,46 +72,39 @@ class StageCosts:
     def __init__(self, computer: Computer, network: Network, program: Program) -> None:
         self.computer, self._network, self._program = computer, network, program
         self._known: dict[tuple[int, Share, str, bool], Passes] = {}
-        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str, bool], Passes] = {}
+        self._stages: dict[tuple[Counts, Share, str, bool], Passes] = {}
         self._phases: dict[tuple[int, Share], dict[Phase, Cost]] = {}
-        # By the identity of the units, which are kept with their passes so that it stays theirs.
-        self._of_units: dict[tuple[int, Share, str, bool], tuple[Sequence[Unit], Passes]] = {}
 
-    def stage(self, units: Sequence[Unit], share: Share, plan: Plan, adds: bool) -> Passes:
+    def stage(self, counts: Counts, share: Share, recompute: str, adds: bool) -> Passes:
         """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
-        same = id(units), share, plan.memory.recompute, adds
-        if same in self._of_units:
-            return self._of_units[same][1]
-        counts = tuple(Counter(unit.body for unit in units).items())
-        key = counts, share, plan.memory.recompute, adds
+        key = counts, share, recompute, adds
         if key not in self._stages:
             total = Passes()
             for body, count in counts:
-                total += _times(self.body(body, share, plan, adds), count)
+                total += _times(self.body(body, share, recompute, adds), count)
             self._stages[key] = total
-        self._of_units[same] = units, self._stages[key]
         return self._stages[key]
 
-    def body(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
+    def body(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
         """The passes of one unit."""
         share = share.of(body, self._program.divides_ends)
-        key = id(body), share, plan.memory.recompute, adds
+        key = id(body), share, recompute, adds
         if key not in self._known:
-            self._known[key] = self._passes(body, share, plan, adds)
+            self._known[key] = self._passes(body, share, recompute, adds)
         return self._known[key]
 
-    def _passes(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
+    def _passes(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
         phases = self._phases.get((id(body), share))
         if phases is None:
             phases = self._phases[id(body), share] = self.computer.phases(body, share)
         again = NO_COST
-        if body.repeated and plan.memory.recompute != "none":
-            full = plan.memory.recompute == "full"
+        if body.repeated and recompute != "none":
+            full = recompute == "full"
             again = phases[Phase.FORWARD] if full else self._again(body, share)
             again += self._calls(body, share, Phase.FORWARD) if full else NO_COST
         tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
         calls = {phase: self._calls(body, share, phase) for phase in Phase}
-        if again.device and plan.memory.recompute == "full":
+        if again.device and recompute == "full":
             tensor[Phase.BACKWARD_INPUT] += tensor[Phase.FORWARD]
         context = self._context(body, share)
         return Passes(
@@ -122,7 +113,7 @@ class StageCosts:
                 phases[Phase.BACKWARD_INPUT] + calls[Phase.BACKWARD_INPUT],
                 again,
                 tensor[Phase.BACKWARD_INPUT],
-                context * (2 if again.device and plan.memory.recompute == "full" else 1),
+                context * (2 if again.device and recompute == "full" else 1),
             ),
             Pass(
                 phases[Phase.BACKWARD_WEIGHT] + (self._added(body, share) if adds else NO_COST),
