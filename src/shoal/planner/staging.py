@@ -76,6 +76,7 @@ class Staging:
     def __init__(self, work: Workload, cluster: Cluster, network: Network, program: Program) -> None:
         self._work, self._cluster, self._network, self._program = work, cluster, network, program
         self._held_bytes = _held_bytes(work.profile)
+        self._bodies = {unit.body for unit in work.profile.units}
         self._costs_on: dict[int, StageCosts] = {}
         self._sizes = Sizes(program)
         self._shares: dict[tuple[int, int, bool, int], Share] = {}
@@ -143,8 +144,8 @@ class Staging:
             flops = [unit.body.flops(share.samples) for unit in units]
             return stage_units.thresholds(units, flops, num_stages)
         costs = self.costs(plan)
-        seconds = [costs.body(unit.body, share, plan.memory.recompute, True).seconds for unit in units]
-        return stage_units.balanced(units, seconds, num_stages)
+        of_body = {body: costs.body(body, share, plan.memory.recompute, True).seconds for body in self._bodies}
+        return stage_units.balanced(units, [of_body[unit.body] for unit in units], num_stages)
 
     def passes(self, plan: Plan) -> tuple[Passes, ...]:
         """Of each stage, for one microbatch."""
@@ -170,8 +171,9 @@ class Staging:
                 if rank.in_flight > other.in_flight:
                     largest[rank.size] = rank
             busiest = max(every, key=lambda rank: sum(p.seconds for p in rank.passes))
-            again, costs = plan.memory.recompute, self.costs(plan)
-            of_units = tuple(costs.body(unit.body, share, again, microbatches > 1) for unit in busiest.held.units)
+            costs, again = self.costs(plan), plan.memory.recompute
+            of_body = {body: costs.body(body, share, again, microbatches > 1) for body, _ in busiest.held.counts}
+            of_units = tuple(of_body[unit.body] for unit in busiest.held.units)
             self._ranks[key] = Ranks(share, microbatches, every, busiest, tuple(largest.values()), of_units)
         return self._ranks[key]
 
