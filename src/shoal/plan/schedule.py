@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.errors import PlanError
 
+_ROUNDS = 3  # of a microbatch a rank: one that fills the pipeline, one beside it, one that empties it
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
@@ -188,3 +190,16 @@ def most_in_flight(own: Actions) -> int:
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             held -= 1
     return most
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[int, ...]:
+    """`most_in_flight` of each rank: without its actions where these are as many as the microbatches or more."""
+    if schedule == "gpipe":
+        return (num_microbatches * stages_per_rank,) * num_ranks
+    if schedule == "1f1b":
+        return tuple(min(num_ranks - rank, num_microbatches) for rank in range(num_ranks))
+    # What comes and goes between the first rounds and the last is the same in every one.
+    rounds, rest = divmod(num_microbatches, num_ranks)
+    fewer = min(rounds, _ROUNDS) * num_ranks + rest
+    return tuple(most_in_flight(own) for own in actions(schedule, num_ranks, stages_per_rank, fewer))

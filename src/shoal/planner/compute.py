@@ -24,16 +24,17 @@ _SMALL_TILES: Final = ((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
 # Steps of k, at the rate of half precision, that a tile takes before its multipliers are fed, and after.
 _K_FILL: Final = 96
 _SPLITS: Final = (1, 2, 4, 8, 16)
+_ALMOST: Final = 1 - 1e-9  # of a bound that is compared: what rounding may take from it
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds of the device, and of the host that starts the work; the slower of the two is what passes."""
 
     device: float = 0.0
     host: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
+    def plus(self, other: Cost) -> Cost:
+        """Both, one after the other."""
         return Cost(self.device + other.device, self.host + other.host)
 
     def times(self, factor: float) -> Cost:
@@ -108,6 +109,8 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
     for rows, columns, share in (*_TILES, *_SMALL_TILES):
         tiles = ceil(m / rows) * ceil(n / columns) * groups
         tile = 2.0 * rows * columns / (per_tile * share)
+        if tiles / device.multiprocessors * tile * k * _ALMOST > best:
+            continue  # however it is split, and its last wave were full
         for split in _SPLITS:
             if split > 1 and split > most:
                 break
@@ -240,14 +243,14 @@ class Computer:
         """The sum over operations."""
         cost = Cost()
         for operation in operations:
-            cost += self.operation(operation, share)
+            cost = cost.plus(self.operation(operation, share))
         return cost
 
     def phases(self, body: Body, share: Share) -> dict[Phase, Cost]:
         """Each phase of a body."""
         found = dict.fromkeys(Phase, Cost())
         for operation in body.operations:
-            found[operation.phase] += self.operation(operation, share)
+            found[operation.phase] = found[operation.phase].plus(self.operation(operation, share))
         return found
 
 

@@ -181,8 +181,8 @@ class Exchanged:
         if plan.layout.shard == 1 or level == "optimizer":
             return 0.0
         gathers, scatters = self._exchanges(plan, ranks.busiest.held)
-        forwards = [p.forward.seconds for p in ranks.of_units]
-        backwards = [p.backward.seconds for p in ranks.of_units]
+        forwards = [p.forward_seconds for p in ranks.of_units]
+        backwards = [p.backward_seconds for p in ranks.of_units]
         nothing = [0.0] * len(gathers)
         again = gathers[::-1] if level == "parameters" else nothing
         once = gathered(forwards, gathers, nothing, slowed) - sum(forwards)

@@ -35,6 +35,7 @@ class Sizes:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._known: dict[tuple[int, Share, str], tuple[float, float]] = {}
+        self._known_weights: dict[tuple[Body, int], tuple[int, int, int]] = {}
         self._stages: dict[tuple[Counts, Share, str], StageSize] = {}
 
     def stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
@@ -47,15 +48,24 @@ class Sizes:
     def _stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
         numel = trainable = num_bytes = largest = saved = transient = 0.0
         for body, count in counts:
-            own = sum(w.numel_of(share.tensor) for w in body.weights)
+            own, trained, own_bytes = self._weights(body, share.tensor)
             numel += count * own
-            trainable += count * sum(w.numel_of(share.tensor) for w in body.weights if w.trainable)
-            num_bytes += count * sum(w.numel_of(share.tensor) * w.itemsize for w in body.weights)
+            trainable += count * trained
+            num_bytes += count * own_bytes
             largest = max(largest, own)
             kept, beside = self.body(body, share, recompute)
             saved += count * kept
             transient = max(transient, beside)
         return StageSize(numel, trainable, largest, num_bytes, saved, transient)
+
+    def _weights(self, body: Body, tensor: int) -> tuple[int, int, int]:
+        """(elements, those that are trained, bytes) of a unit's parameters on one of so many ranks."""
+        key = body, tensor
+        if key not in self._known_weights:
+            sizes = [(w, w.numel_of(tensor)) for w in body.weights]
+            trained = sum(numel for w, numel in sizes if w.trainable)
+            self._known_weights[key] = sum(n for _, n in sizes), trained, sum(n * w.itemsize for w, n in sizes)
+        return self._known_weights[key]
 
     def body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
         """(what a unit keeps of a microbatch, what its backward needs beside that)."""

@@ -5,17 +5,18 @@ None of it depends on how replicas are divided into data and shard ranks, so it 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from shoal.hardware import Cluster, Device
 from shoal.plan.plan import Plan
-from shoal.plan.schedule import actions, most_in_flight
+from shoal.plan.schedule import in_flight
 from shoal.planner import stage_units
 from shoal.planner.compute import Computer, Share
 from shoal.planner.exchange_time import Network
 from shoal.planner.footprint import Sizes, StageSize
-from shoal.planner.profile import Amount, Profile
+from shoal.planner.profile import Amount, Body, Profile
 from shoal.planner.stage_cost import Passes, StageCosts
 from shoal.planner.stage_units import Division, Held
 from shoal.planner.workload import Program, Workload
@@ -35,7 +36,7 @@ class Rank:
 class Ranks:
     """All ranks of the pipeline; `fullest` has of each size the one that holds most microbatches.
 
-    `of_units`: the passes of each unit of the busiest rank.
+    `of_body`: the passes of a unit with that body.
     """
 
     share: Share
@@ -43,17 +44,23 @@ class Ranks:
     every: tuple[Rank, ...]
     busiest: Rank
     fullest: tuple[Rank, ...]
-    of_units: tuple[Passes, ...]
+    of_body: Callable[[Body], Passes]
+
+    @cached_property
+    def of_units(self) -> tuple[Passes, ...]:
+        """The passes of each unit of the busiest rank."""
+        found = {body: self.of_body(body) for body, _ in self.busiest.held.counts}
+        return tuple(found[unit.body] for unit in self.busiest.held.units)
 
     @cached_property
     def busy_seconds(self) -> float:
         """What the busiest rank's passes take in a step."""
-        return sum(p.forward.seconds + p.backward.seconds for p in self.busiest.passes) * self.microbatches
+        return sum(p.forward_seconds + p.backward_seconds for p in self.busiest.passes) * self.microbatches
 
     @cached_property
     def last_seconds(self) -> float:
         """What its last backward takes."""
-        return sum(p.backward.seconds for p in self.busiest.passes)
+        return sum(p.backward_seconds for p in self.busiest.passes)
 
     @cached_property
     def spent(self) -> dict[str, float]:
@@ -61,7 +68,7 @@ class Ranks:
         terms = dict.fromkeys(("compute", "recompute", "tensor", "context"), 0.0)
         total = self.busiest.passes[0]
         for one in self.busiest.passes[1:]:
-            total += one
+            total = total.plus(one)
         for way in (total.forward, total.backward):
             terms["compute"] += way.work.device * self.microbatches
             terms["recompute"] += way.again.device * self.microbatches
@@ -172,19 +179,21 @@ class Staging:
                     largest[rank.size] = rank
             busiest = max(every, key=lambda rank: sum(p.seconds for p in rank.passes))
             costs, again = self.costs(plan), plan.memory.recompute
-            of_body = {body: costs.body(body, share, again, microbatches > 1) for body, _ in busiest.held.counts}
-            of_units = tuple(of_body[unit.body] for unit in busiest.held.units)
-            self._ranks[key] = Ranks(share, microbatches, every, busiest, tuple(largest.values()), of_units)
+
+            def of_body(body: Body) -> Passes:
+                return costs.body(body, share, again, microbatches > 1)
+
+            self._ranks[key] = Ranks(share, microbatches, every, busiest, tuple(largest.values()), of_body)
         return self._ranks[key]
 
     def _every(self, plan: Plan, share: Share, microbatches: int) -> tuple[Rank, ...]:
         pipeline, per = plan.layout.pipeline, plan.pipeline.stages_per_rank
         passes, held = self.passes(plan), self.division(plan).held(pipeline)
-        in_flight = [1.0]
+        most = [1.0]
         if pipeline > 1:
-            in_flight = [most / per for most in _in_flight(plan.pipeline.schedule, pipeline, per, microbatches)]
+            most = [number / per for number in in_flight(plan.pipeline.schedule, pipeline, per, microbatches)]
         sizes = [self._sizes.stage(own.counts, share, plan.memory.recompute) for own in held]
-        return tuple(Rank(held[rank], passes[rank::pipeline], sizes[rank], in_flight[rank]) for rank in range(pipeline))
+        return tuple(Rank(held[rank], passes[rank::pipeline], sizes[rank], most[rank]) for rank in range(pipeline))
 
 
 def _held_bytes(profile: Profile) -> Amount:
@@ -194,9 +203,3 @@ def _held_bytes(profile: Profile) -> Amount:
     """
     written = [o.written_bytes for unit in profile.units for o in unit.body.operations]
     return Amount(sum(a.fixed for a in written) / 2, sum(a.per_sample for a in written) / 2)
-
-
-@lru_cache(maxsize=4096)
-def _in_flight(schedule: str, num_ranks: int, per: int, microbatches: int) -> tuple[int, ...]:
-    """The most microbatches that each rank holds, over all of its stages."""
-    return tuple(most_in_flight(own) for own in actions(schedule, num_ranks, per, microbatches))

@@ -24,6 +24,7 @@ class Predictor:
         self._network = Network(cluster)
         self._exchanged = Exchanged(work.profile, self._network, self.program)
         self._staging = Staging(work, cluster, self._network, self.program)
+        self._flops = work.profile.flops(work.global_batch)
         self._executed: float | None = None
         self._simulated: dict[tuple[object, ...], float] = {}
         self._least: dict[tuple[object, ...], float] = {}
@@ -57,14 +58,14 @@ class Predictor:
         _, microbatches = self._staging.share(plan)
         passes, ranks, per = self._staging.passes(plan), plan.layout.pipeline, plan.pipeline.stages_per_rank
         before = passes[: ranks - 1]
-        down = sum(one.forward.seconds for one in before) + message * len(before)
-        up = sum(one.backward.seconds for one in before) + message * len(before)
+        down = sum(one.forward_seconds for one in before) + message * len(before)
+        up = sum(one.backward_seconds for one in before) + message * len(before)
         own = microbatches * (sum(one.seconds for one in passes[ranks - 1 :: ranks]) + 2 * message * per)
         if plan.pipeline.schedule != "zero_bubble":
             return down + own + up
         # The gradients of weights may be put off, here and above: then nothing waits for them.
-        up -= sum(one.backward_weight.seconds for one in before)
-        late = min(microbatches, ranks) * passes[-1].backward_weight.seconds
+        up -= sum(one.weight_seconds for one in before)
+        late = min(microbatches, ranks) * passes[-1].weight_seconds
         return down + own + max(0.0, up - late)
 
     def least_at(self, plan: Plan) -> float:
@@ -102,8 +103,7 @@ class Predictor:
         memory = max((self._bytes(plan, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))
         seconds, peak = sum(terms.values()), sum(memory.values())
         missing = max(0.0, peak - self._staging.device(plan).memory_bytes)
-        samples = self.work.global_batch
-        flops = self.work.profile.flops(samples) / plan.layout.world_size
+        flops = self._flops / plan.layout.world_size
         return Prediction(
             step_seconds=seconds,
             terms=terms,
@@ -125,7 +125,7 @@ class Predictor:
         """Seconds that a device at its peak takes for the part that it executes of the model's FLOPs."""
         computer, samples = self._staging.costs(plan).computer, self.work.global_batch
         if self._executed is None:
-            units, whole = self.work.profile.units, self.work.profile.flops(samples)
+            units, whole = self.work.profile.units, self._flops
             less = sum(computer.spared(operation, samples) for unit in units for operation in unit.body.operations)
             self._executed = 1.0 - less / whole if whole else 1.0
         return flops * self._executed / computer.device.flops[computer.dtype(plan.precision.compute)]
@@ -175,10 +175,10 @@ class Predictor:
         if key not in self._simulated:
             seconds = [
                 {
-                    Kind.FORWARD: passes.forward.seconds + message,
-                    Kind.BACKWARD: passes.backward.seconds + message,
-                    Kind.BACKWARD_INPUT: passes.backward.seconds - passes.backward_weight.seconds + message,
-                    Kind.BACKWARD_WEIGHT: passes.backward_weight.seconds,
+                    Kind.FORWARD: passes.forward_seconds + message,
+                    Kind.BACKWARD: passes.backward_seconds + message,
+                    Kind.BACKWARD_INPUT: passes.backward_seconds - passes.weight_seconds + message,
+                    Kind.BACKWARD_WEIGHT: passes.weight_seconds,
                 }
                 for passes in self._staging.passes(plan)
             ]
