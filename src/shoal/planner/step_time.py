@@ -53,6 +53,11 @@ class Predictor:
             self._least[key] = max(microbatches * max(busy), self._filled(plan))
         return self._least[key]
 
+    def parts(self, plan: Plan) -> tuple[tuple[int, float], ...]:
+        """Of the units of the busiest rank how many are equal, and the seconds of each for one microbatch."""
+        ranks = self._staging.ranks(plan)
+        return tuple((count, ranks.of_body(body).seconds) for body, count in ranks.busiest.held.counts)
+
     def _filled(self, plan: Plan, message: float = 0.0) -> float:
         """The last rank's microbatches and its waits before and after."""
         _, microbatches = self._staging.share(plan)
