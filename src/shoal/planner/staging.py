@@ -130,9 +130,9 @@ class Staging:
         """Which units are on which stage."""
         num_stages = plan.layout.pipeline * plan.pipeline.stages_per_rank
         share, _ = self.share(plan)
-        key = (id(self.device(plan)), num_stages, share, plan.memory.recompute, plan.pipeline.split)
-        if num_stages == 1:
-            key = ()
+        key: tuple[object, ...] = ()
+        if num_stages > 1:
+            key = id(self.device(plan)), num_stages, share, plan.memory.recompute, plan.pipeline.split
         if key not in self._cuts:
             stages = self._cut(plan, num_stages, share)
             stages += ((),) * (num_stages - len(stages))  # a model of fewer units: it leaves ranks without any
