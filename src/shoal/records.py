@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,10 @@ class StepRecord:
     metrics: dict[str, float] | None = None  # evaluation after this step
     push: dict[str, Any] | None = None  # with servers: which step of the job it was, its workers, and its staleness
     compression: dict[str, Any] | None = None  # in a sampled step: cosine and residual, and whether the guard fell back
+
+    def evaluated(self, metrics: Mapping[str, float]) -> StepRecord:
+        """The record with the metrics of an evaluation after its step, those that are finite."""
+        return replace(self, metrics={name: value for name, value in metrics.items() if math.isfinite(value)})
 
     def to_line(self) -> str:
         """One line of JSON; a value that JSON has no number for is null."""

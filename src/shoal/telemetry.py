@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import resource
 import time
 import warnings
@@ -72,7 +74,26 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this process has held, to float32's 24 bits: of the GPU's allocator, or resident."""
     if device.type == "cuda":
         return int(np.float32(torch.cuda.max_memory_allocated(device)))
-    return int(np.float32(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    return int(np.float32(_peak_resident_bytes()))
+
+
+def _peak_resident_bytes() -> int:
+    status = _status(os.getpid())
+    if status is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # On Linux ru_maxrss of a new program is what the one that started it had held.
+    found = os.pread(status, 4096, 0)
+    line = found.index(b"VmHWM:") + len(b"VmHWM:")
+    return int(found[line : found.index(b"kB", line)]) * 1024
+
+
+@functools.cache
+def _status(process: int) -> int | None:
+    """An open file with what the kernel counts of a process; None where there is no such file."""
+    try:
+        return os.open(f"/proc/{process}/status", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 class RecordWriter:
