@@ -132,9 +132,8 @@ class Whole(NamedTuple):
         return max([self.seconds / pipeline, *(-(-count // pipeline) * seconds for count, seconds in self.parts)])
 
 
-# What waits in the queue, by how far it has been looked into: kin places; the best of their groups that are left, and
-# these; one of their ways, of which `True` says that its bound is the better one; a place and a way, or a plan; and
-# what was predicted.
+# What waits, by how far it has been looked into: kin places; the best group that is left, and the others; one of their
+# ways, of which `True` says that its bound is the better one; a place and a way, or a plan; and what was predicted.
 _Groups = Iterator[tuple[float, Whole]]
 _Waiting = Kin | tuple[Kin, Whole, _Groups] | tuple[Kin, Way, bool] | tuple[Place, Way | Plan] | Candidate
 
