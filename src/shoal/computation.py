@@ -176,9 +176,8 @@ class Computer:
     @contextlib.contextmanager
     def _randomness(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
         kind = self.computation.randomness
-        key = random_key(self._job.seed, "model", microbatch.step, microbatch.grains[0].index)
         if kind == "opaque":
-            seed_everything(key)
+            seed_everything(random_key(self._job.seed, "model", microbatch.step, microbatch.grains[0].index))
             yield
         elif kind == "none":
             before = all_generators()

@@ -54,7 +54,8 @@ class StepClock:
         total = time.perf_counter() - self._began
         if self._cuda and self.enabled:
             self._read_events(total)
-        return float(np.float32(total)), {name: float(np.float32(value)) for name, value in self._seconds.items()}
+        total, *spans = np.array([total, *self._seconds.values()], dtype=np.float32).tolist()
+        return total, dict(zip(self._seconds, spans, strict=True))
 
     def _record(self, span: str) -> None:
         event = torch.cuda.Event(enable_timing=True)

@@ -291,7 +291,7 @@ class Trainer:
         """Writes the last step's record, now that every rank's measures of it are known."""
         if self._record is None:
             return
-        record = replace(self._record, ranks=agreement.spreads)
+        record = self._record.with_ranks(agreement.spreads)
         self._record = None
         self._parts.records.write(record)
         self._around.on_step(record, agreement.slowest_rank)
