@@ -342,4 +342,9 @@ def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
             conflict="the weight is one number: how many samples or tokens the total sums over",
             remedy=fix,
         )
-    return total.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight
+    return _number(total), _number(weight) if isinstance(weight, Tensor) else weight
+
+
+def _number(tensor: Tensor) -> Tensor:
+    """Without dims; where it has none a reshape would only add a node to the graph."""
+    return tensor.reshape(()) if tensor.ndim else tensor

@@ -164,7 +164,8 @@ def seed_everything(key: int) -> None:
 
 def _state() -> bytes:
     """The state of torch's CPU generator."""
-    return torch.default_generator.get_state().numpy().tobytes()
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 def device_generators() -> tuple[bytes, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ class StepRecord:
     def with_ranks(self, ranks: dict[str, Spread]) -> StepRecord:
         """The same with what all ranks have measured; half the time of dataclasses.replace."""
         return StepRecord(**{**vars(self), "ranks": ranks})
+
+    def evaluated(self, metrics: Mapping[str, float]) -> StepRecord:
+        """The record with the metrics of an evaluation after its step, those that are finite."""
+        return replace(self, metrics={name: value for name, value in metrics.items() if math.isfinite(value)})
 
     def to_line(self) -> str:
         """One line of JSON; a value that JSON has no number for is null."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
+import os
 import resource
 import time
 import warnings
@@ -13,6 +16,9 @@ import torch
 
 from shoal.records import SPANS, StepRecord, read_steps
 
+# To ask the system takes some 50 us.
+_MEMORY_SECONDS = 0.05
+
 
 class StepClock:
     """Wall time divided among the spans of a step: one span runs at a time, so that they sum to the step.
@@ -22,7 +28,8 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
+        self._memory_bytes, self._memory_until = 0, 0.0
         self.enabled = enabled
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._current, self._since, self._began = "other", 0.0, 0.0
@@ -57,6 +64,13 @@ class StepClock:
         total, *spans = np.array([total, *self._seconds.values()], dtype=np.float32).tolist()
         return total, dict(zip(self._seconds, spans, strict=True))
 
+    def peak_memory_bytes(self) -> int:
+        """As the function of that name says, a few milliseconds ago: short steps share a reading."""
+        now = time.monotonic()
+        if now >= self._memory_until:
+            self._memory_bytes, self._memory_until = peak_memory_bytes(self._device), now + _MEMORY_SECONDS
+        return self._memory_bytes
+
     def _record(self, span: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -73,7 +87,26 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this process has held, to float32's 24 bits: of the GPU's allocator, or resident."""
     if device.type == "cuda":
         return int(np.float32(torch.cuda.max_memory_allocated(device)))
-    return int(np.float32(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    return int(np.float32(_peak_resident_bytes()))
+
+
+def _peak_resident_bytes() -> int:
+    status = _status(os.getpid())
+    if status is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # On Linux ru_maxrss of a new program is what the one that started it had held.
+    found = os.pread(status, 4096, 0)
+    line = found.index(b"VmHWM:") + len(b"VmHWM:")
+    return int(found[line : found.index(b"kB", line)]) * 1024
+
+
+@functools.cache
+def _status(process: int) -> int | None:
+    """An open file with what the kernel counts of a process; None where there is no such file."""
+    try:
+        return os.open(f"/proc/{process}/status", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
 
 
 class RecordWriter:
@@ -81,15 +114,16 @@ class RecordWriter:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._file = path.open("a", encoding="utf-8") if path else None
+        self._file = path.open("ab", buffering=0) if path else None
 
     def write(self, record: StepRecord) -> None:
         """Appends one line and hands it to the operating system."""
         if self._file is None:
             return
         try:
-            self._file.write(record.to_line() + "\n")
-            self._file.flush()
+            line = record.to_line().encode() + b"\n"
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except (OSError, ValueError) as error:
             self._give_up(error)
 
@@ -103,7 +137,7 @@ class RecordWriter:
             fresh = self._path.with_suffix(".tmp")
             fresh.write_text("".join(kept), encoding="utf-8")
             fresh.replace(self._path)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._path.open("ab", buffering=0)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._give_up(error)
 

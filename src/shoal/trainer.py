@@ -21,7 +21,7 @@ from shoal.nonfinite import Search
 from shoal.records import StepRecord
 from shoal.step import StepParts, StepRunner
 from shoal.strategies.base import StepSums
-from shoal.telemetry import RecordWriter, peak_memory_bytes
+from shoal.telemetry import RecordWriter
 from shoal.update import Parameters, Update, Updater
 
 # So many steps in a row that are not finite are no accident that leaving them out could mend.
@@ -68,6 +68,50 @@ class Outcome:
     unsaved: StorageError | None = None
 
 
+# The step after which the model was last evaluated, the metrics, and of how many samples they are.
+Evaluated = tuple[int, dict[str, float], int]
+
+
+def conclude(
+    parts: Parts, state: RunState, status: str, evaluated: Evaluated | None, step_seconds: list[float]
+) -> Outcome:
+    """Saves the last state and evaluates it, unless it was `evaluated`. Collective: all ranks."""
+    unsaved: StorageError | None = None
+    try:
+        parts.keeper.save(state, wait=True)
+    except StorageError as error:
+        unsaved = error
+    if status != "completed":
+        return Outcome(status, state, {}, 0, step_seconds, unsaved)
+    if evaluated is None or evaluated[0] != state.step:
+        evaluated = state.step, *parts.evaluator.evaluate(parts.model)
+        parts.step.strategy.rest()
+    return Outcome(status, state, *evaluated[1:], step_seconds, unsaved)
+
+
+def measured(
+    parts: Parts, state: RunState, sums: StepSums, update: Update, found: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What every record has of the step that `state` has counted last; ends the step's time."""
+    seconds, spans = parts.step.clock.end()
+    return {
+        "step": state.step,
+        "samples": state.samples,
+        "num_samples": sums.num_samples,
+        "loss": state.loss,
+        "weight": sums.weight if math.isfinite(sums.weight) else None,
+        "grad_norm": update.grad_norm if math.isfinite(update.grad_norm) else None,
+        "learning_rate": update.learning_rate if math.isfinite(update.learning_rate) else 0.0,
+        "loss_scale": state.loss_scale.scale if state.loss_scale.active else None,
+        "seconds": seconds,
+        "spans": spans,
+        "memory_bytes": parts.step.clock.peak_memory_bytes(),
+        "digest": state.digest,
+        "skipped": update.skipped,
+        "nonfinite": found,
+    }
+
+
 class Trainer:
     """Trains one job on this rank, in step with the others."""
 
@@ -83,7 +127,7 @@ class Trainer:
         self._computation: Computation | None = None  # that of which the state has the JSON value
         self._measures: tuple[float, ...] = Report().measures
         self._step_seconds: list[float] = []
-        self._evaluated: tuple[int, dict[str, float], int] | None = None
+        self._evaluated: Evaluated | None = None
 
     @property
     def _factor(self) -> float:
@@ -106,7 +150,7 @@ class Trainer:
                 self._around.on_step(self._record, self._mesh.rank)
             raise
         self._flush()
-        return self._finish(status)
+        return conclude(parts, self.state, status, self._evaluated, self._step_seconds)
 
     def _steps(self) -> str:
         """All the steps that are left, or until a stop: completed or preempted."""
@@ -131,23 +175,6 @@ class Trainer:
                 self._agreed = None if long else agreement
             self._apply(sums)
         return "completed"
-
-    def _finish(self, status: str) -> Outcome:
-        parts = self._parts
-        unsaved: StorageError | None = None
-        try:
-            parts.keeper.save(self.state, wait=True)
-        except StorageError as error:
-            unsaved = error
-        metrics: dict[str, float] = {}
-        eval_samples = 0
-        if status == "completed":
-            if self._evaluated and self._evaluated[0] == self.state.step:
-                _, metrics, eval_samples = self._evaluated
-            else:
-                metrics, eval_samples = parts.evaluator.evaluate(parts.model)
-                parts.step.strategy.rest()
-        return Outcome(status, self.state, metrics, eval_samples, self._step_seconds, unsaved)
 
     def _say(self, has_data: bool, error: bool) -> list[float]:
         """This rank's row about the next step, sent with the sums of the one in hand."""
@@ -240,29 +267,14 @@ class Trainer:
         if parts.step.computer.computation is not self._computation:
             self._computation = parts.step.computer.computation
             state.computation = self._computation.to_json()
-        seconds, spans = self._clock.end()
-        self._step_seconds.append(seconds)
-        memory = peak_memory_bytes(self._mesh.device)
-        self._measures = measures(spans, seconds, memory)
         self._record = StepRecord(
-            step=state.step,
+            **measured(parts, state, sums, update, found),
             epoch=parts.order.epoch(state.step - 1),
-            samples=state.samples,
-            num_samples=sums.num_samples,
-            loss=state.loss,
-            weight=sums.weight if math.isfinite(sums.weight) else None,
-            grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
-            learning_rate=update.learning_rate if math.isfinite(update.learning_rate) else 0.0,
-            loss_scale=state.loss_scale.scale if state.loss_scale.active else None,
-            seconds=seconds,
-            spans=spans,
             ranks={},
-            memory_bytes=memory,
-            digest=state.digest,
-            skipped=update.skipped,
-            nonfinite=found,
             compression=self._compared(sums, update),
         )
+        self._step_seconds.append(self._record.seconds)
+        self._measures = measures(self._record.spans, self._record.seconds, self._record.memory_bytes)
         self._evaluate_epoch()
 
     def _compared(self, sums: StepSums, update: Update) -> dict[str, Any] | None:
@@ -284,8 +296,7 @@ class Trainer:
         parts.step.strategy.rest()
         if count:
             self._evaluated = state.step, metrics, count
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            self._record = replace(self._record, metrics=finite)
+            self._record = self._record.evaluated(metrics)
 
     def _write_record(self, agreement: Agreement) -> None:
         """Writes the last step's record, now that every rank's measures of it are known."""

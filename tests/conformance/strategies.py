@@ -88,14 +88,17 @@ def summed_by(algorithm: str) -> Use:
     return Use("DataParallel", "data", {"collectives": {"all_reduce": algorithm}}, SUMMED, usual=frozenset(usual))
 
 
+# In exact mode every grain is computed by itself: what is about its order, its batch statistics and its draws.
+EXACTLY = UNEVEN | {"ragged tokens", "batch normalisation", "dropout", "a loss over pairs", "blocks computed again"}
+
 STRATEGIES: dict[str, Use] = {
     "DataParallel": Use("DataParallel"),
     **{
         f"DataParallel-{name}": summed_by(name)
         for name in ("ring", "tree", "recursive_doubling", "hierarchical", "shared_memory")
     },
-    "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
-    "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER, usual=DIVIDED | UNEVEN),
+    "ExactDataParallel": Use("ExactDataParallel", sections=EXACT, usual=EXACTLY),
+    "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER, usual=UNEVEN | {"clipping that bites"}),
     "FullySharded": Use("FullySharded", "shard", usual=DIVIDED | UNEVEN),
     "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS, usual=frozenset({"tied embeddings"})),
     "tensor axis": Use("DataParallel", "tensor", usual=DIVIDED | {"dropout and ragged tokens"}),

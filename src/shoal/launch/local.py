@@ -88,9 +88,7 @@ def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
                     workers[rank] = _start(run, rank, listener, Path(folder))
                 return True
 
-            _watch(
-                workers, signals, replace if run.replaceable else None, lambda worker: worker.rank in run.replaceable
-            )
+            _watch(workers, signals, run.replaceable, replace)
             cut_short = workers[0].given_up and workers[0].process.returncode == ExitCode.PREEMPTED
             if run.replaceable and _is_well(workers[0]) and not cut_short:  # who is left over had been given up
                 return workers[0].process.returncode, None
@@ -164,47 +162,36 @@ def _is_well(worker: _Worker) -> bool:
     return worker.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
 
 
-def _watch(
-    workers: list[_Worker],
-    signals: Signals,
-    replace: Callable[[_Worker], bool] | None,
-    without: Callable[[_Worker], bool] = lambda worker: True,
-) -> None:
+def _watch(workers: list[_Worker], signals: Signals, replaceable: range, replace: Callable[[_Worker], bool]) -> None:
     """Waits until all have ended; hands signals on, and ends the rest once one has died without a word for good.
 
     Where some are replaced, by `replace`, rank 0 leads the others, and none of them outlives it by long; before it is
-    ended it is asked to, since it may be well `without` those that failed and can save what was computed.
+    ended it is asked to, since it may be well without those that failed and can save what was computed.
     """
     leader = workers[0]
     handed_on: signal.Signals | None = None
-    failed_at, waits = math.inf, False
+    since, asked = math.inf, False
     while any(w.process.poll() is None for w in workers):
         wanted = signal.SIGKILL if signals.twice else signal.SIGTERM if signals.received else None
         if wanted is not None and wanted != handed_on:
             handed_on = wanted
             _end(workers, wanted)
         failed = [w for w in workers if w.process.poll() not in (None, 0, ExitCode.PREEMPTED)]
-        if replace is not None:
+        if replaceable:
             failed = [w for w in failed if w.how_it_ended() is not None or not replace(w)]
             failed += [leader] if _is_well(leader) else []
         if failed:
-            failed_at = min(failed_at, time.monotonic())
-            word = replace is None and all(w.how_it_ended() is not None for w in failed)
-            grace = _PATIENCE_SECONDS if word else _GRACE_SECONDS
-            if waits and leader.process.poll() is not None:
-                waits, failed_at = False, time.monotonic()
-            if time.monotonic() - failed_at <= (_PATIENCE_SECONDS if waits else grace):
-                pass
-            elif (
-                replace is not None
-                and all(map(without, failed))
-                and not leader.given_up
-                and leader.process.poll() is None
-            ):
-                waits, failed_at, leader.given_up = True, time.monotonic(), True
-                leader.process.send_signal(signal.SIGTERM)
-            else:
-                _end(workers, signal.SIGKILL)
+            now, leads = time.monotonic(), leader.process.poll() is None
+            since = min(since, now)
+            if asked and not leads:
+                since, asked = now, False
+            told = not replaceable and all(w.how_it_ended() is not None for w in failed)
+            if now - since > (_PATIENCE_SECONDS if asked or told else _GRACE_SECONDS):
+                if leads and not leader.given_up and all(w.rank in replaceable for w in failed):
+                    since, asked, leader.given_up = now, True, True
+                    leader.process.send_signal(signal.SIGTERM)
+                else:
+                    _end(workers, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
 
 

@@ -31,7 +31,7 @@ from shoal.serving.tally import Arrived, Tally, exactly_once
 from shoal.serving.worker import fixed_tensors
 from shoal.strategies.base import Flags, StepSums
 from shoal.strategies.parameter_server import combine
-from shoal.trainer import MAX_BAD_STREAK, Outcome, Parts, Surroundings
+from shoal.trainer import MAX_BAD_STREAK, Evaluated, Outcome, Parts, Surroundings, conclude
 from shoal.update import Update, clipping, judged
 
 _TICK_SECONDS = 0.05
@@ -65,7 +65,7 @@ class Conductor:
         self._alone_since = time.monotonic()
         self._longest = 0.0
         self._logbook = Logbook(parts, around, state)
-        self._evaluated: tuple[int, dict[str, float], int] | None = None
+        self._evaluated: Evaluated | None = None
 
     def _grains(self, step: int, part: int, num_parts: int) -> list[Any]:
         return share(self._parts.order.grains(step), part, num_parts)
@@ -83,7 +83,8 @@ class Conductor:
             status = self._steps()
         finally:
             self._logbook.write()
-        return self._finish(status)
+        self.servers.fetch(optimizer=True)
+        return conclude(self._parts, self.state, status, self._evaluated, self._logbook.step_seconds)
 
     def _steps(self) -> str:
         while True:
@@ -351,23 +352,6 @@ class Conductor:
         if count:
             self._evaluated = self.state.step, metrics, count
             self._logbook.evaluated(metrics)
-
-    def _finish(self, status: str) -> Outcome:
-        parts = self._parts
-        self.servers.fetch(optimizer=True)
-        unsaved: StorageError | None = None
-        try:
-            parts.keeper.save(self.state, wait=True)
-        except StorageError as error:
-            unsaved = error
-        metrics: dict[str, float] = {}
-        eval_samples = 0
-        if status == "completed":
-            if self._evaluated and self._evaluated[0] == self.state.step:
-                _, metrics, eval_samples = self._evaluated
-            else:
-                metrics, eval_samples = parts.evaluator.evaluate(parts.model)
-        return Outcome(status, self.state, metrics, eval_samples, self._logbook.step_seconds, unsaved)
 
     def report(self) -> dict[str, Any]:
         """The block `server` of the result. JSON values."""

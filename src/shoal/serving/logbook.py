@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,7 @@ from shoal.ledger import chain_digest
 from shoal.records import Spread, StepRecord
 from shoal.serving.tally import Arrived
 from shoal.strategies.base import StepSums
-from shoal.telemetry import peak_memory_bytes
-from shoal.trainer import Parts, Surroundings
+from shoal.trainer import Parts, Surroundings, measured
 from shoal.update import Update
 
 
@@ -43,30 +40,16 @@ class Logbook:
             digest = chain_digest(digest, self._words.pop(self._digested))
             self._digested += 1
         state.digest = digest
-        seconds, spans = parts.step.clock.end()
-        self.step_seconds.append(seconds)
         spreads = from_rows(np.array([part.row for part in came])).spreads
         ranks = {n: Spread(s.min, s.max, came[s.rank_of_max].member.rank) for n, s in spreads.items()}
         self._slowest = ranks["busy_seconds"].rank_of_max
         self._record = StepRecord(
-            step=state.step,
+            **measured(parts, state, sums, update, found),
             epoch=parts.order.epoch(step),
-            samples=state.samples,
-            num_samples=sums.num_samples,
-            loss=state.loss,
-            weight=sums.weight if math.isfinite(sums.weight) else None,
-            grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
-            learning_rate=update.learning_rate if math.isfinite(update.learning_rate) else 0.0,
-            loss_scale=None,
-            seconds=seconds,
-            spans=spans,
             ranks=ranks,
-            memory_bytes=peak_memory_bytes(parts.step.mesh.device),
-            digest=state.digest,
-            skipped=update.skipped,
-            nonfinite=found,
             push={"step": step + 1, "workers": [part.member.number for part in came], "staleness": staleness},
         )
+        self.step_seconds.append(self._record.seconds)
         parts.step.clock.begin()
 
     @property
@@ -78,8 +61,7 @@ class Logbook:
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Adds an evaluation to the record of the step that was counted last."""
         if self._record is not None:
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-            self._record = replace(self._record, metrics=finite)
+            self._record = self._record.evaluated(metrics)
 
     def write(self) -> None:
         """Writes the record that is kept, if one is."""
