@@ -250,8 +250,7 @@ def test_only_a_gradient_that_a_smaller_scale_may_mend_is_an_overflow(
 def test_an_optimizer_that_draws_noise_draws_the_same_everywhere() -> None:
     class Noisy(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                torch._foreach_add_([p.data for p in group["params"]], float(torch.rand(())))
+            add_noise(self)
 
     found = []
     for seed in (1, 2):
@@ -262,12 +261,17 @@ def test_an_optimizer_that_draws_noise_draws_the_same_everywhere() -> None:
     assert torch.equal(*found)
 
 
+def add_noise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        torch._foreach_add_([p.data for p in group["params"]], float(torch.rand(())))
+
+
 def test_what_hooks_into_a_step_may_draw_as_well() -> None:
     found = []
     for seed in (1, 2):
         _, parameters = with_gradients()
         optimizer = torch.optim.SGD(parameters, lr=0.1)
-        optimizer.register_step_post_hook(lambda *_: torch._foreach_add_([p.data for p in parameters], torch.rand(())))
+        optimizer.register_step_post_hook(add_noise)
         torch.manual_seed(seed)
         step(updater_of(optimizer, parameters, job()))
         found.append(parameters[0].detach().clone())

@@ -130,7 +130,9 @@ class MapLoader:
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
         """What this data rank, or another, fetches for `step`, a microbatch each."""
         mine = share(self._order.grains(step), self._place.rank if rank is None else rank, self._place.num_ranks)
-        runs = zip(*(microbatches(many, self._per_microbatch) for many in (mine, self._order.ids(step, mine))), strict=True)
+        runs = zip(
+            *(microbatches(many, self._per_microbatch) for many in (mine, self._order.ids(step, mine))), strict=True
+        )
         return [_Request(step, tuple(grains), tuple(ids)) for grains, ids in runs]
 
     def step(self, step: int) -> StepData:

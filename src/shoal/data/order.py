@@ -88,12 +88,12 @@ class Order:
     shuffle: bool
     length: Length
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int:
         """Steps in one pass; the last of them may be short."""
         return -(-self.num_samples // self.global_batch)
 
-    @property
+    @functools.cached_property
     def num_steps(self) -> int:
         """Steps in the job's whole length."""
         if isinstance(self.length, Epochs):
