@@ -31,6 +31,7 @@ class StepBuffers:
         self._versions: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
         self._saved: dict[str, Tensor] = {}
+        self._nothing = torch.zeros(0, dtype=torch.float64, device=self._device)
 
     def _now(self, name: str) -> Tensor:
         home, key = self._homes[name]
@@ -67,7 +68,7 @@ class StepBuffers:
     def weighted(self, num_samples: int) -> Tensor:
         """The values now, flat float64 [num_values], times the samples that made them."""
         if not self.names:
-            return torch.zeros(0, dtype=torch.float64, device=self._device)
+            return self._nothing
         return torch.cat([self._value(name) for name in self.names]) * num_samples
 
     def _value(self, name: str) -> Tensor:

@@ -176,9 +176,8 @@ class Computer:
     @contextlib.contextmanager
     def _randomness(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
         kind = self.computation.randomness
-        key = random_key(self._job.seed, "model", microbatch.step, microbatch.grains[0].index)
         if kind == "opaque":
-            seed_everything(key)
+            seed_everything(random_key(self._job.seed, "model", microbatch.step, microbatch.grains[0].index))
             yield
         elif kind == "none":
             before = all_generators()
@@ -343,4 +342,9 @@ def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
             conflict="the weight is one number: how many samples or tokens the total sums over",
             remedy=fix,
         )
-    return total.reshape(()), weight.reshape(()) if isinstance(weight, Tensor) else weight
+    return _number(total), _number(weight) if isinstance(weight, Tensor) else weight
+
+
+def _number(tensor: Tensor) -> Tensor:
+    """Without dims; where it has none a reshape would only add a node to the graph."""
+    return tensor.reshape(()) if tensor.ndim else tensor

@@ -116,6 +116,7 @@ class Evaluator:
                 yield start // self._chunk, len(ids), self._source.fetch([ids], [key])
         else:
             collate = self._job.collate or default_collate
+            seed_everything(random_key(self._job.seed, "evaluation"))  # for a stream that draws
             stream, own, number, first = itertools.islice(self._source or (), self._most), 0, -1, None
             for number, samples in enumerate(_batched(stream, self._chunk)):
                 first = first or samples

@@ -5,8 +5,12 @@ Nothing here knows the number of devices except `share`, and nothing that it ret
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,12 @@ def divide(num_samples: int, global_batch: int, num_grains: int) -> list[Grain]:
 
     A short step has fewer grains, not smaller ones: a grain's size never depends on how many samples are left.
     """
-    size = grain_size(global_batch, num_grains)
-    return [Grain(i, start, min(size, num_samples - start)) for i, start in enumerate(range(0, num_samples, size))]
+    return list(_divided(num_samples, grain_size(global_batch, num_grains)))
+
+
+@functools.lru_cache(maxsize=8)  # nearly every step holds as many samples as the one before
+def _divided(num_samples: int, size: int) -> tuple[Grain, ...]:
+    return tuple(Grain(i, start, min(size, num_samples - start)) for i, start in enumerate(range(0, num_samples, size)))
 
 
 def share(grains: list[Grain], part: int, num_parts: int) -> list[Grain]:
@@ -41,8 +49,8 @@ def share(grains: list[Grain], part: int, num_parts: int) -> list[Grain]:
     return grains[part * count // num_parts : (part + 1) * count // num_parts]
 
 
-def microbatches(grains: list[Grain], grains_per_microbatch: int) -> list[list[Grain]]:
-    """Runs of neighbouring grains that are computed together."""
+def microbatches(grains: list[T], grains_per_microbatch: int) -> list[list[T]]:
+    """Runs of neighbouring grains that are computed together, or of what there is one of for each grain."""
     step = max(1, grains_per_microbatch)
     return [grains[i : i + step] for i in range(0, len(grains), step)]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import log
 
 
@@ -19,12 +20,15 @@ class Curve:
 
     def at(self, size: float) -> float:
         """The fraction at `size`, in the unit of the points."""
-        sizes = [x for x, _ in self.points]
-        place = bisect_right(sizes, size)
-        if place == 0 or place == len(sizes):
+        place = bisect_right(self._sizes, size)
+        if place == 0 or place == len(self._sizes):
             return self.points[max(0, place - 1)][1]
         (x0, y0), (x1, y1) = self.points[place - 1], self.points[place]
         return y0 + (y1 - y0) * log(size / x0) / log(x1 / x0)
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        return [x for x, _ in self.points]
 
 
 def intensity(m: float, n: float, k: float) -> float:

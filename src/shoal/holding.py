@@ -23,7 +23,8 @@ Held = dict[str, tuple[Part, Tensor]]
 def local(tensor: Tensor) -> Tensor:
     """This rank's own memory of a tensor: of a DTensor its local tensor, without a gradient's history."""
     to_local = getattr(tensor, "to_local", None)
-    return tensor.detach() if to_local is None else to_local().detach()
+    own = tensor if to_local is None else to_local()
+    return own.detach() if own.requires_grad else own
 
 
 def cut_of(tensor: Tensor, part: Part) -> Part:

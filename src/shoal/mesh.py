@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import socket
@@ -60,13 +61,13 @@ class Mesh:
         """The group of the ranks that hold the same of the model and compute different grains; None for all ranks."""
         return self.groups.get(REPLICAS)
 
-    @property
+    @functools.cached_property
     def speaks(self) -> bool:
         """Whether this rank is the one of those with the same grains that counts their losses and samples."""
         place = self.layout.coordinate(self.rank)
         return place.tensor == 0 and place.context == 0 and place.pipeline == self.layout.pipeline - 1
 
-    @property
+    @functools.cached_property
     def world_size(self) -> int:
         """Processes in all."""
         return self.layout.world_size

@@ -60,6 +60,8 @@ class Precision:
         With `channels_last` images, float [N, C, H, W], lie in memory as [N, H, W, C]. Convolutions, pools and norms
         hand that on from layer to layer; weights stay as they are.
         """
+        if self.device.type == "cpu" and self.is_wide and not (self.widens or self.channels_last):
+            return batch
         moved = tree_map(self._input, batch)
         return tree_map(_channels_last, moved) if self.channels_last else moved
 

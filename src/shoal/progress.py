@@ -37,12 +37,16 @@ class Pace:
     began: float = 0.0
     samples: int = 0
 
-    def line(self, record: StepRecord, slowest_rank: int) -> str:
-        """Step, loss, samples per second, time left and the slowest rank."""
+    def count(self, record: StepRecord) -> float:
+        """Counts a finished step; the time now."""
         now = time.monotonic()
         self.began = self.began or now - record.seconds
         self.samples += record.num_samples
-        elapsed = max(1e-9, now - self.began)
+        return now
+
+    def line(self, record: StepRecord, slowest_rank: int) -> str:
+        """Step, loss, samples per second, time left and the slowest rank."""
+        elapsed = max(1e-9, time.monotonic() - self.began)
         done = record.step - self.first
         left = (self.last - record.step) * elapsed / max(1, done)
         loss = "-" if record.loss is None else f"{record.loss:.4f}"
@@ -81,10 +85,9 @@ class Plain:
 
     def step(self, record: StepRecord, slowest_rank: int) -> None:
         """A line now and then."""
-        line = self._pace.line(record, slowest_rank)
-        now = time.monotonic()
+        now = self._pace.count(record)
         if now >= self._next or record.step == self._pace.last:
-            self.note(line)
+            self.note(self._pace.line(record, slowest_rank))
             self._next = now + _PLAIN_EVERY_SECONDS
         if record.metrics:
             self.note(metrics_line(record))
@@ -113,10 +116,9 @@ class Live:
 
     def step(self, record: StepRecord, slowest_rank: int) -> None:
         """A new state of the live line, a few times a second."""
-        line = self._pace.line(record, slowest_rank)
-        now = time.monotonic()
+        now = self._pace.count(record)
         if now >= self._next or record.step == self._pace.last:
-            self._live.update(self._make(line), refresh=True)
+            self._live.update(self._make(self._pace.line(record, slowest_rank)), refresh=True)
             self._next = now + _LIVE_EVERY_SECONDS
         if record.metrics:
             self.note(metrics_line(record))

@@ -111,8 +111,12 @@ def compiler_deferred() -> Iterator[None]:
             del torch._dynamo
 
 
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is one of torch.optim's own classes."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Its `step`, without the compiler where it is one of torch.optim's own."""
-    own = type(optimizer).__module__.startswith("torch.optim.")
-    with compiler_deferred() if own else contextlib.nullcontext():
+    with compiler_deferred() if is_torchs(optimizer) else contextlib.nullcontext():
         optimizer.step()

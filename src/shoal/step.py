@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -113,7 +112,7 @@ class StepRunner:
                 return _Fetched(data)
             first = next(data.microbatches)
             ready = self._parts.transfer.start(first.batch)
-            return _Fetched(replace(data, microbatches=itertools.chain([first], data.microbatches)), ready)
+            return _Fetched(data.again(first), ready)
         except Exception as error:
             return _Fetched(error=as_shoal_error(error))
 
@@ -142,7 +141,7 @@ class StepRunner:
             first: Microbatch | None = None
             if data is not None and data.num_microbatches:
                 first = next(data.microbatches)
-                data = replace(data, microbatches=itertools.chain([first], data.microbatches))
+                data = data.again(first)
             self._too_large, self._unclear = False, False
             if self._parts.strategy.lockstep:  # the same on all ranks, since they meet in every forward
                 first = self._parts.loader.filler(self._step)
@@ -238,7 +237,8 @@ class StepRunner:
             if parts.loader.looks_ahead:  # while the device computes and the sums are on their way
                 parts.clock.mark("data_wait")
                 self._ahead = self._step + 1, self._read(self._step + 1)
-        return parts.strategy.finish(flags, NUM_SUMS + self._parts.buffers.num_values, self._next_row())
+        row = self._next_row() if parts.mesh.world_size > 1 else []
+        return parts.strategy.finish(flags, NUM_SUMS + self._parts.buffers.num_values, row)
 
     def _in_turn(self, data: StepData | None) -> None:
         """All microbatches, one after the other."""
@@ -249,7 +249,7 @@ class StepRunner:
             parts.clock.mark("data_wait")
             if data is not None and number < own:
                 microbatch = next(data.microbatches)
-                self.seen.append(replace(microbatch, batch=None))
+                self.seen.append(microbatch.without_batch())
                 self._microbatch(microbatch, last=number == most - 1)
             else:
                 self._fill(parts.loader.filler(self._step), last=number == most - 1)
@@ -275,7 +275,7 @@ class StepRunner:
         first, self._first = self._first, None
         batches = [first() if first is not None else parts.precision.inputs(microbatches[0].batch)]
         batches += [parts.precision.inputs(microbatch.batch) for microbatch in microbatches[1:]]
-        self.seen = [replace(microbatch, batch=None) for microbatch in microbatches[:own]]
+        self.seen = [microbatch.without_batch() for microbatch in microbatches[:own]]
         parts.clock.mark("forward")
         step = StageStep(parts.computer, parts.strategy, parts.buffers, parts.observer, parts.mesh.speaks, own)
         step.run(pipeline, microbatches, batches, self._factor)

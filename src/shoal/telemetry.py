@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import resource
@@ -15,6 +16,9 @@ import torch
 
 from shoal.records import SPANS, StepRecord, read_steps
 
+# To ask the system takes some 50 us.
+_MEMORY_SECONDS = 0.05
+
 
 class StepClock:
     """Wall time divided among the spans of a step: one span runs at a time, so that they sum to the step.
@@ -24,7 +28,8 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
+        self._memory_bytes, self._memory_until = 0, 0.0
         self.enabled = enabled
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._current, self._since, self._began = "other", 0.0, 0.0
@@ -56,7 +61,15 @@ class StepClock:
         total = time.perf_counter() - self._began
         if self._cuda and self.enabled:
             self._read_events(total)
-        return float(np.float32(total)), {name: float(np.float32(value)) for name, value in self._seconds.items()}
+        total, *spans = np.array([total, *self._seconds.values()], dtype=np.float32).tolist()
+        return total, dict(zip(self._seconds, spans, strict=True))
+
+    def peak_memory_bytes(self) -> int:
+        """As the function of that name says, a few milliseconds ago: short steps share a reading."""
+        now = time.monotonic()
+        if now >= self._memory_until:
+            self._memory_bytes, self._memory_until = peak_memory_bytes(self._device), now + _MEMORY_SECONDS
+        return self._memory_bytes
 
     def _record(self, span: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -101,15 +114,16 @@ class RecordWriter:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._file = path.open("a", encoding="utf-8") if path else None
+        self._file = path.open("ab", buffering=0) if path else None
 
     def write(self, record: StepRecord) -> None:
         """Appends one line and hands it to the operating system."""
         if self._file is None:
             return
         try:
-            self._file.write(record.to_line() + "\n")
-            self._file.flush()
+            line = record.to_line().encode() + b"\n"
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except (OSError, ValueError) as error:
             self._give_up(error)
 
@@ -123,7 +137,7 @@ class RecordWriter:
             fresh = self._path.with_suffix(".tmp")
             fresh.write_text("".join(kept), encoding="utf-8")
             fresh.replace(self._path)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._path.open("ab", buffering=0)
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._give_up(error)
 

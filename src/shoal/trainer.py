@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,7 @@ from shoal.nonfinite import Search
 from shoal.records import StepRecord
 from shoal.step import StepParts, StepRunner
 from shoal.strategies.base import StepSums
-from shoal.telemetry import RecordWriter, peak_memory_bytes
+from shoal.telemetry import RecordWriter
 from shoal.update import Parameters, Update, Updater
 
 # So many steps in a row that are not finite are no accident that leaving them out could mend.
@@ -105,7 +105,7 @@ def measured(
         "loss_scale": state.loss_scale.scale if state.loss_scale.active else None,
         "seconds": seconds,
         "spans": spans,
-        "memory_bytes": peak_memory_bytes(parts.step.mesh.device),
+        "memory_bytes": parts.step.clock.peak_memory_bytes(),
         "digest": state.digest,
         "skipped": update.skipped,
         "nonfinite": found,
@@ -302,7 +302,7 @@ class Trainer:
         """Writes the last step's record, now that every rank's measures of it are known."""
         if self._record is None:
             return
-        record = replace(self._record, ranks=agreement.spreads)
+        record = self._record.with_ranks(agreement.spreads)
         self._record = None
         self._parts.records.write(record)
         self._around.on_step(record, agreement.slowest_rank)

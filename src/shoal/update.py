@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.faults import user_error
@@ -20,7 +21,7 @@ from shoal.job import Job, Progress
 from shoal.observation import Observer
 from shoal.precision import LossScale
 from shoal.randomness import all_generators, seed_everything
-from shoal.startup import compiler_deferred, step_optimizer
+from shoal.startup import compiler_deferred, is_torchs, step_optimizer
 from shoal.strategies.base import Strategy
 
 # They compute with a matrix as a whole, and on a part of one something else.
@@ -158,8 +159,9 @@ class Stepper:
         return self._rates[0] * multiplier
 
     def seed(self, step: int) -> None:
-        """Seeds the generators for optimizers that add noise: the same on all ranks."""
-        seed_everything(random_key(self._job.seed, "optimizer", step))
+        """Seeds the generators for optimizers that may add noise: the same on all ranks."""
+        if _may_draw(self._optimizer):
+            seed_everything(random_key(self._job.seed, "optimizer", step))
 
     def step(self, *, refuse_noise: bool = False) -> None:
         """One step. Raises: UserCodeError; JobError where it drew random numbers that it is not to draw."""
@@ -175,6 +177,17 @@ class Stepper:
                 conflict="what is drawn for one part would depend on the layout",
                 remedy="use the data axis alone, or an optimizer without noise",
             )
+
+
+def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step may draw at random: none of torch's own classes does, but what hooks into it may."""
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return not is_torchs(optimizer) or any(hooks)
 
 
 class Updater:
@@ -194,9 +207,7 @@ class Updater:
         self.optimizer, self._strategy, self._holding = optimizer, strategy, holding
         for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
             del optimizer.state[parameter]
-        named = [(name, p) for name, p in holding.parameters() if p.requires_grad]
-        self._parameters = [p for _, p in named]
-        self._counted = [p for name, p in named if holding.counts(name)]
+        self._parameters = [(p, holding.counts(name)) for name, p in holding.parameters() if p.requires_grad]
         self._job, self._observer, self._judged = job, observer, False
         self.stepper = Stepper(optimizer, job, exact=exact)
 
@@ -210,17 +221,16 @@ class Updater:
         if weight == 0.0:
             return Update(0.0, rate, "weightless")
         self._holding.complete()
-        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         self._observer.reduced(loss, weight, scale)
-        counted = [local(p.grad) for p in self._counted if p.grad is not None]
-        norm = self._holding.norm(global_norm(counted)) * abs(scale)
+        norm = self._holding.norm(global_norm([gradient for gradient, counts in held if counts])) * abs(scale)
         skipped = judged(loss, norm, scale, loss_scale)
         if skipped is not None:
             return Update(norm, rate, skipped)
         scale *= clipping(self._job.clip_norm, norm)
-        if gradients and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
-            torch._foreach_mul_(gradients, scale)
+        if held and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
+            torch._foreach_mul_([gradient for gradient, _ in held], scale)
         self._observer.clipped(norm)
         self.stepper.seed(progress.step)
         self._strategy.update(lambda: self.stepper.step(refuse_noise=self._holding.divides_state))
@@ -264,7 +274,7 @@ def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) ->
 
     `kinds`: of tensors to which they do.
     """
-    own = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in _FUSED
+    own = is_torchs(optimizer) and type(optimizer).__name__ in _FUSED
     groups = [group for group in optimizer.param_groups if own and _can_fuse(group, kinds)]
     for group in groups:
         group["fused"] = True
@@ -283,12 +293,13 @@ def _can_fuse(group: dict[str, Any], kinds: tuple[type, ...]) -> bool:
         return False
     return all(
         type(tensor) in kinds
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and tensor.dtype in _FUSED_DTYPES
-        and tensor.layout == torch.strided
+        and tensor.layout is torch.strided
         and tensor.is_contiguous()
         for p in group["params"]
-        for tensor in ((p, p.grad) if p.grad is not None else (p,))
+        for tensor in (p, p.grad)
+        if tensor is not None
     )
 
 

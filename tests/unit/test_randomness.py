@@ -251,6 +251,14 @@ def test_seeding_reaches_every_generator() -> None:
     assert python_generators() != states
 
 
+def test_the_half_of_a_pair_that_gauss_keeps_is_state() -> None:
+    random.seed(1)
+    random.gauss(0, 1)
+    states = python_generators()
+    random.gauss(0, 1)  # draws nothing: the other half
+    assert python_generators() != states
+
+
 def test_a_mask_does_not_depend_on_strides() -> None:
     """Rows of one sample are contiguous alone and not among others: the draws must be the same ones."""
     sizes, key = [3, 1], 5

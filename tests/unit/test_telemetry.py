@@ -1,12 +1,14 @@
 """Spans sum to the step, and a record that cannot be written never stops a training."""
 
 import errno
+import io
 import itertools
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,6 +146,29 @@ def test_a_full_disk_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     writer.write(RECORD)
     writer.forget_after(0)
     writer.close()
+
+
+def test_half_a_line_on_a_full_disk_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RecordWriter(tmp_path / "records.jsonl")
+    assert writer._file is not None
+    writer._file.close()
+    monkeypatch.setattr(writer, "_file", Half())
+    with pytest.warns(RuntimeWarning, match="no more step records: .*No space left"):
+        writer.write(RECORD)
+
+
+class Half(io.BytesIO):
+    def write(self, data: Any) -> int:
+        return super().write(data[: len(data) // 2])
+
+
+def test_short_steps_share_a_reading_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([1 << 20, 2 << 20])
+    monkeypatch.setattr(shoal.telemetry, "peak_memory_bytes", lambda device: next(readings))
+    clock = StepClock(CPU)
+    assert [clock.peak_memory_bytes(), clock.peak_memory_bytes()] == [1 << 20, 1 << 20]
+    clock._memory_until = 0.0
+    assert clock.peak_memory_bytes() == 2 << 20
 
 
 def test_a_damaged_file_of_records_warns(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from shoal.job import Job, Progress, warmup_cosine
 from shoal.mesh import alone
 from shoal.observation import Observer
 from shoal.precision import LossScale
+from shoal.randomness import all_generators
 from shoal.strategies.data_parallel import DataParallel
 from shoal.update import Parameters, Update, Updater, build_optimizer, fused, global_norm
 
@@ -249,8 +250,7 @@ def test_only_a_gradient_that_a_smaller_scale_may_mend_is_an_overflow(
 def test_an_optimizer_that_draws_noise_draws_the_same_everywhere() -> None:
     class Noisy(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                torch._foreach_add_([p.data for p in group["params"]], float(torch.rand(())))
+            add_noise(self)
 
     found = []
     for seed in (1, 2):
@@ -259,6 +259,30 @@ def test_an_optimizer_that_draws_noise_draws_the_same_everywhere() -> None:
         step(updater_of(Noisy(parameters, lr=0.1), parameters, job()))
         found.append(parameters[0].detach().clone())
     assert torch.equal(*found)
+
+
+def add_noise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        torch._foreach_add_([p.data for p in group["params"]], float(torch.rand(())))
+
+
+def test_what_hooks_into_a_step_may_draw_as_well() -> None:
+    found = []
+    for seed in (1, 2):
+        _, parameters = with_gradients()
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.register_step_post_hook(add_noise)
+        torch.manual_seed(seed)
+        step(updater_of(optimizer, parameters, job()))
+        found.append(parameters[0].detach().clone())
+    assert torch.equal(*found)
+
+
+def test_an_optimizer_that_draws_nothing_leaves_the_generators_alone() -> None:
+    _, parameters = with_gradients()
+    before = all_generators()
+    step(updater(parameters))
+    assert all_generators() == before
 
 
 def test_a_rank_of_frozen_stages_has_an_optimizer_of_nothing() -> None:

@@ -3,7 +3,7 @@
 Every call is posted: its data are ready, its header says what it is. This rank's part of the work is done once all
 ranks have posted: at this rank's next call, or at the wait for it. Three ways, by where the data are and how much:
 
-- up to ONE_SHOT_BYTES a rank: copied to a mailbox, and every rank reduces all mailboxes: one exchange of words;
+- small: copied to a mailbox, and every rank reduces all mailboxes: one exchange of words;
 - in a tensor from `allocate`: each rank reduces its part of all slots and writes it to all; nothing else is copied;
 - elsewhere: in pieces through two small staging areas a rank, which stay in the cache.
 
@@ -28,12 +28,13 @@ from torch import Tensor
 from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Handle, Operation, Team, check, check_parts
 from shoal.collectives.peers import FINISHED, NUM_HEADERS, POSTED, Peers
 from shoal.collectives.region import Region, open_region, place_of_process
-from shoal.collectives.staging import CONTROL_BYTES, ONE_SHOT_BYTES, Workplace
+from shoal.collectives.staging import CONTROL_BYTES, Workplace, fits_mailbox
 from shoal.errors import LaunchError
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 _MAILBOX, _STAGED = 0, 1  # where the data are; allocated regions are numbered from 2
 _HEADER = struct.Struct("<8q")
+_Work = Callable[[int], None]  # given the number of its call
 
 
 @dataclass
@@ -41,8 +42,8 @@ class _Call:
     """One collective of this rank; `deliver` puts the data out, `work` does its part, `settles` says who waits."""
 
     header: bytes
-    deliver: Callable[[int], None]
-    work: Callable[[int], None]
+    deliver: _Work
+    work: _Work
     settles: bool  # whether it is over only when all ranks have done their part
     number: int = 0
 
@@ -89,6 +90,7 @@ class SharedMemory(Collective):
         self._control = open_region(self._exchange, self.rank, self.world_size, CONTROL_BYTES)
         self._peers = Peers(self._control, self.rank, [row[3] for row in told], timeout)
         self._regions: dict[int, tuple[int, Region]] = {}
+        self._known: dict[tuple[int, int, torch.dtype, str], tuple[bytes, _Work, _Work]] = {}
         self._num_regions = _STAGED + 1
         self._state = _State()
         self._work = Workplace(self._control, self._peers, self.rank, self.world_size)
@@ -114,18 +116,25 @@ class SharedMemory(Collective):
     def release(self, tensor: Tensor) -> None:
         """The memory goes when the tensor does. Not collective."""
         self._regions.pop(tensor.untyped_storage().data_ptr(), None)
+        self._known.clear()
         self._work.forget()
 
     def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
         """In place, in the order of the ranks."""
+        # The calls of every step: what was found out about one is kept.
+        key = tensor.data_ptr(), tensor.numel(), tensor.dtype, op
+        known = self._known.get(key)
+        if known is not None and tensor.is_contiguous():
+            return self._call(_Call(*known, True), asynchronous)
         check("all_reduce", [tensor], op)
-        size, place = tensor.numel() * tensor.itemsize, self._place(tensor)
-        if size <= ONE_SHOT_BYTES:
+        place = self._place(tensor)
+        if fits_mailbox(tensor, place is not None):
             call = self._mailed("all_reduce", tensor, tensor, op)
         elif place is not None:
             where, region, offset = place
-            header = self._header("all_reduce", tensor, op, where, offset)
-            call = _Call(header, _nothing, lambda _: self._work.reduce_slots(region, offset, tensor, op), True)
+            header, like = self._header("all_reduce", tensor, op, where, offset), tensor.detach()
+            self._known[key] = header, _nothing, lambda _: self._work.reduce_slots(region, offset, like, op)
+            call = _Call(*self._known[key], True)
         else:
             header = self._header("all_reduce", tensor, op, _STAGED, 0)
             call = _Call(header, _nothing, lambda _: self._work.reduce_staged(tensor, op), False)
@@ -137,8 +146,8 @@ class SharedMemory(Collective):
         """From `allocate`d memory nothing is copied; else each rank's parts go through its staging area."""
         check("reduce_scatter", [output, tensor], op)
         check_parts("reduce_scatter", tensor, output, self.world_size)
-        size, place = tensor.numel() * tensor.itemsize, self._place(tensor)
-        if size <= ONE_SHOT_BYTES:
+        place = self._place(tensor)
+        if fits_mailbox(tensor, place is not None):
             call = self._mailed("reduce_scatter", tensor, output, op)
         elif place is not None:
             where, region, offset = place
@@ -156,7 +165,7 @@ class SharedMemory(Collective):
         check("all_gather", [output, tensor])
         check_parts("all_gather", output, tensor, self.world_size)
         place = self._place(tensor)
-        if tensor.numel() * tensor.itemsize <= ONE_SHOT_BYTES:
+        if fits_mailbox(tensor, place is not None):
             call = self._mailed("all_gather", tensor, output)
         elif place is not None:
             where, region, offset = place
@@ -172,7 +181,7 @@ class SharedMemory(Collective):
         """From `allocate`d memory each rank reads the root's; else through the root's staging area."""
         check("broadcast", [tensor])
         place = self._place(tensor)
-        if tensor.numel() * tensor.itemsize <= ONE_SHOT_BYTES:
+        if fits_mailbox(tensor, place is not None):
             call = self._mailed("broadcast", tensor, tensor, root=root)
         elif place is not None:
             where, region, offset = place
@@ -193,6 +202,7 @@ class SharedMemory(Collective):
         """Forgets the memory: it goes with the last tensor in it."""
         self._peers.close()
         self._regions.clear()
+        self._known.clear()
         self._work.forget()
 
     # ------------------------------------------------------------------------------------------- order of calls

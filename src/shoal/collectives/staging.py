@@ -18,12 +18,17 @@ from shoal.collectives.peers import NUM_HEADERS, PAGE_BYTES, PHASE, Peers
 from shoal.collectives.region import Region
 
 ONE_SHOT_BYTES = 64 << 10
+# What lies in a slot is reduced there from so many bytes on: a second exchange of words takes less than two copies
+# through mailboxes, of which the next call has others.
+SLOT_BYTES = 2 << 10
 STAGE_BYTES = 1 << 20
 # What is reduced at once: all ranks' pieces of it fit in a core's second cache.
 CHUNK_BYTES = 64 << 10
 # A rank's part begins at a cache line, so that no two ranks write to one.
 LINE_BYTES = 64
-_STAGES = PAGE_BYTES + NUM_HEADERS * ONE_SHOT_BYTES
+# No power of two, by which all mailboxes would meet in a few lines of a cache.
+_BOX_BYTES = ONE_SHOT_BYTES + SLOT_BYTES + LINE_BYTES
+_STAGES = PAGE_BYTES + NUM_HEADERS * _BOX_BYTES
 _RESULTS = _STAGES + 2 * STAGE_BYTES
 CONTROL_BYTES = _RESULTS + 2 * STAGE_BYTES
 _MAX_CACHED = 4096
@@ -34,6 +39,11 @@ def cut(numel: int, itemsize: int, world_size: int) -> list[int]:
     line = max(1, LINE_BYTES // itemsize)
     per = math.ceil(math.ceil(numel / world_size) / line) * line
     return [min(numel, part * per) for part in range(world_size + 1)]
+
+
+def fits_mailbox(tensor: Tensor, in_slot: bool) -> bool:
+    """Whether a collective of it goes through mailboxes."""
+    return tensor.numel() * tensor.itemsize <= (SLOT_BYTES if in_slot else ONE_SHOT_BYTES)
 
 
 class Workplace:
@@ -61,7 +71,7 @@ class Workplace:
         if found is None:
             if len(self._views) >= _MAX_CACHED:
                 self._views.clear()
-            offset = PAGE_BYTES + slot * ONE_SHOT_BYTES
+            offset = PAGE_BYTES + slot * _BOX_BYTES
             found = [self._control.tensor(r, offset, numel, dtype) for r in range(self._world_size)]
             self._views[key] = found
         return found

@@ -130,11 +130,10 @@ class MapLoader:
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
         """What this data rank, or another, fetches for `step`, a microbatch each."""
         mine = share(self._order.grains(step), self._place.rank if rank is None else rank, self._place.num_ranks)
-        ids = dict(zip((g.index for g in mine), self._order.ids(step, mine), strict=True))
-        return [
-            _Request(step, tuple(run), tuple(ids[g.index] for g in run))
-            for run in microbatches(mine, self._per_microbatch)
-        ]
+        runs = zip(
+            *(microbatches(many, self._per_microbatch) for many in (mine, self._order.ids(step, mine))), strict=True
+        )
+        return [_Request(step, tuple(grains), tuple(ids)) for grains, ids in runs]
 
     def step(self, step: int) -> StepData:
         """This rank's part of `step`."""

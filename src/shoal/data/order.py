@@ -42,18 +42,19 @@ def permute(positions: Ids, count: int, key: int) -> Ids:
 _BLOCK = 1 << 14
 
 
-def _permuted(start: int, stop: int, count: int, key: int) -> Ids:
-    """The ids at positions [start, stop), from whole blocks of which the last few are kept."""
+def _permuted(start: int, stop: int, count: int, seed: int, epoch: int) -> Ids:
+    """The ids at positions [start, stop) of an epoch, from whole blocks of which the last few are kept."""
     first = start // _BLOCK
     parts = []
     for index in range(first, (stop - 1) // _BLOCK + 1):
         begin = index * _BLOCK
-        parts.append(_permuted_block(index, count, key)[max(0, start - begin) : stop - begin])
-    return np.concatenate(parts)
+        parts.append(_permuted_block(index, count, seed, epoch)[max(0, start - begin) : stop - begin])
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 @functools.lru_cache(maxsize=4)
-def _permuted_block(index: int, count: int, key: int) -> Ids:
+def _permuted_block(index: int, count: int, seed: int, epoch: int) -> Ids:
+    key = random_key(seed, "order", epoch)
     return permute(np.arange(index * _BLOCK, min(count, (index + 1) * _BLOCK), dtype=np.int64), count, key)
 
 
@@ -87,12 +88,12 @@ class Order:
     shuffle: bool
     length: Length
 
-    @property
+    @functools.cached_property
     def steps_per_epoch(self) -> int:
         """Steps in one pass; the last of them may be short."""
         return -(-self.num_samples // self.global_batch)
 
-    @property
+    @functools.cached_property
     def num_steps(self) -> int:
         """Steps in the job's whole length."""
         if isinstance(self.length, Epochs):
@@ -128,7 +129,7 @@ class Order:
         start = place * self.global_batch + grains[0].start
         stop = start + sum(g.size for g in grains)
         if self.shuffle:
-            ids = _permuted(start, stop, self.num_samples, random_key(self.seed, "order", epoch))
+            ids = _permuted(start, stop, self.num_samples, self.seed, epoch)
         else:
             ids = np.arange(start, stop, dtype=np.int64)
         first = grains[0].start

@@ -99,7 +99,7 @@ class StreamLoader:
             size = self._order.global_batch
             left = self._order.samples_before(step + 1) - self._order.samples_before(step)
             grains = divide(min(size, left), size, self._order.num_grains)
-            self._pending = self._read_shards(grains) if self._sharded else self._read_all(grains)
+            self._pending = self._read_shards(step, grains) if self._sharded else self._read_all(step, grains)
         if not self._pending:
             return None
         count = len(microbatches([grain for grain, _, _ in self._pending], self._per_microbatch))
@@ -117,13 +117,14 @@ class StreamLoader:
         """Notes the readers' places."""
         self._pending, self._state = None, self._read_state()
 
-    def _read_shards(self, grains: list[Grain]) -> list[_Held]:
+    def _read_shards(self, step: int, grains: list[Grain]) -> list[_Held]:
         found = []
         for grain in grains:
             reader = self._readers.get(grain.index)
             if reader is None:
                 continue
             first = reader.count
+            self._seed("read", step, grain.index)
             samples = reader.read(grain.size)
             if samples:
                 ordinals = np.arange(first, first + len(samples), dtype=np.int64)
@@ -131,9 +132,10 @@ class StreamLoader:
                 found.append((Grain(grain.index, grain.start, len(samples)), ids, samples))
         return found
 
-    def _read_all(self, grains: list[Grain]) -> list[_Held]:
+    def _read_all(self, step: int, grains: list[Grain]) -> list[_Held]:
         reader = self._readers[0]
         first = reader.count
+        self._seed("read", step)
         samples = reader.read(sum(g.size for g in grains))
         present = divide(len(samples), self._order.global_batch, self._order.num_grains)
         mine = share(present, self._place.rank, self._place.num_ranks)
@@ -148,7 +150,7 @@ class StreamLoader:
 
     def _microbatch(self, step: int, held: list[_Held]) -> Microbatch:
         rows = [sample for _, _, samples in held for sample in samples]
-        seed_everything(random_key(self._order.seed, "data", step, held[0][0].index))
+        self._seed("data", step, held[0][0].index)
         batch = collate_samples(self._collate, rows, "train_data")
 
         def split() -> list[Microbatch]:
@@ -161,6 +163,10 @@ class StreamLoader:
 
         grains, ids = tuple(grain for grain, _, _ in held), tuple(i for _, i, _ in held)
         return Microbatch(step, grains, ids, batch, split, samples)
+
+    def _seed(self, *parts: int | str) -> None:
+        """For streams and collate functions that draw: the same whatever came before."""
+        seed_everything(random_key(self._order.seed, *parts))
 
     def _read_state(self) -> dict[str, Any]:
         return {str(i): reader.state() for i, reader in self._readers.items()}

@@ -7,11 +7,13 @@ backwards of a stage in the order of the microbatches, so that gradients are add
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
 
 from shoal.errors import PlanError
 
+_ROUNDS = 3  # of a microbatch a rank: one that fills the pipeline, one beside it, one that empties it
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
@@ -24,8 +26,7 @@ class Kind(StrEnum):
     BACKWARD_WEIGHT = "backward_weight"
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One computation on one stage for one microbatch."""
 
     kind: Kind
@@ -145,41 +146,33 @@ def _interleaved(rank: int, num_ranks: int, stages_per_rank: int, num_microbatch
     return tuple(action for action in found if action.microbatch < num_microbatches)
 
 
-def waits_for(action: Action, num_stages: int) -> Action | None:
-    """The forward or backward, of the stage before or after, whose message an action begins with; None for none.
-
-    A backward's message is sent by a `backward` or a `backward_input`; here it is called `backward`.
-    """
-    if action.kind is Kind.FORWARD and action.stage > 0:
-        return Action(Kind.FORWARD, action.stage - 1, action.microbatch)
-    if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and action.stage < num_stages - 1:
-        return Action(Kind.BACKWARD, action.stage + 1, action.microbatch)
-    return None
-
-
 def simulate(lists: Sequence[Actions], seconds_of_action: Callable[[Action], float]) -> tuple[float, list[float]]:
     """(when the last rank is done, how long each rank computes), in seconds; messages take no time.
 
+    A forward begins with a message of the stage before, a backward (whole, or of inputs) with one of the stage after.
     The bubble of a rank is the first less its own of the second. Raises: ValueError where the ranks wait forever.
     """
     num_stages = 1 + max((action.stage for actions_of in lists for action in actions_of), default=0)
-    sent: dict[Action, float] = {}
+    sent: dict[tuple[bool, int, int], float] = {}  # by (forward, stage, microbatch)
     clocks, busy, places = [0.0] * len(lists), [0.0] * len(lists), [0] * len(lists)
     moved = True
     while moved:
         moved = False
         for rank, own in enumerate(lists):
             while places[rank] < len(own):
-                action = own[places[rank]]
-                message = waits_for(action, num_stages)
-                if message is not None and message not in sent:
-                    break
+                kind, stage, microbatch = action = own[places[rank]]
+                forward, alone = kind is Kind.FORWARD, kind is Kind.BACKWARD_WEIGHT
+                source = stage - 1 if forward else stage + 1
+                if not alone and 0 <= source < num_stages:
+                    message = sent.get((forward, source, microbatch))
+                    if message is None:
+                        break
+                    clocks[rank] = max(clocks[rank], message)
                 seconds = seconds_of_action(action)
-                clocks[rank] = max(clocks[rank], sent[message] if message is not None else 0.0) + seconds
+                clocks[rank] += seconds
                 busy[rank] += seconds
-                if action.kind is not Kind.BACKWARD_WEIGHT:
-                    kind = Kind.FORWARD if action.kind is Kind.FORWARD else Kind.BACKWARD
-                    sent[Action(kind, action.stage, action.microbatch)] = clocks[rank]
+                if not alone:
+                    sent[forward, stage, microbatch] = clocks[rank]
                 places[rank] += 1
                 moved = True
     if any(place < len(own) for place, own in zip(places, lists, strict=True)):
@@ -197,3 +190,16 @@ def most_in_flight(own: Actions) -> int:
         elif action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             held -= 1
     return most
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[int, ...]:
+    """`most_in_flight` of each rank: without its actions where these are as many as the microbatches or more."""
+    if schedule == "gpipe":
+        return (num_microbatches * stages_per_rank,) * num_ranks
+    if schedule == "1f1b":
+        return tuple(min(num_ranks - rank, num_microbatches) for rank in range(num_ranks))
+    # What comes and goes between the first rounds and the last is the same in every one.
+    rounds, rest = divmod(num_microbatches, num_ranks)
+    fewer = min(rounds, _ROUNDS) * num_ranks + rest
+    return tuple(most_in_flight(own) for own in actions(schedule, num_ranks, stages_per_rank, fewer))

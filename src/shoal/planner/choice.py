@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from shoal.errors import PlanError
 from shoal.planner.aims import TOLD_APART, Aim, Key, Limit, tied
 from shoal.planner.search import Candidate, Search, Seen
-from shoal.planner.space import Cut, Illegal, Place, simplicity
+from shoal.planner.space import Illegal, Place, simplicity
 
 GIB = 1 << 30
 NUM_ALTERNATIVES = 5
-NUM_PROMISING = 16
-_MUCH_BUBBLE = 0.1
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True)
@@ -124,20 +123,10 @@ def _key(aim: Aim, candidate: Candidate) -> Key:
     return aim.key(candidate.devices, candidate.seconds)
 
 
-def place_of(candidate: Candidate) -> Place:
-    """The degrees of a candidate, with data x shard as one."""
-    layout = candidate.plan.layout
-    return Place(layout.data * layout.shard, Cut(layout.tensor, layout.pipeline, layout.context))
-
-
 def _next_best(search: Search, aim: Aim, chosen: Candidate, seen: Seen) -> tuple[Candidate, ...]:
-    """The best plans of other degrees on as many devices: of those places whose bounds promise most."""
-    own = place_of(chosen)
-    others = [place for place in search.by_devices[chosen.devices] if place != own]
-    promising = sorted(others, key=search.least_of)
-    best = (next(search.in_order(aim, places=[place], seen=seen), None) for place in promising[:NUM_PROMISING])
-    found = [candidate for candidate in best if candidate is not None]
-    return tuple(sorted(found, key=lambda candidate: _key(aim, candidate))[:NUM_ALTERNATIVES])
+    """The best plans of other degrees on as many devices."""
+    others = [place for place in search.by_devices[chosen.devices] if place != chosen.place]
+    return tuple(islice(search.best_of_each(aim, others, seen), NUM_ALTERNATIVES))
 
 
 # ------------------------------------------------------------------------------------------------------ reasons
@@ -158,24 +147,23 @@ def counted(devices: int) -> str:
 
 def _rejected(search: Search, seen: Seen, chosen: Candidate) -> Iterator[Rejected]:
     """Each place that was not chosen on as many devices, by itself; the others by their number of devices."""
-    own = place_of(chosen)
+    own = chosen.place
     for place in search.by_devices.get(chosen.devices, []):
         if place != own:
             yield _reason(search, seen, place, chosen)
     for devices, places in sorted(search.by_devices.items()):
         if devices == chosen.devices:
             continue
-        reasons = [_reason(search, seen, place, chosen) for place in places]
-        slowest = float("inf")
-        least = min(reasons, key=lambda reason: slowest if reason.seconds is None else reason.seconds)
-        yield Rejected(f"{counted(devices)}, nearest: {least.what}", devices, least.reason, least.seconds)
+        nearest = min(places, key=lambda place: seen.predicted[place].seconds if place in seen.predicted else _NEVER)
+        found = _reason(search, seen, nearest, chosen)
+        yield replace(found, what=f"{counted(devices)}, nearest: {found.what}")
 
 
 def _reason(search: Search, seen: Seen, place: Place, chosen: Candidate) -> Rejected:
     best = seen.predicted.get(place)
     if best is not None:
         return Rejected(str(place), place.devices, compared(best, chosen), best.seconds)
-    if place in seen.missing_bytes:
+    if place in seen.missing_bytes and not search.may_fit(place):
         missing = seen.missing_bytes[place]
         return Rejected(str(place), place.devices, f"does not fit by {gib(missing)}")
     if place in seen.refused:
@@ -191,20 +179,18 @@ def compared(other: Candidate, chosen: Candidate) -> str:
             return f"{chosen.seconds / other.seconds - 1:.0%} faster, with {more} more device{'s' if more > 1 else ''}"
         return "as fast within what a prediction can tell, and less simple"
     slower = f"{other.seconds / chosen.seconds - 1:.0%} slower"
-    if other.prediction.bubble >= max(_MUCH_BUBBLE, 2 * chosen.prediction.bubble):
-        reason = f"{other.prediction.bubble:.0%} bubble"
-    else:
-        reason = _most_of_the_difference(other, chosen)
     dominated = other.devices >= chosen.devices and other.prediction.peak_bytes >= chosen.prediction.peak_bytes
-    return f"{'dominated by the chosen one: ' if dominated else ''}{slower}, {reason}"
+    return f"{'dominated by the chosen one: ' if dominated else ''}{slower}, {_most_of_the_difference(other, chosen)}"
 
 
 def _most_of_the_difference(other: Candidate, chosen: Candidate) -> str:
-    """The term that takes most more of a step."""
+    """The term that takes most more of a step, and how much more."""
     mine = chosen.prediction.terms
     growth = {name: seconds - mine.get(name, 0.0) for name, seconds in other.prediction.terms.items()}
     name = max(growth, key=lambda term: growth[term])
-    return f"{name} takes {other.prediction.terms[name] / other.seconds:.0%} of its step"
+    if name == "bubble":
+        return f"{other.prediction.bubble:.0%} bubble"
+    return f"{name} takes {growth[name] * 1e3:.3g} ms more"
 
 
 def _nothing(search: Search, aim: Aim, seen: Seen, limit: Limit) -> NothingFitsError:

@@ -7,10 +7,10 @@ here; the catalogue says only how fast a large matmul is. See docs/planner.md fo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2
-from typing import Final
+from typing import Final, NamedTuple
 
 from shoal.hardware import Curve, Device, intensity
 from shoal.planner.profile import NOTHING, Amount, Body, Cut, Kind, Operation, Phase
@@ -24,16 +24,17 @@ _SMALL_TILES: Final = ((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
 # Steps of k, at the rate of half precision, that a tile takes before its multipliers are fed, and after.
 _K_FILL: Final = 96
 _SPLITS: Final = (1, 2, 4, 8, 16)
+_ALMOST: Final = 1 - 1e-9  # of a bound that is compared: what rounding may take from it
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds of the device, and of the host that starts the work; the slower of the two is what passes."""
 
     device: float = 0.0
     host: float = 0.0
 
-    def __add__(self, other: Cost) -> Cost:
+    def plus(self, other: Cost) -> Cost:
+        """Both, one after the other."""
         return Cost(self.device + other.device, self.host + other.host)
 
     def times(self, factor: float) -> Cost:
@@ -49,8 +50,7 @@ class Cost:
 NO_COST = Cost()
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """How much of a body one rank computes: its microbatch in samples, and the degrees that divide each sample."""
 
     samples: float
@@ -60,7 +60,7 @@ class Share:
 
     def of(self, body: Body, divides_ends: bool) -> Share:
         """What of a body: outside of the blocks a context axis and sequence parallelism may divide nothing."""
-        return self if body.repeated or divides_ends else replace(self, context=1, sequence=False)
+        return self if body.repeated or divides_ends else self._replace(context=1, sequence=False)
 
     @property
     def local_samples(self) -> float:
@@ -109,6 +109,8 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
     for rows, columns, share in (*_TILES, *_SMALL_TILES):
         tiles = ceil(m / rows) * ceil(n / columns) * groups
         tile = 2.0 * rows * columns / (per_tile * share)
+        if tiles / device.multiprocessors * tile * k * _ALMOST > best:
+            continue  # however it is split, and its last wave were full
         for split in _SPLITS:
             if split > 1 and split > most:
                 break
@@ -241,14 +243,14 @@ class Computer:
         """The sum over operations."""
         cost = Cost()
         for operation in operations:
-            cost += self.operation(operation, share)
+            cost = cost.plus(self.operation(operation, share))
         return cost
 
     def phases(self, body: Body, share: Share) -> dict[Phase, Cost]:
         """Each phase of a body."""
         found = dict.fromkeys(Phase, Cost())
         for operation in body.operations:
-            found[operation.phase] += self.operation(operation, share)
+            found[operation.phase] = found[operation.phase].plus(self.operation(operation, share))
         return found
 
 

@@ -71,6 +71,7 @@ def costs_of(
                 filled=filled,
                 least_at=lambda plan: predictor.least_at(plan) * least,
                 floor=lambda samples, ranks: ideal * samples / ranks,
+                parts=lambda plan: tuple((count, one * least) for count, one in predictor.parts(plan)),
             )
         return known[id(device)]
 

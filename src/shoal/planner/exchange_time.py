@@ -8,13 +8,14 @@ are those of nccl-tests: see planner/communication.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import ceil, log2
+from typing import NamedTuple
 
 from shoal.hardware import Cluster, Link
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Ranks that communicate: how many, how many of them on one host, and how many such groups share a host's links."""
 
     size: int
@@ -36,9 +37,7 @@ class Network:
 
     def group(self, size: int, stride: int) -> Group:
         """The ranks r, r + stride, ... of an axis of `size`, whose neighbours on the axis are `stride` ranks apart."""
-        on_host = self.cluster.devices_per_host
-        per_host = max(1, min(size, on_host // stride))
-        return Group(size, per_host, max(1, min(on_host // per_host, stride)))
+        return _group(size, stride, self.cluster.devices_per_host)
 
     def hop(self, size: int, stride: int) -> Group:
         """The slowest pair of neighbours on an axis: over the network where the axis leaves a host."""
@@ -129,3 +128,9 @@ class Network:
             rate = self._between().bytes_per_second / (group.neighbours * group.per_host)
             seconds += num_bytes * outside / rate
         return seconds
+
+
+@lru_cache(maxsize=65536)
+def _group(size: int, stride: int, on_host: int) -> Group:
+    per_host = max(1, min(size, on_host // stride))
+    return Group(size, per_host, max(1, min(on_host // per_host, stride)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.plan.plan import Plan
 from shoal.planner.compute import ITEMSIZE, Share
-from shoal.planner.profile import Body, Cut, Operation, Phase, Profile, Unit
+from shoal.planner.profile import Body, Cut, Operation, Phase, Profile
+from shoal.planner.stage_units import Counts
 from shoal.planner.workload import Program
 
 
@@ -23,6 +23,11 @@ class StageSize:
     saved: float  # between the forward and the backward of a microbatch
     transient: float  # beside what is saved, at the worst moment of the backward
 
+    @property
+    def touched(self) -> float:
+        """Bytes that a step goes through: activations, parameters, gradients and a state."""
+        return self.saved + 4 * self.parameter_bytes
+
 
 class Sizes:
     """Bytes of bodies, each computed once for each share of a sample."""
@@ -30,28 +35,37 @@ class Sizes:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._known: dict[tuple[int, Share, str], tuple[float, float]] = {}
-        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str], StageSize] = {}
+        self._known_weights: dict[tuple[Body, int], tuple[int, int, int]] = {}
+        self._stages: dict[tuple[Counts, Share, str], StageSize] = {}
 
-    def stage(self, units: Sequence[Unit], share: Share, plan: Plan) -> StageSize:
-        """The sizes of a stage."""
-        counts = tuple(Counter(unit.body for unit in units).items())
-        key = counts, share, plan.memory.recompute
+    def stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
+        """The sizes of a rank's units."""
+        key = counts, share, recompute
         if key not in self._stages:
-            self._stages[key] = self._stage(counts, share, plan.memory.recompute)
+            self._stages[key] = self._stage(counts, share, recompute)
         return self._stages[key]
 
-    def _stage(self, counts: Sequence[tuple[Body, int]], share: Share, recompute: str) -> StageSize:
+    def _stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
         numel = trainable = num_bytes = largest = saved = transient = 0.0
         for body, count in counts:
-            own = sum(w.numel_of(share.tensor) for w in body.weights)
+            own, trained, own_bytes = self._weights(body, share.tensor)
             numel += count * own
-            trainable += count * sum(w.numel_of(share.tensor) for w in body.weights if w.trainable)
-            num_bytes += count * sum(w.numel_of(share.tensor) * w.itemsize for w in body.weights)
+            trainable += count * trained
+            num_bytes += count * own_bytes
             largest = max(largest, own)
             kept, beside = self.body(body, share, recompute)
             saved += count * kept
             transient = max(transient, beside)
         return StageSize(numel, trainable, largest, num_bytes, saved, transient)
+
+    def _weights(self, body: Body, tensor: int) -> tuple[int, int, int]:
+        """(elements, those that are trained, bytes) of a unit's parameters on one of so many ranks."""
+        key = body, tensor
+        if key not in self._known_weights:
+            sizes = [(w, w.numel_of(tensor)) for w in body.weights]
+            trained = sum(numel for w, numel in sizes if w.trainable)
+            self._known_weights[key] = sum(n for _, n in sizes), trained, sum(n * w.itemsize for w, n in sizes)
+        return self._known_weights[key]
 
     def body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
         """(what a unit keeps of a microbatch, what its backward needs beside that)."""

@@ -36,8 +36,8 @@ def load(units: Sequence[Unit], passes: Sequence[Passes], trainable: Sequence[fl
     """The load of the busiest rank's units and their passes; `trainable`: of each rank that may hold most."""
     return Load(
         Counter(float(sum(w.numel_of(plan.layout.tensor) for w in unit.body.weights)) for unit in units),
-        sum(one.forward.seconds for one in passes),
-        sum(one.backward.seconds for one in passes),
+        sum(one.forward_seconds for one in passes),
+        sum(one.backward_seconds for one in passes),
         max(trainable),
     )
 

@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
-from typing import NamedTuple
+from itertools import count, islice, product
+from typing import Any, NamedTuple
 
 from shoal.plan.plan import Plan
 from shoal.planner.aims import Aim, Key, Limit
@@ -33,7 +33,7 @@ class Costs:
     with the microbatch, shrinks with the shard axis, and is the same for all degrees of a data axis where there are
     several replicas, by whatever all_reduce they sum. `nearly`: a better bound of one plan's seconds, less cheap.
     `filled`: a bound of a schedule's seconds, from those of a microbatch on all stages. `least_at`: a better bound of
-    all plans of a family at one place.
+    all plans of a family at one place. `parts`: of a microbatch how many equal units there are, and seconds of each.
     `floor`: (samples a replica, ranks that share them) -> seconds that no plan goes below. `memory_bytes`: of a device.
     Equal numbers of devices have one and the same Costs, and others may have too.
     """
@@ -46,6 +46,7 @@ class Costs:
     filled: Callable[[float, Turns], float] = lambda seconds, turns: seconds * turns.microbatches / turns.pipeline
     least_at: Callable[[Plan], float] = lambda plan: 0.0
     floor: Callable[[float, int], float] = lambda samples, ranks: 0.0
+    parts: Callable[[Plan], tuple[tuple[int, float], ...]] = lambda plan: ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ class Candidate:
     def seconds(self) -> float:
         """Of a step."""
         return self.prediction.step_seconds
+
+    @property
+    def place(self) -> Place:
+        """Its degrees, with data x shard as one."""
+        at = self.plan.layout
+        return Place(at.data * at.shard, Cut(at.tensor, at.pipeline, at.context))
 
 
 @dataclass
@@ -104,14 +111,31 @@ class Kin(NamedTuple):
     replicas: tuple[int, ...]
 
     @property
-    def ends(self) -> tuple[Place, Place]:
-        """The places with fewest and with most replicas."""
-        return Place(self.replicas[0], self.cut), Place(self.replicas[-1], self.cut)
+    def first(self) -> Place:
+        """The place with fewest replicas."""
+        return Place(self.replicas[0], self.cut)
 
 
-# What waits in the queue, by how far it has been looked into: kin places; the number of their next group; one of their
+class Whole(NamedTuple):
+    """A group where a rank has all stages: seconds of a step, and least bytes.
+
+    `parts`: how many equal units there are, and the seconds of a step that each takes.
+    """
+
+    group: Group
+    seconds: float
+    bytes: float
+    parts: tuple[tuple[int, float], ...]
+
+    def least_seconds(self, pipeline: int) -> float:
+        """Of the busiest of so many ranks: it has its part of all, and of equal units a whole number."""
+        return max([self.seconds / pipeline, *(-(-count // pipeline) * seconds for count, seconds in self.parts)])
+
+
+# What waits, by how far it has been looked into: kin places; the best group that is left, and the others; one of their
 # ways, of which `True` says that its bound is the better one; a place and a way, or a plan; and what was predicted.
-_Waiting = Kin | tuple[Kin, int] | tuple[Kin, Way, bool] | tuple[Place, Way | Plan] | Candidate
+_Groups = Iterator[tuple[float, Whole]]
+_Waiting = Kin | tuple[Kin, Whole, _Groups] | tuple[Kin, Way, bool] | tuple[Place, Way | Plan] | Candidate
 
 
 class Search:
@@ -120,8 +144,8 @@ class Search:
     def __init__(self, space: Space, costs: Callable[[int], Costs], grain_size: int) -> None:
         """`costs`: of a number of devices."""
         self.space, self.costs, self._grain_size = space, costs, grain_size
-        self._groups: dict[tuple[int, int, Cut], list[tuple[float, Group]]] = {}
-        self._whole: dict[tuple[int, Cut, Group], tuple[float, float]] = {}
+        self._groups: dict[tuple[object, ...], tuple[list[Whole], list[tuple[int, float]]]] = {}
+        self._whole: dict[tuple[int, Cut, Group], Whole] = {}
         self._least: dict[tuple[int, int, Cut, Way], float] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
@@ -159,53 +183,66 @@ class Search:
         kin = self.all_kin if places is None else self.kin(places)
         return _Order(self, aim, limit, seen if seen is not None else Seen()).run(kin)
 
+    def best_of_each(self, aim: Aim, places: Sequence[Place], seen: Seen) -> Iterator[Candidate]:
+        """The best candidate of each of these places, the best of all first; what a place has beside it is left."""
+        order = _Order(self, aim, _ANY, seen)
+        for candidate in order.run(self.kin(places)):
+            order.ended.add(candidate.place)
+            yield candidate
+
     # ------------------------------------------------------------------------------------------------- bounds
 
     def floor(self, place: Place) -> float:
         """Seconds that no plan of a place goes below, from its degrees alone."""
         return self.costs(place.devices).floor(self.space.share(place) * self._grain_size, place.cut.ranks)
 
-    def least_of(self, place: Place) -> float:
-        """Likewise, from what its ranks may compute at a time."""
-        return self.groups(place)[0][0]
-
-    def groups(self, place: Place) -> list[tuple[float, Group]]:
+    def groups(self, place: Place) -> _Groups:
         """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
 
         The same for every number of replicas that leaves a rank as many grains, on devices that cost the same.
         """
-        costs, share = self.costs(place.devices), self.space.share(place)
-        key = (id(costs), share, place.cut)
+        costs, pipeline = self.costs(place.devices), place.cut.pipeline
+        groups, parts = self._all_groups(costs, place)
+        floor = max((-(-count // pipeline) * seconds for count, seconds in parts), default=0.0)
+        for one in groups:
+            # A microbatch of one grain is kept, so that what it lacks is told.
+            if one.bytes / pipeline <= costs.memory_bytes or one.group.grains == 1:
+                yield max(one.seconds / pipeline, floor), one
+
+    def _all_groups(self, costs: Costs, place: Place) -> tuple[list[Whole], list[tuple[int, float]]]:
+        """The groups of places with any number of stages, by their seconds; and the least seconds of their parts."""
+        share, sequences = self.space.share(place), self.space.sequences(place.cut)
+        alone = place.cut._replace(pipeline=1)
+        key = id(costs), share, alone, sequences
         if key not in self._groups:
-            found: list[tuple[float, Group]] = []
-            for recompute in self.space.recomputes:
-                for sequence in self.space.sequences(place.cut):
-                    found += self._fitting(costs, share, place.cut, recompute, sequence)
-            self._groups[key] = sorted(found, key=lambda group: group[0])
+            kinds = product(self.space.recomputes, sequences)
+            found = [whole for kind in kinds for whole in self._sizes(costs, share, alone, kind)]
+            found.sort(key=lambda whole: whole.seconds)
+            # Every group has the same units.
+            parts = [(same[0][0], min(s for _, s in same)) for same in zip(*(one.parts for one in found), strict=True)]
+            self._groups[key] = found, parts
         return self._groups[key]
 
-    def _fitting(
-        self, costs: Costs, share: int, cut: Cut, recompute: Recompute, sequence: bool
-    ) -> Iterator[tuple[float, Group]]:
-        """Groups of ever larger microbatches, with their bounds, until one cannot fit any more."""
-        alone, pipeline = cut._replace(pipeline=1), cut.pipeline
+    def _sizes(self, costs: Costs, share: int, alone: Cut, kind: tuple[Recompute, bool]) -> Iterator[Whole]:
+        """Ever larger microbatches, until one cannot fit however many stages there are."""
         for grains in reversed(self.space.sizes(share)):
-            group = Group(grains, recompute, sequence)
+            group = Group(grains, *kind)
             key = (id(costs), alone, group)
             if key not in self._whole:
-                self._whole[key] = self._of_all_stages(costs, alone, group)
-            seconds, num_bytes = self._whole[key]
-            if num_bytes / pipeline > costs.memory_bytes and grains > 1:
-                return  # a microbatch of one grain is kept, so that what it lacks is told
-            yield seconds * -(-share // grains) / pipeline, group
+                self._whole[key] = self._of_microbatch(costs, alone, group)
+            one, microbatches = self._whole[key], -(-share // grains)
+            if one.bytes / self.space.num_layers > costs.memory_bytes and grains > 1:
+                return
+            parts = tuple((count, seconds * microbatches) for count, seconds in one.parts)
+            yield Whole(group, one.seconds * microbatches, one.bytes, parts)
 
-    def _of_all_stages(self, costs: Costs, alone: Cut, group: Group) -> tuple[float, float]:
-        """Seconds of a microbatch, and least bytes, of all stages on one rank: the busiest of p has a p-th at least."""
+    def _of_microbatch(self, costs: Costs, alone: Cut, group: Group) -> Whole:
+        """A group where a rank has all stages and one microbatch."""
         # The most replicas whose share is not less: no other plan of these microbatches is divided further.
         place, way = Place(self.space.most_replicas(group.grains), alone), Way(*group)
         num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
-        microbatches = -(-self.space.share(place) // group.grains)
-        return costs.least_seconds(self.space.plan(place, way)) / microbatches, num_bytes
+        plan = self.space.plan(place, way)
+        return Whole(group, costs.least_seconds(plan), num_bytes, costs.parts(plan))
 
     def _most_divided(self, place: Place, way: Way) -> list[Plan]:
         """The plans of a family of which one needs the fewest bytes."""
@@ -220,15 +257,21 @@ class Search:
             self._least[key] = costs.least_seconds(self.space.plan(place, way))
         return self._least[key]
 
-    def filled(self, kin: Kin, way: Way, whole: float) -> float:
-        """A cheaper bound of the same: from the seconds of the group on as many ranks without waits."""
-        microbatches, pipeline = -(-kin.share // way.grains), kin.cut.pipeline
-        turns = Turns(way.schedule, pipeline, way.stages, microbatches)
-        return self.costs(kin.ends[0].devices).filled(whole * pipeline / microbatches, turns)
+    def filled(self, kin: Kin, way: Way, whole: Whole) -> float:
+        """A cheaper bound of the same: from the seconds of the group where a rank has all stages."""
+        microbatches = -(-kin.share // way.grains)
+        turns = Turns(way.schedule, kin.cut.pipeline, way.stages, microbatches)
+        filled = self.costs(kin.first.devices).filled(whole.seconds / microbatches, turns)
+        return max(filled, whole.least_seconds(kin.cut.pipeline))
 
     def missing_bytes(self, place: Place, way: Way) -> float:
         """What even the most divided plan of a family lacks; not positive where one may fit."""
         return min((self.lacks(place, way, plan) for plan in self._most_divided(place, way)), default=0.0)
+
+    def may_fit(self, place: Place) -> bool:
+        """Whether no bound says that nothing of a place fits."""
+        ways = (way for _, one in self.groups(place) for way in self.space.ways(place, one.group))
+        return any(self.missing_bytes(place, way) <= 0 for way in ways)
 
     def lacks(self, place: Place, way: Way, plan: Plan) -> float:
         """Bytes that a plan of a family lacks at least; not positive where it may fit."""
@@ -252,38 +295,50 @@ class _Order:
 
     def __init__(self, search: Search, aim: Aim, limit: Limit, seen: Seen) -> None:
         self._search, self._aim, self._limit, self._seen = search, aim, limit, seen
+        self.ended: set[Place] = set()  # of which nothing more is wanted
         self._queue: list[tuple[Key, tuple[int, ...], int, _Waiting]] = []
         self._numbers = count()
 
     def run(self, kin: Sequence[Kin]) -> Iterator[Candidate]:
         for one in kin:
-            self._wait_kin(one, self._search.floor(one.ends[0]), one)
+            self._wait_kin(one, self._search.floor(one.first), one)
         while self._queue:
             waiting = heapq.heappop(self._queue)[-1]
+            if self.ended and self._is_ended(waiting):
+                continue
             if isinstance(waiting, Candidate):
                 yield waiting
             elif isinstance(waiting, Kin):
-                self._next_group(waiting, 0)
+                self._next_group(waiting, self._search.groups(waiting.first))
             else:
-                self._look_into(*waiting)
+                self._look_into(waiting)
 
-    def _look_into(self, where: Kin | Place, what: int | Way | Plan, is_bounded: bool = False) -> None:
+    def _is_ended(self, waiting: _Waiting) -> bool:
+        if isinstance(waiting, Candidate):
+            return waiting.place in self.ended
+        where = waiting if isinstance(waiting, Kin) else waiting[0]
+        places = [where] if isinstance(where, Place) else [Place(number, where.cut) for number in where.replicas]
+        return self.ended.issuperset(places)
+
+    def _look_into(self, waiting: tuple[Any, ...]) -> None:
+        where, what = waiting[:2]
         if isinstance(where, Place):
             if isinstance(what, Way):
                 self._way(where, what)
-            elif isinstance(what, Plan):
+            else:
                 self._plan(where, what)
-        elif isinstance(what, int):
-            self._group(where, what)
         elif isinstance(what, Way):
-            self._way_of_kin(where, what, is_bounded)
+            self._way_of_kin(where, what, waiting[2])
+        else:
+            self._group(where, *waiting[1:])
 
     def _wait(self, place: Place, seconds: float, waiting: _Waiting) -> None:
         if self._limit.allows(place.devices, seconds):
             self._push(self._aim.key(place.devices, seconds), waiting)
 
     def _wait_kin(self, kin: Kin, seconds: float, waiting: _Waiting) -> None:
-        fewest, most = (place.devices for place in kin.ends)
+        ranks = kin.cut.ranks
+        fewest, most = kin.replicas[0] * ranks, kin.replicas[-1] * ranks
         if self._limit.allows(fewest, seconds):  # more devices only take more device-seconds
             self._push(min(self._aim.key(fewest, seconds), self._aim.key(most, seconds)), waiting)
 
@@ -292,24 +347,21 @@ class _Order:
         rank = simplicity(waiting.plan) if isinstance(waiting, Candidate) else ()
         heapq.heappush(self._queue, (key, rank, next(self._numbers), waiting))
 
-    def _next_group(self, kin: Kin, number: int) -> None:
-        groups = self._search.groups(kin.ends[0])
-        if number < len(groups):
-            self._wait_kin(kin, groups[number][0], (kin, number))
+    def _next_group(self, kin: Kin, groups: _Groups) -> None:
+        for seconds, whole in islice(groups, 1):
+            self._wait_kin(kin, seconds, (kin, whole, groups))
 
-    def _group(self, kin: Kin, number: int) -> None:
-        self._next_group(kin, number + 1)
-        search = self._search
-        seconds, group = search.groups(kin.ends[0])[number]
-        for way in search.space.ways(kin.ends[0], group):
-            self._wait_kin(kin, search.filled(kin, way, seconds), (kin, way, False))
+    def _group(self, kin: Kin, whole: Whole, others: _Groups) -> None:
+        self._next_group(kin, others)
+        for way in self._search.space.ways(kin.first, whole.group):
+            self._wait_kin(kin, self._search.filled(kin, way, whole), (kin, way, False))
 
     def _way_of_kin(self, kin: Kin, way: Way, is_bounded: bool) -> None:
         if not is_bounded:
-            self._wait_kin(kin, self._search.least_seconds(kin.ends[0], way), (kin, way, True))
+            self._wait_kin(kin, self._search.least_seconds(kin.first, way), (kin, way, True))
             return
         search = self._search
-        seconds, least_at = search.least_seconds(kin.ends[0], way), search.costs(kin.ends[0].devices).least_at
+        seconds, least_at = search.least_seconds(kin.first, way), search.costs(kin.first.devices).least_at
         for replicas in kin.replicas:
             place = Place(replicas, kin.cut)
             if self._limit.allows(place.devices, seconds):

@@ -149,7 +149,7 @@ class Space:
     def _pipeline_degrees(self, most: int) -> range:
         return range(1, min(self.num_layers, most) + 1)
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """What a pipeline may divide: the model's blocks, as far as the profile tells them apart."""
         blocks = self.facts.num_blocks or 1
@@ -251,17 +251,18 @@ class Space:
 
         Built from sections that are known to be right, without pydantic's checks: a search makes many.
         """
-        values: dict[str, Any] = dict(self.base.__dict__)
-        values["layout"] = _layout(place, shard)
-        values["batch"] = _batch(way.grains)
-        values["memory"] = _memory(way.recompute)
-        values["shard"] = _shard(level if shard > 1 else "parameters")
-        values["pipeline"] = _pipeline(way.schedule, way.stages)
-        values["tensor"] = _tensor(way.sequence)
+        values: dict[str, Any] = {
+            "layout": _layout(place, shard),
+            "batch": _batch(way.grains),
+            "memory": _memory(way.recompute),
+            "shard": _shard(level if shard > 1 else "parameters"),
+            "pipeline": _pipeline(way.schedule, way.stages),
+            "tensor": _tensor(way.sequence),
+        }
         summed = shard == 1 or level == "optimizer"
         if summed and (algorithm := self.all_reduces.get(place.replicas)) and not self.base.execution.exact:
             values["collectives"] = _collectives(self.base.collectives, algorithm)
-        return Plan.model_construct(**values)
+        return self.base.model_copy(update=values)
 
     def plans(self, place: Place, way: Way) -> Iterator[Plan]:
         """All plans of a family, those that divide least first; a few that the model forbids may be among them."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from shoal.plan.plan import Plan
 from shoal.planner.compute import NO_COST, Computer, Cost, Share
 from shoal.planner.exchange_time import Group, Network
-from shoal.planner.profile import Body, Kind, Phase, Unit
+from shoal.planner.profile import Body, Kind, Phase
+from shoal.planner.stage_units import Counts
 from shoal.planner.workload import Program
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One pass over a unit or a stage, forward or backward: seconds by what they are spent on."""
 
     work: Cost = NO_COST
@@ -23,20 +21,20 @@ class Pass:
     tensor: float = 0.0
     context: float = 0.0
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
-            self.work + other.work, self.again + other.again, self.tensor + other.tensor, self.context + other.context
-        )
+    def plus(self, other: Pass) -> Pass:
+        """Both, one after the other."""
+        work, again = self.work.plus(other.work), self.again.plus(other.again)
+        return Pass(work, again, self.tensor + other.tensor, self.context + other.context)
 
-    @cached_property
-    def seconds(self) -> float:
-        """What passes: exchanges wait for the device's work and that for them; the host runs beside all of it."""
-        return max(self.work.device + self.again.device + self.tensor + self.context, self.host)
+    def times(self, count: int) -> Pass:
+        """So many times the same."""
+        return Pass(self.work.times(count), self.again.times(count), self.tensor * count, self.context * count)
 
     @property
-    def host(self) -> float:
-        """The host's seconds."""
-        return self.work.host + self.again.host
+    def seconds(self) -> float:
+        """What passes: exchanges wait for the device's work and that for them; the host runs beside all of it."""
+        device = self.work.device + self.again.device + self.tensor + self.context
+        return max(device, self.work.host + self.again.host)
 
 
 NO_PASS = Pass()
@@ -50,22 +48,42 @@ class Passes:
     backward_input: Pass = NO_PASS
     backward_weight: Pass = NO_PASS
 
-    def __add__(self, other: Passes) -> Passes:
+    def plus(self, other: Passes) -> Passes:
+        """Both, one after the other."""
         return Passes(
-            self.forward + other.forward,
-            self.backward_input + other.backward_input,
-            self.backward_weight + other.backward_weight,
+            self.forward.plus(other.forward),
+            self.backward_input.plus(other.backward_input),
+            self.backward_weight.plus(other.backward_weight),
         )
+
+    def times(self, count: int) -> Passes:
+        """So many times the same."""
+        return Passes(self.forward.times(count), self.backward_input.times(count), self.backward_weight.times(count))
 
     @cached_property
     def backward(self) -> Pass:
         """Both parts of the backward as one."""
-        return self.backward_input + self.backward_weight
+        return self.backward_input.plus(self.backward_weight)
 
     @cached_property
+    def forward_seconds(self) -> float:
+        """What the forward takes."""
+        return self.forward.seconds
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        """What the backward takes."""
+        return self.backward.seconds
+
+    @cached_property
+    def weight_seconds(self) -> float:
+        """What of the backward the gradients of weights take."""
+        return self.backward_weight.seconds
+
+    @property
     def seconds(self) -> float:
         """Forward and backward."""
-        return self.forward.seconds + self.backward.seconds
+        return self.forward_seconds + self.backward_seconds
 
 
 class StageCosts:
@@ -74,58 +92,52 @@ class StageCosts:
     def __init__(self, computer: Computer, network: Network, program: Program) -> None:
         self.computer, self._network, self._program = computer, network, program
         self._known: dict[tuple[int, Share, str, bool], Passes] = {}
-        self._stages: dict[tuple[tuple[tuple[Body, int], ...], Share, str, bool], Passes] = {}
-        self._phases: dict[tuple[int, Share], dict[Phase, Cost]] = {}
-        # By the identity of the units, which are kept with their passes so that it stays theirs.
-        self._of_units: dict[tuple[int, Share, str, bool], tuple[Sequence[Unit], Passes]] = {}
+        self._stages: dict[tuple[Counts, Share, str, bool], Passes] = {}
+        self._phases: dict[tuple[int, float, int, bool], dict[Phase, Cost]] = {}
 
-    def stage(self, units: Sequence[Unit], share: Share, plan: Plan, adds: bool) -> Passes:
+    def stage(self, counts: Counts, share: Share, recompute: str, adds: bool) -> Passes:
         """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
-        same = id(units), share, plan.memory.recompute, adds
-        if same in self._of_units:
-            return self._of_units[same][1]
-        counts = tuple(Counter(unit.body for unit in units).items())
-        key = counts, share, plan.memory.recompute, adds
+        key = counts, share, recompute, adds
         if key not in self._stages:
             total = Passes()
             for body, count in counts:
-                total += _times(self.body(body, share, plan, adds), count)
+                total = total.plus(self.body(body, share, recompute, adds).times(count))
             self._stages[key] = total
-        self._of_units[same] = units, self._stages[key]
         return self._stages[key]
 
-    def body(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
+    def body(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
         """The passes of one unit."""
         share = share.of(body, self._program.divides_ends)
-        key = id(body), share, plan.memory.recompute, adds
+        key = id(body), share, recompute, adds
         if key not in self._known:
-            self._known[key] = self._passes(body, share, plan, adds)
+            self._known[key] = self._passes(body, share, recompute, adds)
         return self._known[key]
 
-    def _passes(self, body: Body, share: Share, plan: Plan, adds: bool) -> Passes:
-        phases = self._phases.get((id(body), share))
+    def _passes(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
+        same = id(body), share.local_samples, share.tensor, share.sequence
+        phases = self._phases.get(same)
         if phases is None:
-            phases = self._phases[id(body), share] = self.computer.phases(body, share)
+            phases = self._phases[same] = self.computer.phases(body, share)
         again = NO_COST
-        if body.repeated and plan.memory.recompute != "none":
-            full = plan.memory.recompute == "full"
+        if body.repeated and recompute != "none":
+            full = recompute == "full"
             again = phases[Phase.FORWARD] if full else self._again(body, share)
-            again += self._calls(body, share, Phase.FORWARD) if full else NO_COST
+            again = again.plus(self._calls(body, share, Phase.FORWARD)) if full else again
         tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
         calls = {phase: self._calls(body, share, phase) for phase in Phase}
-        if again.device and plan.memory.recompute == "full":
+        if again.device and recompute == "full":
             tensor[Phase.BACKWARD_INPUT] += tensor[Phase.FORWARD]
         context = self._context(body, share)
         return Passes(
-            Pass(phases[Phase.FORWARD] + calls[Phase.FORWARD], NO_COST, tensor[Phase.FORWARD], context),
+            Pass(phases[Phase.FORWARD].plus(calls[Phase.FORWARD]), NO_COST, tensor[Phase.FORWARD], context),
             Pass(
-                phases[Phase.BACKWARD_INPUT] + calls[Phase.BACKWARD_INPUT],
+                phases[Phase.BACKWARD_INPUT].plus(calls[Phase.BACKWARD_INPUT]),
                 again,
                 tensor[Phase.BACKWARD_INPUT],
-                context * (2 if again.device and plan.memory.recompute == "full" else 1),
+                context * (2 if again.device and recompute == "full" else 1),
             ),
             Pass(
-                phases[Phase.BACKWARD_WEIGHT] + (self._added(body, share) if adds else NO_COST),
+                phases[Phase.BACKWARD_WEIGHT].plus(self._added(body, share) if adds else NO_COST),
                 NO_COST,
                 tensor[Phase.BACKWARD_WEIGHT],
             ),
@@ -187,10 +199,3 @@ class StageCosts:
                 for amount in (operation.read_bytes, operation.written_bytes):
                     total += self._network.seconds("all_to_all", amount.at(share.local_samples) / share.tensor, group)
         return total
-
-
-def _times(passes: Passes, count: int) -> Passes:
-    def times(one: Pass) -> Pass:
-        return Pass(one.work.times(count), one.again.times(count), one.tensor * count, one.context * count)
-
-    return Passes(times(passes.forward), times(passes.backward_input), times(passes.backward_weight))

@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
-from shoal.planner.profile import Unit
+from shoal.planner.profile import Body, Unit
 
 # How near the slowest stage comes to the least that it can be, as a share of it.
 _NEARLY = 1e-6
 
 Stages = tuple[tuple[Unit, ...], ...]
+Counts = tuple[tuple[Body, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What one rank has of a model: its units, and how many of each body."""
+
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Bodies in the order of the units, each once."""
+        return _counted(self.units)
+
+    @cached_property
+    def num_tensors(self) -> int:
+        """Parameters that are trained."""
+        return sum(weight.trainable for unit in self.units for weight in unit.body.weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """All units of a model, stage by stage."""
+
+    stages: Stages
+    _held: dict[int, tuple[Held, ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def counts(self) -> tuple[Counts, ...]:
+        """Of each stage."""
+        return tuple(map(_counted, self.stages))
+
+    def held(self, ranks: int) -> tuple[Held, ...]:
+        """What each of so many ranks has: stage s is on rank s % ranks."""
+        if ranks not in self._held:
+            own = (self.stages[rank::ranks] for rank in range(ranks))
+            self._held[ranks] = tuple(Held(tuple(unit for stage in stages for unit in stage)) for stages in own)
+        return self._held[ranks]
+
+
+def _counted(units: Sequence[Unit]) -> Counts:
+    return tuple(Counter(unit.body for unit in units).items())
 
 
 def by_names(units: Sequence[Unit], split: Sequence[str]) -> Stages:

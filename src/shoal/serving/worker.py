@@ -26,7 +26,6 @@ from shoal.serving.peers import OverError, introduce, key_of, raise_if_error
 from shoal.serving.roles import Role
 from shoal.step import StepRunner
 from shoal.strategies.parameter_server import ExactPart, FastPart, unpack
-from shoal.telemetry import peak_memory_bytes
 from shoal.wire import ClosedError, Wire, connect
 
 BEAT_SECONDS = 1.0
@@ -94,7 +93,7 @@ class Worker:
         sums, taken = self._push(task)
         seconds, spans = clock.end()
         sent, received = (now - then for now, then in zip(self._counted(), before, strict=True))
-        memory = peak_memory_bytes(self._engine.mesh.device)
+        memory = clock.peak_memory_bytes()
         done = {
             "kind": "done",
             "ticket": task["ticket"],

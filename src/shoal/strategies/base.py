@@ -70,13 +70,15 @@ class StepSums:
 
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
     """What one microbatch adds to the step's sums: float64 on the device, so that nothing waits for the device here."""
-    host = np.zeros(NUM_SUMS)
-    host[SAMPLES] = microbatch.num_samples
-    host[DIGEST:] = grains_digest(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
-    sums = torch.cat([torch.from_numpy(host).to(buffers.device), buffers])
-    sums[TOTAL] = total.detach()
-    sums[WEIGHT] = weight
-    return sums
+    words = grains_digest(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
+    # What is on the host is waiting for nobody: one tensor made of numbers costs a fraction of writing into its places.
+    here = total.device.type == "cpu"
+    known = [total.item(), float(weight)] if here else [0.0, 0.0]
+    sums = torch.tensor([*known, microbatch.num_samples, *words.tolist()], dtype=torch.float64, device=buffers.device)
+    if not here:
+        sums[TOTAL] = total.detach()
+        sums[WEIGHT] = weight
+    return torch.cat([sums, buffers]) if len(buffers) else sums
 
 
 def buffer_sums(buffers: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """Streams are divided over grains, so that a step holds the same samples on any number of ranks."""
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from shoal.data.order import Order
 from shoal.data.stream import StreamLoader
 from shoal.errors import DataError
 from shoal.job import Length, Samples, Steps
+from shoal.randomness import seed_everything
 
 ENDLESS = 1 << 62
 
@@ -35,6 +38,17 @@ class Sharded(Plain):
 
     def shard(self, num_shards: int, index: int) -> Sequence[int]:
         return range(index, self.size, num_shards)
+
+
+class Drawn(Plain):
+    """A number drawn for each sample; shards are generators."""
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(self.size):
+            yield random.random() + np.random.rand() + float(torch.rand(()))
+
+    def shard(self, num_shards: int, index: int) -> Iterator[float]:
+        return iter(self)
 
 
 class Stateful(Plain):
@@ -77,6 +91,22 @@ def step(loaders: list[StreamLoader], number: int) -> list[tuple[int, list[int],
             for grain, ids in zip(m.grains, m.ids, strict=True):
                 found.append((grain.index, ids.tolist(), [next(values) for _ in range(grain.size)]))
     return sorted(found)
+
+
+def test_what_a_stream_draws_depends_on_nothing_but_step_and_grain() -> None:
+    found = []
+    for ranks in (1, 2):
+        how = Order(ENDLESS, 8, 4, seed=0, shuffle=True, length=Steps(1000))
+        loaders = [StreamLoader(Drawn(1000), how, Place(rank, ranks), None) for rank in range(ranks)]
+        rows = []
+        for number in (0, 1):
+            seed_everything(ranks)  # what another layout would leave there
+            rows += [m.batch for one in loaders for m in one.step(number).microbatches]  # type: ignore[union-attr]
+            for one in loaders:
+                one.commit()
+        found.append(torch.cat(rows))
+    assert torch.equal(*found)
+    assert len(found[0].unique()) == 16
 
 
 def steps(loaders: list[StreamLoader], numbers: range) -> list[list[tuple[int, list[int], list[int]]]]:

@@ -1,13 +1,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan.schedule import SCHEDULES, Action, Kind, Schedule, actions, most_in_flight, refuse_illegal, simulate
+from shoal.plan.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    actions,
+    in_flight,
+    most_in_flight,
+    refuse_illegal,
+    simulate,
+)
 
 SECONDS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
 
@@ -164,3 +175,11 @@ def test_ranks_that_wait_for_each_other_are_noticed() -> None:
     lists = ((Action(Kind.FORWARD, 1, 0),), (Action(Kind.FORWARD, 2, 0), Action(Kind.FORWARD, 0, 0)))
     with pytest.raises(ValueError, match="wait"):
         simulate(lists, seconds)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_in_flight_is_known_without_all_actions(schedule: str) -> None:
+    several = {"gpipe": (1, 3), "interleaved_1f1b": (2, 3)}.get(schedule, (1,))
+    for ranks, per, microbatches in product((1, 2, 3, 5), several, range(1, 24)):
+        whole = actions(schedule, ranks, per, microbatches)
+        assert in_flight(schedule, ranks, per, microbatches) == tuple(map(most_in_flight, whole))

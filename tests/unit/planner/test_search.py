@@ -22,7 +22,7 @@ from shoal.planner.choice import NothingFitsError, choose, limit_of
 from shoal.planner.comparison import section
 from shoal.planner.costs import costs_of
 from shoal.planner.filling import Turns
-from shoal.planner.search import Candidate, Costs, Group, Search
+from shoal.planner.search import Candidate, Costs, Group, Search, Seen
 from shoal.planner.space import Cut, Level, Place, Space, Way, counts, microbatch_sizes, simplicity
 from shoal.planner.workload import Prediction, Workload
 
@@ -172,6 +172,21 @@ def test_the_choice_is_the_simplest_of_the_best(seed: int, text: str) -> None:
     told = {r.what for r in choice.rejected if r.devices == choice.chosen.devices}
     assert len(told) == len(search.by_devices[choice.chosen.devices]) - 1
     assert all(r.reason for r in choice.rejected)
+    lacking = {r.what for r in choice.rejected if r.reason.startswith("does not fit")}
+    assert not lacking & {str(c.place) for c in fitting(space, invented) if c.devices == choice.chosen.devices}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_of_each_place_comes_once_and_in_order(seed: int) -> None:
+    space, invented = small(seed)
+    best: dict[Place, float] = {}
+    for candidate in fitting(space, invented):
+        best[candidate.place] = min(candidate.seconds, best.get(candidate.place, candidate.seconds))
+    costs = invented.costs()
+    search = Search(space, lambda devices: costs, 1)
+    for places in search.by_devices.values():
+        wanted = sorted((best[place], place) for place in places if place in best)
+        assert [(c.seconds, c.place) for c in search.best_of_each(Aim(), places, Seen())] == wanted
 
 
 def test_what_efficiency_means() -> None:
@@ -263,9 +278,9 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         )
         assert search.lacks(place, way, plan) == costs.least_bytes(plan) - costs.memory_bytes
         group = Group(*way[:3])
-        bounds = {found: seconds for seconds, found in search.groups(place)}
+        bounds = {whole.group: whole for _, whole in search.groups(place)}
         if group in bounds:
-            assert bounds[group] <= predicted.step_seconds * almost
+            assert bounds[group].least_seconds(at.pipeline) <= predicted.step_seconds * almost
             assert search.filled(search.kin([place])[0], way, bounds[group]) <= predicted.step_seconds * almost
         else:
             assert not predicted.fits
