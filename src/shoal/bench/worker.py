@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from shoal.bench.clock import sample, sample_together
@@ -26,6 +25,7 @@ from shoal.mesh import Mesh, open_mesh
 from shoal.plan.layout import Layout
 from shoal.run_directory import write_file
 from shoal.startup import prepare_process, versions
+from shoal.telemetry import peak_memory_bytes
 from shoal.worker import die_with_launcher, tell
 
 _EXCHANGE_SECONDS = 0.15  # of one size of one kind, about
@@ -169,7 +169,7 @@ def _facts(mesh: Mesh) -> dict[str, Any]:
     """What the system says of the device, without measuring."""
     facts: dict[str, Any] = {**versions(), "threads": torch.get_num_threads(), "world_size": mesh.world_size}
     if mesh.device.type != "cuda":
-        return facts | {"kind": "cpu", "resident_bytes": psutil.Process().memory_info().rss}
+        return facts | {"kind": "cpu", "resident_bytes": peak_memory_bytes(mesh.device)}
     properties = torch.cuda.get_device_properties(mesh.device)
     torch.cuda.synchronize(mesh.device)
     free, total = torch.cuda.mem_get_info(mesh.device)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from shoal.hardware import Cluster
 from shoal.plan.plan import Plan
+from shoal.planner.bounds import Costs
 from shoal.planner.filling import filled
 from shoal.planner.lessons import Correction
-from shoal.planner.search import Costs
 from shoal.planner.step_time import Predictor
 from shoal.planner.workload import Prediction, Program, Workload
 
@@ -71,6 +71,7 @@ def costs_of(
                 filled=filled,
                 least_at=lambda plan: predictor.least_at(plan) * least,
                 floor=lambda samples, ranks: ideal * samples / ranks,
+                agreed=lambda place: predictor.agreed(place.devices, place.cut.ranks > 1) * least,
                 parts=lambda plan: tuple((count, one * least) for count, one in predictor.parts(plan)),
             )
         return known[id(device)]

@@ -129,14 +129,18 @@ class Exchanged:
     def _small(self, plan: Plan) -> float:
         """A step's sums, the ranks' agreement and the norm, where they do not travel with the last bucket."""
         layout = plan.layout
-        everyone = self.network.group(layout.world_size, 1)
-        divided = layout.tensor * layout.pipeline * layout.context > 1
-        apart = plan.shards_model or divided or plan.precision.reduce != "float32"
-        seconds = 0.0
-        if apart and self.program.own_buckets:
+        divided = plan.shards_model or layout.tensor * layout.pipeline * layout.context > 1
+        return self.agreed(layout.world_size, divided, apart=divided or plan.precision.reduce != "float32")
+
+    def agreed(self, num_devices: int, is_divided: bool, *, apart: bool) -> float:
+        """A step's sums and the ranks' agreement, where they travel `apart`, and the norm of a divided model."""
+        if not self.program.own_buckets:
+            return 0.0
+        everyone, seconds = self.network.group(num_devices, 1), 0.0
+        if apart:
             seconds += self.network.seconds("all_reduce", _SMALL_BYTES, everyone)
-            seconds += self.network.seconds("all_gather", _SMALL_BYTES * layout.world_size, everyone)
-        if (plan.shards_model or divided) and self.program.own_buckets:
+            seconds += self.network.seconds("all_gather", _SMALL_BYTES * num_devices, everyone)
+        if is_divided:
             seconds += self.network.seconds("all_reduce", 8.0, everyone)
         return seconds
 
@@ -212,8 +216,11 @@ class Exchanged:
 
     # ----------------------------------------------------------------------------------------------------- the update
 
-    def update(self, plan: Plan, computer: Computer, rank: Rank) -> float:
-        """The reads and writes of clipping and update, and under ZeRO-1 the updated parameters handed out."""
+    def update(self, plan: Plan, computer: Computer, rank: Rank, *, bound: bool = False) -> float:
+        """The reads and writes of clipping and update, and under ZeRO-1 the updated parameters handed out.
+
+        `bound`: at least so long, and cheaper to say.
+        """
         size = rank.size
         profile, layout, device, program = self.profile, plan.layout, computer.device, self.program
         elements = size.trainable / layout.shard
@@ -229,16 +236,26 @@ class Exchanged:
         seconds = computer.moved(num_bytes, size.touched, _UPDATE, in_place=True) + launches * device.launch_seconds
         seconds = max(seconds, launches * device.dispatch_seconds)
         if layout.shard > 1 and plan.shard.level == "optimizer":
-            seconds += self._handed_out(plan, rank)
+            seconds += self._handed_out(plan, rank, bound)
         return seconds
 
-    def _handed_out(self, plan: Plan, rank: Rank) -> float:
-        """Each owner's parameters to the others, by broadcasts of pieces; before that all agree that it went well."""
+    def _handed_out(self, plan: Plan, rank: Rank, bound: bool) -> float:
+        """Each owner's parameters to the others, by broadcasts of pieces; before that all agree that it went well.
+
+        At least one message an owner, and no less than all bytes in one.
+        """
         layout, everyone = plan.layout, self.network.group(plan.layout.world_size, 1)
         group = self.network.group(layout.shard, layout.context * layout.tensor)
         if not self.program.own_buckets:
             return self.network.seconds("all_gather", rank.size.parameter_bytes, group)
         seconds = 2 * self.network.seconds("all_gather", 8.0 * layout.world_size, everyone)
+
+        if bound:
+            num_owners = min(layout.shard, rank.held.num_tensors)
+            start = self.network.call(group) + (group.size - 1) * self.network.latency(group)
+            all_bytes = rank.size.parameter_bytes if rank.size.trainable == rank.size.numel else 0.0
+            at_once = self.network.seconds("broadcast", all_bytes, group)
+            return seconds + max(0, num_owners - 1) * start + at_once
 
         def compute() -> float:
             pieces = self._pieces(rank.held, layout.tensor, layout.shard)

@@ -13,40 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, islice, product
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.plan.plan import Plan
 from shoal.planner.aims import Aim, Key, Limit
+from shoal.planner.bounds import Costs, Group, Kin, Whole
 from shoal.planner.filling import Turns
 from shoal.planner.space import LEVELS, Cut, Place, Recompute, Space, Way, simplicity
 from shoal.planner.workload import Prediction
 
 _ANY = Limit()
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What plans cost on some numbers of devices. The bounds are of `predict`, and cheap.
-
-    `least_seconds` is the same for all plans of a family, and for all numbers of replicas that leave a rank as many
-    grains. Of both bounds, p stages on one rank have at most p times what the busiest of them has. `least_bytes` grows
-    with the microbatch, shrinks with the shard axis, and is the same for all degrees of a data axis where there are
-    several replicas, by whatever all_reduce they sum. `nearly`: a better bound of one plan's seconds, less cheap.
-    `filled`: a bound of a schedule's seconds, from those of a microbatch on all stages. `least_at`: a better bound of
-    all plans of a family at one place. `parts`: of a microbatch how many equal units there are, and seconds of each.
-    `floor`: (samples a replica, ranks that share them) -> seconds that no plan goes below. `memory_bytes`: of a device.
-    Equal numbers of devices have one and the same Costs, and others may have too.
-    """
-
-    predict: Callable[[Plan], Prediction]
-    least_seconds: Callable[[Plan], float]
-    least_bytes: Callable[[Plan], float]
-    nearly: Callable[[Plan], float]
-    memory_bytes: float
-    filled: Callable[[float, Turns], float] = lambda seconds, turns: seconds * turns.microbatches / turns.pipeline
-    least_at: Callable[[Plan], float] = lambda plan: 0.0
-    floor: Callable[[float, int], float] = lambda samples, ranks: 0.0
-    parts: Callable[[Plan], tuple[tuple[int, float], ...]] = lambda plan: ()
 
 
 @dataclass(frozen=True)
@@ -90,46 +66,6 @@ class Seen:
     def lacks(self, place: Place, missing: float) -> None:
         """Notes a plan that does not fit."""
         self.missing_bytes[place] = min(missing, self.missing_bytes.get(place, missing))
-
-
-class Group(NamedTuple):
-    """Ways that differ only in the order of their microbatches."""
-
-    grains: int
-    recompute: Recompute
-    sequence: bool
-
-
-class Kin(NamedTuple):
-    """Places that differ in replicas alone, and leave a rank as many grains: what bounds their plans is the same.
-
-    `replicas`: in order, the fewest first.
-    """
-
-    share: int
-    cut: Cut
-    replicas: tuple[int, ...]
-
-    @property
-    def first(self) -> Place:
-        """The place with fewest replicas."""
-        return Place(self.replicas[0], self.cut)
-
-
-class Whole(NamedTuple):
-    """A group where a rank has all stages: seconds of a step, and least bytes.
-
-    `parts`: how many equal units there are, and the seconds of a step that each takes.
-    """
-
-    group: Group
-    seconds: float
-    bytes: float
-    parts: tuple[tuple[int, float], ...]
-
-    def least_seconds(self, pipeline: int) -> float:
-        """Of the busiest of so many ranks: it has its part of all, and of equal units a whole number."""
-        return max([self.seconds / pipeline, *(-(-count // pipeline) * seconds for count, seconds in self.parts)])
 
 
 # What waits, by how far it has been looked into: kin places; the best group that is left, and the others; one of their
@@ -193,8 +129,12 @@ class Search:
     # ------------------------------------------------------------------------------------------------- bounds
 
     def floor(self, place: Place) -> float:
-        """Seconds that no plan of a place goes below, from its degrees alone."""
+        """Seconds that no plan of a place goes below, from its degrees alone; without what ranks say to each other."""
         return self.costs(place.devices).floor(self.space.share(place) * self._grain_size, place.cut.ranks)
+
+    def agreed(self, place: Place) -> float:
+        """Seconds of what ranks say to each other in any plan of a place."""
+        return self.costs(place.devices).agreed(place)
 
     def groups(self, place: Place) -> _Groups:
         """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
@@ -337,8 +277,8 @@ class _Order:
             self._push(self._aim.key(place.devices, seconds), waiting)
 
     def _wait_kin(self, kin: Kin, seconds: float, waiting: _Waiting) -> None:
-        ranks = kin.cut.ranks
-        fewest, most = kin.replicas[0] * ranks, kin.replicas[-1] * ranks
+        fewest, most = kin.first.devices, kin.replicas[-1] * kin.cut.ranks
+        seconds += self._search.agreed(kin.first)
         if self._limit.allows(fewest, seconds):  # more devices only take more device-seconds
             self._push(min(self._aim.key(fewest, seconds), self._aim.key(most, seconds)), waiting)
 
@@ -364,8 +304,10 @@ class _Order:
         seconds, least_at = search.least_seconds(kin.first, way), search.costs(kin.first.devices).least_at
         for replicas in kin.replicas:
             place = Place(replicas, kin.cut)
-            if self._limit.allows(place.devices, seconds):
-                self._wait(place, max(seconds, least_at(search.space.plan(place, way))), (place, way))
+            agreed = search.agreed(place)
+            if self._limit.allows(place.devices, seconds + agreed):
+                least = max(seconds, least_at(search.space.plan(place, way)))
+                self._wait(place, least + agreed, (place, way))
 
     def _way(self, place: Place, way: Way) -> None:
         search, seen = self._search, self._seen

@@ -95,11 +95,13 @@ class Predictor:
 
     def without_waits(self, plan: Plan) -> float:
         """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
-        if plan.layout.pipeline == 1:
-            return self.predict(plan).step_seconds
         ranks = self._staging.ranks(plan)
-        makespan = self._filled(plan, self._message(plan, ranks.share))
+        makespan = self._filled(plan, self._message(plan, ranks.share)) if plan.layout.pipeline > 1 else 0.0
         return sum(self._seconds(plan, ranks, makespan).values())
+
+    def agreed(self, num_devices: int, is_divided: bool) -> float:
+        """What a step's agreements take at least on so many devices; `is_divided`: the model is, over some of them."""
+        return self._exchanged.agreed(num_devices, is_divided, apart=is_divided)
 
     def predict(self, plan: Plan) -> Prediction:
         """What a step of the plan takes."""
@@ -138,8 +140,9 @@ class Predictor:
     # ------------------------------------------------------------------------------------------------------ its seconds
 
     def _seconds(self, plan: Plan, ranks: Ranks, makespan: float | None = None) -> dict[str, float]:
-        """The terms; the pipeline is simulated where its makespan is not given."""
+        """The terms; where the makespan of the pipeline is given it is not simulated, and all of them are bounds."""
         share, microbatches, busy = ranks.share, ranks.microbatches, ranks.busy_seconds
+        bound = makespan is not None
         terms = dict.fromkeys(TERMS, 0.0)
         terms.update(ranks.spent)
         terms["context"] += self._exchanged.ends(share) * microbatches
@@ -156,7 +159,7 @@ class Predictor:
             terms["bubble"] = max(0.0, makespan - busy - terms["pipeline"])
         last, waits = ranks.last_seconds, terms["launch"] > 0
         terms["gradients"] = max(self._exchanged.gradients(plan, computer, rank, last, waits) for rank in ranks.fullest)
-        terms["optimizer"] = max(self._exchanged.update(plan, computer, rank) for rank in ranks.fullest)
+        terms["optimizer"] = max(self._exchanged.update(plan, computer, rank, bound=bound) for rank in ranks.fullest)
         fetched = self.work.sample_seconds * share.samples * microbatches
         # The host fetches while a GPU computes; a CPU does one after the other.
         terms["data"] = fetched if device.kind == "cpu" else max(0.0, fetched - busy)
@@ -202,10 +205,13 @@ class Predictor:
         memory.update(state_bytes(plan, self.work.profile, rank.size, self.program))
         memory["activations"] = rank.in_flight * rank.size.saved + rank.size.transient
         memory["communication"] = self._buckets(plan, rank, mapped)
-        several = plan.layout.pipeline > 1
-        share = self.program.pipeline_fragmentation if several else self.program.fragmentation
-        memory["allocator"] = share * memory["activations"]
-        memory["reserved"] = float(self._staging.device(plan).reserved_bytes)
+        device, several = self._staging.device(plan), plan.layout.pipeline > 1
+        if device.kind == "cpu":
+            memory["allocator"] = self.program.heap_share * sum(memory.values())
+        else:
+            share = self.program.pipeline_fragmentation if several else self.program.fragmentation
+            memory["allocator"] = share * memory["activations"]
+        memory["reserved"] = float(device.reserved_bytes)
         return memory
 
     def _kept(self, rank: Rank, share: Share) -> int:

@@ -57,7 +57,8 @@ class Program:
     `gradient_bytes`: bytes an element of gradient and of the buffer that sums it, None for what the plan's precision
     gives. `contention`: the share of a hidden collective's time by which it slows the compute that hides it.
     `cut`: which blocks a stage has.
-    `fragmentation`, `pipeline_fragmentation`: what the allocator holds beside the activations, as a part of them.
+    `fragmentation`, `pipeline_fragmentation`: what a GPU's allocator holds beside the activations, as a part of them;
+    `heap_share`: what a CPU's holds beside all that a rank has, since freed memory is kept for the next step.
     """
 
     overlap: bool = True  # gradients are summed while the backward goes on
@@ -78,6 +79,7 @@ class Program:
     call_seconds: float = 55e-6  # of the host, to start one collective: vtrain-single, tensor 2 against 1
     fragmentation: float = 0.04
     pipeline_fragmentation: float = 0.25  # where the activations of several microbatches come and go
+    heap_share: float = 0.35
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,15 @@ def test_recomputation_keeps_the_input_of_a_block():
     assert kept == pytest.approx(8 * (4 * 4e6 + 4e6), rel=0.01)  # four inputs, and one block's other half back
 
 
+def test_a_heap_keeps_a_share_of_all_that_a_rank_holds():
+    on_cores = cluster(1, device=replace(DEVICE, kind="cpu"))
+    memory = dict(predict(plan(), work(), on_cores, replace(QUIET, heap_share=0.5)).memory)
+    allocator, reserved = memory.pop("allocator"), memory.pop("reserved")
+    assert reserved == DEVICE.reserved_bytes
+    assert allocator == pytest.approx(0.5 * sum(memory.values()))
+    assert allocator > 0
+
+
 def test_what_does_not_fit_says_by_how_much():
     found = predict(plan(8), work(blocks=40), cluster(1), QUIET)
     assert not found.fits
