@@ -3,12 +3,12 @@
 Every call is posted: its data are ready, its header says what it is. This rank's part of the work is done once all
 ranks have posted: at this rank's next call, or at the wait for it. Three ways, by where the data are and how much:
 
-- small: copied to a mailbox, and every rank reduces all mailboxes: one exchange of words;
 - in a tensor from `allocate`: each rank reduces its part of all slots and writes it to all; nothing else is copied;
+- elsewhere and small: copied to a mailbox, and every rank reduces all mailboxes: one exchange of words;
 - elsewhere: in pieces through two small staging areas a rank, which stay in the cache.
 
 Values are combined in the order of the ranks, so that the bits do not depend on who is late. All is plain torch on
-mapped memory. Messages: none. Bytes that a rank writes: N in the second way, 2N in the third, of N. It wins wherever
+mapped memory. Messages: none. Bytes that a rank writes: N in the first way, 2N in the third, of N. It wins wherever
 all ranks are on one host and their tensors on its CPUs.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Handle, Operation, Team, check, check_parts
 from shoal.collectives.peers import FINISHED, NUM_HEADERS, POSTED, Peers
 from shoal.collectives.region import Region, open_region, place_of_process
-from shoal.collectives.staging import CONTROL_BYTES, Workplace, fits_mailbox
+from shoal.collectives.staging import CONTROL_BYTES, ONE_SHOT_BYTES, Workplace
 from shoal.errors import LaunchError
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
@@ -128,7 +128,7 @@ class SharedMemory(Collective):
             return self._call(_Call(*known, True), asynchronous)
         check("all_reduce", [tensor], op)
         place = self._place(tensor)
-        if fits_mailbox(tensor, place is not None):
+        if place is None and _is_small(tensor):
             call = self._mailed("all_reduce", tensor, tensor, op)
         elif place is not None:
             where, region, offset = place
@@ -147,7 +147,7 @@ class SharedMemory(Collective):
         check("reduce_scatter", [output, tensor], op)
         check_parts("reduce_scatter", tensor, output, self.world_size)
         place = self._place(tensor)
-        if fits_mailbox(tensor, place is not None):
+        if place is None and _is_small(tensor):
             call = self._mailed("reduce_scatter", tensor, output, op)
         elif place is not None:
             where, region, offset = place
@@ -165,7 +165,7 @@ class SharedMemory(Collective):
         check("all_gather", [output, tensor])
         check_parts("all_gather", output, tensor, self.world_size)
         place = self._place(tensor)
-        if fits_mailbox(tensor, place is not None):
+        if place is None and _is_small(tensor):
             call = self._mailed("all_gather", tensor, output)
         elif place is not None:
             where, region, offset = place
@@ -181,7 +181,7 @@ class SharedMemory(Collective):
         """From `allocate`d memory each rank reads the root's; else through the root's staging area."""
         check("broadcast", [tensor])
         place = self._place(tensor)
-        if fits_mailbox(tensor, place is not None):
+        if place is None and _is_small(tensor):
             call = self._mailed("broadcast", tensor, tensor, root=root)
         elif place is not None:
             where, region, offset = place
@@ -311,6 +311,11 @@ class SharedMemory(Collective):
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(rows, own, group=self.group)
         return [r.tolist() for r in rows]
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """Whether it fits in a mailbox."""
+    return tensor.numel() * tensor.itemsize <= ONE_SHOT_BYTES
 
 
 def _nothing(number: int) -> None:

@@ -18,16 +18,13 @@ from shoal.collectives.peers import NUM_HEADERS, PAGE_BYTES, PHASE, Peers
 from shoal.collectives.region import Region
 
 ONE_SHOT_BYTES = 64 << 10
-# What lies in a slot is reduced there from so many bytes on: a second exchange of words takes less than two copies
-# through mailboxes, of which the next call has others.
-SLOT_BYTES = 2 << 10
 STAGE_BYTES = 1 << 20
-# What is reduced at once: all ranks' pieces of it fit in a core's second cache.
-CHUNK_BYTES = 64 << 10
+# What is reduced at once: two ranks' pieces of it fit in a core's second cache, and an operator's start is little of it.
+CHUNK_BYTES = 256 << 10
 # A rank's part begins at a cache line, so that no two ranks write to one.
 LINE_BYTES = 64
 # No power of two, by which all mailboxes would meet in a few lines of a cache.
-_BOX_BYTES = ONE_SHOT_BYTES + SLOT_BYTES + LINE_BYTES
+_BOX_BYTES = ONE_SHOT_BYTES + 33 * LINE_BYTES
 _STAGES = PAGE_BYTES + NUM_HEADERS * _BOX_BYTES
 _RESULTS = _STAGES + 2 * STAGE_BYTES
 CONTROL_BYTES = _RESULTS + 2 * STAGE_BYTES
@@ -39,11 +36,6 @@ def cut(numel: int, itemsize: int, world_size: int) -> list[int]:
     line = max(1, LINE_BYTES // itemsize)
     per = math.ceil(math.ceil(numel / world_size) / line) * line
     return [min(numel, part * per) for part in range(world_size + 1)]
-
-
-def fits_mailbox(tensor: Tensor, in_slot: bool) -> bool:
-    """Whether a collective of it goes through mailboxes."""
-    return tensor.numel() * tensor.itemsize <= (SLOT_BYTES if in_slot else ONE_SHOT_BYTES)
 
 
 class Workplace:
