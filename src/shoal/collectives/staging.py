@@ -19,7 +19,7 @@ from shoal.collectives.region import Region
 
 ONE_SHOT_BYTES = 64 << 10
 STAGE_BYTES = 1 << 20
-# What is reduced at once: two ranks' pieces fit in a core's second cache, and an operator's start is little beside them.
+# What is reduced at once: two ranks' pieces fit in a core's second cache, and an operator's start is little of it.
 CHUNK_BYTES = 256 << 10
 # A rank's part begins at a cache line, so that no two ranks write to one.
 LINE_BYTES = 64
