@@ -46,6 +46,11 @@ class Division:
         """Of each stage."""
         return tuple(map(_counted, self.stages))
 
+    @cached_property
+    def firsts(self) -> tuple[str, ...]:
+        """The name of the first unit of each stage after the first; of empty stages none."""
+        return tuple(stage[0].name for stage in self.stages[1:] if stage)
+
     def held(self, ranks: int) -> tuple[Held, ...]:
         """What each of so many ranks has: stage s is on rank s % ranks."""
         if ranks not in self._held:

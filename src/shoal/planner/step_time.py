@@ -122,6 +122,7 @@ class Predictor:
             flops_per_device=flops,
             mfu=self._used(plan, flops) / seconds if seconds else None,
             kept_bytes=tuple(self._kept(rank, ranks.share) for rank in ranks.every),
+            split=self._staging.division(plan).firsts,
         )
 
     def first_bytes(self, plan: Plan) -> float:

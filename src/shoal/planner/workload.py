@@ -87,6 +87,7 @@ class Prediction:
     """What a step takes. `bubble` is a fraction of it; `flops_per_device` counts no recomputation.
 
     `kept_bytes`: what autograd keeps at its peak between forwards and backwards, by the rank of a pipeline.
+    `split`: the first unit of each stage after the first, as the stages were cut.
     `mfu`: these FLOPs, as far as they are executed (Winograd's algorithm does with fewer), over the peak of the dtype
     that multiplies them (tf32 where that serves for float32).
     """
@@ -101,3 +102,4 @@ class Prediction:
     flops_per_device: float
     mfu: float | None
     kept_bytes: tuple[int, ...] = ()
+    split: tuple[str, ...] = ()

@@ -81,8 +81,17 @@ class Answer:
             "host_seconds": self.question.correction.host_seconds,
         }
         document = self.chosen.plan.to_mapping()
+        document["pipeline"]["split"] = list(self._split)
         document["prediction"] = section(self.chosen.prediction, about)
         return Plan.from_mapping(document, source="plan")
+
+    @property
+    def _split(self) -> tuple[str, ...]:
+        """Where the prediction cuts the model, so that the run does too; none where the model cannot be cut there."""
+        split, at = self.chosen.prediction.split, self.chosen.plan
+        known = all(name in self.question.case.space.facts.cuts for name in split)
+        stages = at.layout.pipeline * at.pipeline.stages_per_rank
+        return split if known and len(split) == stages - 1 else at.pipeline.split
 
 
 def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
