@@ -45,7 +45,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, saves: float | None) -> tuple[_Work
     monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     processes = Process(clock, saves=saves), Process(clock, code=-9), Process(clock)
     workers = [_Worker(rank, process, Path("none"), None) for rank, process in enumerate(processes)]  # type: ignore[arg-type]
-    _watch(workers, Signals(impatient=False), lambda worker: False)
+    _watch(workers, Signals(impatient=False), range(1, 3), lambda worker: False)
     return workers[0], workers[2]
 
 
