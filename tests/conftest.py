@@ -36,7 +36,6 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_collectives.py", "test_every_algorithm"): ("3",),
     ("test_streams.py", "test_one_process_or_three_and_a_resume_in_the_middle"): ("sharded",),
     ("test_exact.py", "test_a_session_under_torchrun_is_the_session_alone"): (),
-    ("test_exact.py", "test_another_seed_is_another_hash"): (),
     ("test_exact.py", "test_one_hash_on_any_number_of_devices"): ("gpt",),
     ("test_fast.py", "test_the_loss_scale_survives_a_resume"): (),
     ("test_fast.py", "test_float16_skips_steps_until_its_scale_fits"): ("1",),

@@ -101,6 +101,24 @@ class Evaluator:
         with self._precision.products():
             return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
 
+    def _read(self, stream: Iterable[Any]) -> Iterator[list[Any]]:
+        """The chunks of a stream: one that draws draws the same on every rank, whatever was computed in between."""
+        samples: Iterator[Any] | None = None
+        for number in itertools.count():
+            seed_everything(random_key(self._job.seed, "evaluation read", number))
+            try:
+                samples = samples or iter(itertools.islice(stream, self._most))
+                chunk = list(itertools.islice(samples, self._chunk))
+            except Exception as error:
+                raise DataError(
+                    given="eval_data",
+                    conflict=f"the stream raised {type(error).__name__}: {error}",
+                    remedy="mend the stream",
+                ) from error
+            if not chunk:
+                return
+            yield chunk
+
     def _chunks(self, place: Place) -> Iterator[tuple[int, int, Any]]:
         """This rank's chunks as (number c, samples, batch): c belongs to rank c modulo their number."""
         if isinstance(self._source, MapSource):
@@ -116,31 +134,15 @@ class Evaluator:
                 yield start // self._chunk, len(ids), self._source.fetch([ids], [key])
         else:
             collate = self._job.collate or default_collate
-            seed_everything(random_key(self._job.seed, "evaluation"))  # for a stream that draws
-            stream, own, number, first = itertools.islice(self._source or (), self._most), 0, -1, None
-            for number, samples in enumerate(_batched(stream, self._chunk)):
+            own, number, first = 0, -1, None
+            for number, samples in enumerate(self._read(self._source or ())):
                 first = first or samples
                 if number % place.num_ranks == place.rank:
                     own += 1
+                    seed_everything(random_key(self._job.seed, "evaluation", number))
                     yield number, len(samples), collate_samples(collate, samples, "eval_data")
             if self._lockstep and own < -(-(number + 1) // place.num_ranks):
                 yield 0, 0, collate_samples(collate, first or [], "eval_data")
-
-
-def _batched(stream: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    chunk: list[Any] = []
-    try:
-        for sample in stream:
-            chunk.append(sample)
-            if len(chunk) == size:
-                yield chunk
-                chunk = []
-    except Exception as error:
-        raise DataError(
-            given="eval_data", conflict=f"the stream raised {type(error).__name__}: {error}", remedy="mend the stream"
-        ) from error
-    if chunk:
-        yield chunk
 
 
 def _fsum(values: Iterable[float]) -> float:

@@ -60,8 +60,9 @@ class Precision:
         With `channels_last` images, float [N, C, H, W], lie in memory as [N, H, W, C]. Convolutions, pools and norms
         hand that on from layer to layer; weights stay as they are.
         """
-        if self.device.type == "cpu" and self.is_wide and not (self.widens or self.channels_last):
-            return batch
+        wide = self.device.type == "cpu" and self.is_wide and not (self.widens or self.channels_last)
+        if wide and type(batch) in (list, tuple) and all(isinstance(value, Tensor) for value in batch):
+            return type(batch)(batch)  # a loss may change it, and is given it again
         moved = tree_map(self._input, batch)
         return tree_map(_channels_last, moved) if self.channels_last else moved
 

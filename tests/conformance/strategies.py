@@ -98,7 +98,9 @@ STRATEGIES: dict[str, Use] = {
         for name in ("ring", "tree", "recursive_doubling", "hierarchical", "shared_memory")
     },
     "ExactDataParallel": Use("ExactDataParallel", sections=EXACT, usual=EXACTLY),
-    "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER, usual=UNEVEN | {"clipping that bites"}),
+    "ShardedOptimizer": Use(
+        "ShardedOptimizer", "shard", OPTIMIZER, usual=UNEVEN | {"clipping that bites", "tied embeddings"}
+    ),
     "FullySharded": Use("FullySharded", "shard", usual=DIVIDED | UNEVEN),
     "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS, usual=frozenset({"tied embeddings"})),
     "tensor axis": Use("DataParallel", "tensor", usual=DIVIDED | {"dropout and ragged tokens"}),

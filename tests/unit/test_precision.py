@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -86,3 +87,12 @@ def test_the_factor_of_a_total_is_a_power_of_two(global_batch: int, scale: float
 @given(st.integers(0, 20))
 def test_no_pass_over_gradients_of_samples_that_weigh_one(power: int) -> None:
     assert LossScale().factor(2**power) * 2**power == 1.0
+
+
+@pytest.mark.parametrize("batch", [[torch.ones(2), torch.zeros(2)], {"x": torch.ones(2), "y": torch.zeros(2)}])
+def test_what_a_loss_takes_out_of_its_batch_is_there_for_the_next(batch: Any) -> None:
+    wide = Precision.of(PrecisionSection(), torch.device("cpu"))
+    once = wide.inputs(batch)
+    once.pop(next(iter(once)) if isinstance(once, dict) else 0)
+    assert len(once) == 1
+    assert len(wide.inputs(batch)) == 2

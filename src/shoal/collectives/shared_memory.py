@@ -34,6 +34,7 @@ from shoal.errors import LaunchError
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 _MAILBOX, _STAGED = 0, 1  # where the data are; allocated regions are numbered from 2
 _HEADER = struct.Struct("<8q")
+_MAX_KNOWN = 4096
 _Work = Callable[[int], None]  # given the number of its call
 
 
@@ -100,6 +101,9 @@ class SharedMemory(Collective):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros in this rank's slot of new memory; `all_reduce` of it, or of a part of it, copies nothing.
 
+        Where one rank calls with a part of it, all do, with the same part; an `output` lies elsewhere, or is this
+        rank's part of its own slot.
+
         Collective: two all-gathers of a few numbers, which may come between calls under way.
         """
         region = open_region(self._exchange, self.rank, self.world_size, numel * dtype.itemsize)
@@ -133,6 +137,8 @@ class SharedMemory(Collective):
         elif place is not None:
             where, region, offset = place
             header, like = self._header("all_reduce", tensor, op, where, offset), tensor.detach()
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
             self._known[key] = header, _nothing, lambda _: self._work.reduce_slots(region, offset, like, op)
             call = _Call(*self._known[key], True)
         else:

@@ -56,19 +56,18 @@ class _Reader:
         return {"count": self.count, "own": own}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Goes to the place of a state, where the stream has one; else to its beginning, if it is not there yet."""
         if state["own"] is not None and hasattr(self._stream, "load_state_dict"):
             self._stream.load_state_dict(state["own"])
             self._samples, self.count = None, state["count"]
-            return
-        if state["count"] < self.count:
-            if iter(self._stream) is self._stream:
+        elif state["count"] != self.count:
+            if self.count and iter(self._stream) is self._stream:
                 raise DataError(
                     given=f"{self._name}: an iterator that was read to sample {self.count}",
                     conflict=f"it cannot go back to sample {state['count']}",
                     remedy="give an iterable that starts anew at each iter(), or one with load_state_dict",
                 )
             self._samples, self.count = None, 0
-        self.read(state["count"] - self.count)  # no state of its own: the same samples are read again
 
 
 class StreamLoader:
@@ -96,9 +95,7 @@ class StreamLoader:
     def step(self, step: int) -> StepData | None:
         """This rank's part of the next step; None where nothing is left on this rank."""
         if self._pending is None:
-            size = self._order.global_batch
-            left = self._order.samples_before(step + 1) - self._order.samples_before(step)
-            grains = divide(min(size, left), size, self._order.num_grains)
+            grains = self._grains(step)
             self._pending = self._read_shards(step, grains) if self._sharded else self._read_all(step, grains)
         if not self._pending:
             return None
@@ -117,6 +114,29 @@ class StreamLoader:
         """Notes the readers' places."""
         self._pending, self._state = None, self._read_state()
 
+    def _grains(self, step: int) -> list[Grain]:
+        """The grains of a step, as long as the stream lasts."""
+        size = self._order.global_batch
+        left = self._order.samples_before(step + 1) - self._order.samples_before(step)
+        return divide(min(size, left), size, self._order.num_grains)
+
+    def _read(self, step: int, index: int, wanted: int) -> list[Any]:
+        """A step's samples of one reader; a stream that draws draws the same whatever came before."""
+        self._seed("read", step, *([index] if self._sharded else []))
+        return self._readers[index].read(wanted)
+
+    def _replay(self, index: int, count: int) -> None:
+        """Reads what a stream without a state of its own gave before, step by step as it was read then."""
+        reader, step = self._readers[index], 0
+        while reader.count < count:
+            sizes = {grain.index: grain.size for grain in self._grains(step)}
+            if not sizes:
+                return  # the job has become shorter
+            wanted = sizes.get(index, 0) if self._sharded else sum(sizes.values())
+            if wanted and not self._read(step, index, min(wanted, count - reader.count)):
+                return  # the stream has
+            step += 1
+
     def _read_shards(self, step: int, grains: list[Grain]) -> list[_Held]:
         found = []
         for grain in grains:
@@ -124,8 +144,7 @@ class StreamLoader:
             if reader is None:
                 continue
             first = reader.count
-            self._seed("read", step, grain.index)
-            samples = reader.read(grain.size)
+            samples = self._read(step, grain.index, grain.size)
             if samples:
                 ordinals = np.arange(first, first + len(samples), dtype=np.int64)
                 ids = ordinals * self._order.num_grains + grain.index
@@ -133,10 +152,8 @@ class StreamLoader:
         return found
 
     def _read_all(self, step: int, grains: list[Grain]) -> list[_Held]:
-        reader = self._readers[0]
-        first = reader.count
-        self._seed("read", step)
-        samples = reader.read(sum(g.size for g in grains))
+        first = self._readers[0].count
+        samples = self._read(step, 0, sum(g.size for g in grains))
         present = divide(len(samples), self._order.global_batch, self._order.num_grains)
         mine = share(present, self._place.rank, self._place.num_ranks)
         return [
@@ -182,6 +199,7 @@ class StreamLoader:
         for i, reader in self._readers.items():
             if i in merged:
                 reader.restore(merged[i])
+                self._replay(i, merged[i]["count"])
         self._state = self._read_state()
 
     def close(self) -> None:

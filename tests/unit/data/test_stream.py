@@ -231,3 +231,51 @@ def test_a_rollback_of_an_iterator_that_cannot_start_again_is_refused() -> None:
     steps([loader], range(2))
     with pytest.raises(DataError, match="cannot go back to sample 0"):
         loader.restore(states)
+
+
+class Shuffled:
+    """Draws its order when it begins and its noise at each sample, and has no state to save."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __iter__(self) -> Iterator[float]:
+        order = list(range(self._count))
+        random.shuffle(order)
+        for number in order:
+            yield number + random.random() / 2
+
+
+class ShuffledShards(Shuffled):
+    def shard(self, num_shards: int, index: int) -> Shuffled:
+        return Shuffled(self._count // num_shards)
+
+
+@pytest.mark.parametrize("stream", [Shuffled, ShuffledShards])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stream_that_draws_goes_on_as_it_would_have(stream: type[Shuffled], ranks: int) -> None:
+    def loaders() -> list[StreamLoader]:
+        order = Order(ENDLESS, 8, 4, 0, True, Steps(9))
+        return [StreamLoader(stream(400), order, Place(rank, ranks), None) for rank in range(ranks)]
+
+    def batches(some: list[StreamLoader], number: int) -> list[Any]:
+        found = []
+        for loader in some:
+            data = loader.step(number)
+            assert data is not None
+            found += [microbatch.batch.tolist() for microbatch in data.microbatches]
+            loader.commit()
+        return found
+
+    whole = loaders()
+    first = [batches(whole, number) for number in range(4)]
+    assert first[0] != first[1]
+    again = loaders()
+    before = [batches(again, number) for number in range(3)]
+    assert before == first[:3]
+    states = [loader.state() for loader in again]
+    random.seed(99)
+    resumed = loaders()
+    for loader in resumed:
+        loader.restore(states)
+    assert batches(resumed, 3) == first[3]
