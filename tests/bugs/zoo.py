@@ -155,7 +155,7 @@ def keeps_a_parameter(rank: int, which: int) -> Callable[[pytest.MonkeyPatch], N
         original = Updater.step
 
         def step(self: Updater, *args: Any) -> Any:
-            parameter = self._parameters[which]
+            parameter = self._parameters[which][0]
             before = parameter.detach().clone()
             result = original(self, *args)
             if dist.get_rank() == rank:
@@ -401,11 +401,11 @@ def one_rank_skips(patch: pytest.MonkeyPatch) -> None:
     original = Updater.step
 
     def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress) -> Any:
-        before = [p.detach().clone() for p in self._parameters]
+        before = [p.detach().clone() for p, _ in self._parameters]
         found = original(self, loss, weight, loss_scale, progress)
         if dist.get_rank() == 1 and progress.step == 1:
             with torch.no_grad():
-                torch._foreach_copy_([p.data for p in self._parameters], before)
+                torch._foreach_copy_([p.data for p, _ in self._parameters], before)
         return found
 
     patch.setattr(Updater, "step", step)
