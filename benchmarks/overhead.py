@@ -1,10 +1,9 @@
-"""Claim: on LeNet at batch 8 shoal's step takes 10 to 16 % more processor time than a bare loop's, about 1 ms.
+"""Claim: on LeNet at batch 8 shoal's step takes 10 to 25 % more processor time than a bare loop's, 1 to 1.5 ms.
 
-Over the leanest bare loop 10 and 16 % (medians of 11 blocks in two runs, quartiles -1 to 31 %), over the ordinary one
-10 and 16 % (quartiles -8 to 30 %); measured in the same way before its parts were made cheaper 19 and 23 % (7 blocks,
-quartiles 9 to 43 %). One thread at raised priority on a virtual machine of 2 cores with other work, torch 2.13.0. The
-aim, 3 %, is missed. In a loop of their own the functions take a fraction of it: after a backward each meets cold
-caches, and a call of 2 us takes 10 to 30.
+Over the leanest bare loop 10 and 16 % beside other work and 25 % with none (medians of 11 blocks in three runs,
+quartiles -1 to 31 %), over the ordinary one 10, 16 and 23 % (quartiles -8 to 31 %). One thread on a virtual machine of
+2 cores, torch 2.13.0. The aim, 3 %, is missed. In a loop of their own the functions take a fraction of it: after a
+backward each meets cold caches, and a call of 2 us takes 10 to 30.
 
 Repeat with `python -m benchmarks.overhead`: LeNet at global batch 8 (and, with `--batch`, others) on one process of one
 thread. Blocks of steps of shoal's trainer, records and all, and of two bare loops on models of their own take turns in
