@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.bench.mpi_worker import WARM_CALLS
 from shoal.catalogue.sums import ALGORITHMS
 from shoal.collectives.base import Collective, Team
 from shoal.collectives.choose import open_collective
@@ -66,8 +65,7 @@ def _rows(mesh: Mesh, sampling: Sampling) -> list[dict[str, object]]:
         for _ in range(sampling.samples):
             for name, call in calls.items():
                 dist.barrier()
-                for _ in range(WARM_CALLS):
-                    call()
+                call()
                 began = time.perf_counter()
                 for _ in range(counts[name]):
                     call()
@@ -102,10 +100,8 @@ def _bound(collective: Collective, tensor: torch.Tensor) -> Callable[[], object]
 
 def _count(mesh: Mesh, call: Callable[[], object], seconds: float) -> int:
     """Calls in a sample, the same on all ranks."""
-    for _ in range(WARM_CALLS):
-        call()
+    call()
     began = time.perf_counter()
-    for _ in range(WARM_CALLS):
-        call()
-    once = float(mesh.all_gather([(time.perf_counter() - began) / WARM_CALLS]).mean())
+    call()
+    once = float(mesh.all_gather([time.perf_counter() - began]).mean())
     return max(1, min(200, int(seconds / once)))

@@ -12,9 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-# As those of shoal's own ranks: what the ranks did before has left the caches, and the ranks are in step.
-WARM_CALLS = 5
-
 
 def main() -> None:
     """Measures and writes, on rank 0, the slowest rank's seconds."""
@@ -30,18 +27,15 @@ def main() -> None:
         def call(own: Any = own, result: Any = result) -> None:
             world.Allreduce([own, MPI.FLOAT], [result, MPI.FLOAT], op=MPI.SUM)
 
-        for _ in range(WARM_CALLS):
-            call()
+        call()
         began = time.perf_counter()
-        for _ in range(WARM_CALLS):
-            call()
-        once = world.allreduce((time.perf_counter() - began) / WARM_CALLS) / world.size
+        call()
+        once = world.allreduce(time.perf_counter() - began) / world.size
         count = max(1, min(200, int(float(seconds) / once)))
         found = []
         for _ in range(int(samples)):
             world.Barrier()
-            for _ in range(WARM_CALLS):
-                call()
+            call()
             began = time.perf_counter()
             for _ in range(count):
                 call()
