@@ -29,7 +29,7 @@ NUM_HEADERS = 64
 # How often a waiting rank looks whether the others are alive.
 _SLICE_SECONDS = 0.05
 # While every rank has a core of its own a wait begins with a look around, about as long as sleeping and waking take in
-# a virtual machine whose idle cores halt (100 to 400 us; an all-reduce of 256 KB takes 35).
+# a virtual machine whose idle cores halt (100 to 400 us; an all-reduce of 256 KB takes 28 to 68).
 SPIN_SECONDS = 400e-6
 _EXITING = 0x4  # the kernel's flag of a process that is ending
 

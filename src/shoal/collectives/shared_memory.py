@@ -28,13 +28,12 @@ from torch import Tensor
 from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Handle, Operation, Team, check, check_parts
 from shoal.collectives.peers import FINISHED, NUM_HEADERS, POSTED, Peers
 from shoal.collectives.region import Region, open_region, place_of_process
-from shoal.collectives.staging import CONTROL_BYTES, ONE_SHOT_BYTES, Workplace
+from shoal.collectives.staging import CONTROL_BYTES, MAX_CACHED, ONE_SHOT_BYTES, Workplace
 from shoal.errors import LaunchError
 
 _KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 _MAILBOX, _STAGED = 0, 1  # where the data are; allocated regions are numbered from 2
 _HEADER = struct.Struct("<8q")
-_MAX_KNOWN = 4096
 _Work = Callable[[int], None]  # given the number of its call
 
 
@@ -137,7 +136,7 @@ class SharedMemory(Collective):
         elif place is not None:
             where, region, offset = place
             header, like = self._header("all_reduce", tensor, op, where, offset), tensor.detach()
-            if len(self._known) >= _MAX_KNOWN:
+            if len(self._known) >= MAX_CACHED:
                 self._known.clear()
             self._known[key] = header, _nothing, lambda _: self._work.reduce_slots(region, offset, like, op)
             call = _Call(*self._known[key], True)

@@ -28,7 +28,7 @@ _BOX_BYTES = ONE_SHOT_BYTES + 33 * LINE_BYTES
 _STAGES = PAGE_BYTES + NUM_HEADERS * _BOX_BYTES
 _RESULTS = _STAGES + 2 * STAGE_BYTES
 CONTROL_BYTES = _RESULTS + 2 * STAGE_BYTES
-_MAX_CACHED = 4096
+MAX_CACHED = 4096
 
 
 def cut(numel: int, itemsize: int, world_size: int) -> list[int]:
@@ -61,7 +61,7 @@ class Workplace:
         key = (slot, numel, dtype)
         found = self._views.get(key)
         if found is None:
-            if len(self._views) >= _MAX_CACHED:
+            if len(self._views) >= MAX_CACHED:
                 self._views.clear()
             offset = PAGE_BYTES + slot * _BOX_BYTES
             found = [self._control.tensor(r, offset, numel, dtype) for r in range(self._world_size)]
@@ -85,7 +85,7 @@ class Workplace:
         key = (region.base, offset, like.numel(), like.dtype)
         chunks = self._chunks.get(key)
         if chunks is None:
-            if len(self._chunks) >= _MAX_CACHED:
+            if len(self._chunks) >= MAX_CACHED:
                 self._chunks.clear()
             chunks = self._chunks[key] = self._cut_slots(region, offset, like)
         for slots in chunks:

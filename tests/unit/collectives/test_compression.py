@@ -265,13 +265,19 @@ def test_the_guard_falls_back_and_nothing_is_lost(
         torch.testing.assert_close(sums, total, rtol=1e-6, atol=1e-6)
 
 
+def fallen_back(collective: Collective, guard_every: int) -> tuple[Compression, Tensor]:
+    """After one compressed step, and what that held back."""
+    made = opened(collective, "topk", guard_every=guard_every)
+    one_step(made, gradients(collective.rank, 1), 1, 2.0)
+    made.commit()
+    kept = held(made).clone()
+    made.fall_back({"step": 2})
+    return made, kept
+
+
 def test_after_a_fall_back_what_a_rank_still_holds_goes_out_with_its_next_samples() -> None:
     def work(collective: Collective) -> tuple[Tensor, Tensor]:
-        made = opened(collective, "topk", guard_every=3)
-        one_step(made, gradients(collective.rank, 1), 1, 2.0)
-        made.commit()
-        kept = held(made).clone()
-        made.fall_back({"step": 2})
+        made, kept = fallen_back(collective, guard_every=3)
         flats = [torch.ones(size) for size in SIZES]
         one_step(made, flats, 2, 4.0)
         made.commit()
@@ -285,11 +291,7 @@ def test_after_a_fall_back_what_a_rank_still_holds_goes_out_with_its_next_sample
 
 def test_after_a_fall_back_what_is_held_of_an_unused_parameter_stays() -> None:
     def work(collective: Collective) -> tuple[Tensor, Tensor]:
-        made = opened(collective, "topk", guard_every=0)
-        one_step(made, gradients(collective.rank, 1), 1, 2.0)
-        made.commit()
-        kept = held(made).clone()
-        made.fall_back({"step": 2})
+        made, kept = fallen_back(collective, guard_every=0)
         flats = [torch.ones(size) for size in SIZES]
         made.begin(2)
         made.arm(4.0)
