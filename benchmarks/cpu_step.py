@@ -34,6 +34,9 @@ from benchmarks.step_time import ROOT, free_port
 TEAMS: dict[str, tuple[int, int, list[str]]] = {
     "shared_memory": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory"]),
     "ddp": (2, 1, ["--tool", "plain"]),
+    # Two processes that meet once a step and sum nothing: what is left where sums take no time.
+    "meeting": (2, 1, ["--tool", "meeting"]),
+    "bound_to_cores": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory", "--bind"]),
     "native": (2, 1, ["--tool", "shoal"]),
     "one_process": (1, 2, ["--tool", "plain"]),
     "exact": (2, 1, ["--tool", "shoal", "--exact"]),
@@ -51,11 +54,13 @@ PEERS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": 
 RATIOS = {f"{name} / ddp": (name, "ddp") for name in TEAMS if name != "ddp"}
 RATIOS |= {f"{name} / one_process": (name, "one_process") for name in ("shared_memory", "channels_last")}
 RATIOS |= {f"shared_memory / {peer}": ("shared_memory", peer) for peer in PEERS}
+RATIOS |= {f"{name} / meeting": (name, "meeting") for name in ("shared_memory", "bound_to_cores")}
+RATIOS |= {"bound_to_cores / shared_memory": ("bound_to_cores", "shared_memory")}
 RATIOS |= {f"alone / {name}": ("alone", name) for name in ("bare", "lean")}
 TARGETS = {"mlp": 0.65, "lenet": 0.82, "gpt": 0.97, "resnet18": 0.80, "resnet18-strided": 0.80}
 # Steps of a segment.
 STEPS = {"mlp": 12, "lenet": 12, "gpt": 5, "resnet18": 4, "resnet18-strided": 6, "lenet-8": 150}
-USUAL = ["shared_memory", "ddp", "native", "one_process", "exact", *PEERS]
+USUAL = ["shared_memory", "ddp", "meeting", "native", "one_process", "exact", *PEERS]
 
 
 def answer(rank: subprocess.Popen[str]) -> list[float]:

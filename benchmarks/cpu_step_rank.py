@@ -7,7 +7,9 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from shoal.records import StepRecord
 from shoal.startup import prepare_process
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Surroundings
+from shoal.update import fused
 
 JOBS: dict[str, Callable[[], shoal.Job]] = {
     "mlp": lambda: small_jobs.mlp(batch=256, width=2048),
@@ -55,8 +58,12 @@ def lean_training(name: str, after_step: Callable[[], None]) -> None:
             after_step()
 
 
-def plain_training(name: str, after_step: Callable[[], None]) -> None:
-    """A loop as one would write it by hand, without end: DDP where there are two ranks."""
+def plain_training(name: str, after_step: Callable[[], None], *, meeting: bool = False) -> None:
+    """A loop as one would write it by hand, without end: DDP where there are two ranks.
+
+    `meeting`: instead of any sums they meet once a step, and step by fused kernels: what is left where sums take no
+    time.
+    """
     torch.manual_seed(0)
     job, world_size = JOBS[name](), int(os.environ["WORLD_SIZE"])
     model = job.model()
@@ -65,18 +72,22 @@ def plain_training(name: str, after_step: Callable[[], None]) -> None:
     sampler: DistributedSampler[Any] | None = None
     trained: Any = model
     if world_size > 1:
+        sampler = DistributedSampler(dataset, world_size, int(os.environ["RANK"]), shuffle=True, seed=0, drop_last=True)
         torch.distributed.init_process_group("gloo")
+    if world_size > 1 and not meeting:
         trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        sampler = DistributedSampler(dataset, shuffle=True, seed=0, drop_last=True)
     loader = DataLoader(dataset, sampler=sampler, shuffle=sampler is None, batch_size=job.global_batch // world_size)
     for inputs, targets in itertools.chain.from_iterable(iter(loader) for _ in itertools.count()):
+        if meeting:
+            torch.distributed.barrier()
         optimizer.zero_grad()
         logits = trained(inputs)
         loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
         loss.backward()
         if job.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
-        optimizer.step()
+        with fused(optimizer) if meeting else nullcontext():
+            optimizer.step()
         loss.item()  # every loop that reports its loss does this
         after_step()
 
@@ -184,6 +195,7 @@ def shoal_training(name: str, turns: Turns, options: argparse.Namespace) -> None
 
 LOOPS: dict[str, Callable[[str, Callable[[], None]], None]] = {
     "plain": plain_training,
+    "meeting": partial(plain_training, meeting=True),
     "lean": lean_training,
     "accelerate": accelerate_training,
     "fabric": fabric_training,
@@ -199,7 +211,11 @@ def main() -> None:
     parser.add_argument("--all-reduce", default="native")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--bind", action="store_true", help="each rank to a core of its own")
     options = parser.parse_args()
+    if options.bind:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
     turns = Turns()
     if options.tool == "shoal":
         shoal_training(options.job, turns, options)

@@ -21,17 +21,17 @@ def grain_digest(step: int, grain: int, ids: Ids) -> npt.NDArray[np.float64]:
 
     The words add up over grains in any order, so that the sum is the same whichever rank held which grain.
     """
-    return grains_digest(step, [grain], [ids])
+    return np.array(grain_words(step, [grain], [ids]))
 
 
-def grains_digest(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> npt.NDArray[np.float64]:
-    """The sum of the digests of several grains."""
+def grain_words(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[float]:
+    """The words of the sum of several grains' digests."""
     head = step.to_bytes(8, "little")
     named = zip(grains, ids, strict=True)
     texts = (head + grain.to_bytes(8, "little") + own.astype("<i8", copy=False).tobytes() for grain, own in named)
     digests = b"".join(hashlib.sha256(text).digest() for text in texts)
     words = struct.unpack(f"<{len(digests) // 4}I", digests)  # a few words cost less in Python than in numpy
-    return np.array([float(sum(words[place::DIGEST_WORDS])) for place in range(DIGEST_WORDS)])
+    return [float(sum(words[place::DIGEST_WORDS])) for place in range(DIGEST_WORDS)]
 
 
 def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import shoal
 
@@ -117,6 +118,23 @@ def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Its `step`, without the compiler where it is one of torch.optim's own."""
-    with compiler_deferred() if is_torchs(optimizer) else contextlib.nullcontext():
+    """Its `step`, without the compiler and torch's span around it where it is one of torch.optim's own.
+
+    The span, a call into the profiler, took 20 us of a step of 150, and 100 after a backward.
+    """
+    if not is_torchs(optimizer):
         optimizer.step()
+        return
+    step = type(optimizer).step
+    plain = getattr(step, "hooked", False) and "step" not in vars(optimizer) and not is_hooked(optimizer)
+    with compiler_deferred():
+        if plain and not torch._C._autograd._profiler_enabled():
+            step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        else:
+            optimizer.step()
+
+
+def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything is to be called before or after its `step`."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.faults import user_error
@@ -21,7 +20,7 @@ from shoal.job import Job, Progress
 from shoal.observation import Observer
 from shoal.precision import LossScale
 from shoal.randomness import all_generators, seed_everything
-from shoal.startup import compiler_deferred, is_torchs, step_optimizer
+from shoal.startup import compiler_deferred, is_hooked, is_torchs, step_optimizer
 from shoal.strategies.base import Strategy
 
 # They compute with a matrix as a whole, and on a part of one something else.
@@ -181,13 +180,7 @@ class Stepper:
 
 def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step may draw at random: none of torch's own classes does, but what hooks into it may."""
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        _global_optimizer_pre_hooks,
-        _global_optimizer_post_hooks,
-    )
-    return not is_torchs(optimizer) or any(hooks)
+    return not is_torchs(optimizer) or is_hooked(optimizer)
 
 
 class Updater:

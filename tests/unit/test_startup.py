@@ -4,7 +4,9 @@ import subprocess
 import sys
 import textwrap
 
-from shoal.startup import compiler_deferred
+import torch
+
+from shoal.startup import compiler_deferred, step_optimizer
 
 # A fresh process, since this one may have loaded the compiler already.
 PRELUDE = """
@@ -80,3 +82,18 @@ def test_exact_mode_is_deterministic_without_the_compiler_and_with_it() -> None:
         print(torch._inductor.config.deterministic)
     """
     assert python(code).splitlines() == ["True False", "True", "True"]
+
+
+def test_a_step_is_in_a_profile_and_calls_what_is_hooked_to_it() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([parameter], lr=0.5)
+    step_optimizer(optimizer)
+    with torch.autograd.profiler.profile() as profile:
+        step_optimizer(optimizer)
+    assert any("Optimizer.step#SGD.step" in event.name for event in profile.function_events)
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    step_optimizer(optimizer)
+    assert called == ["after"]
+    assert parameter.tolist() == [-0.5, -0.5]

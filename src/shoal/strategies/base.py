@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shoal.ledger import DIGEST_WORDS, grains_digest
+from shoal.ledger import DIGEST_WORDS, grain_words
 from shoal.microbatch import Microbatch
 
 if TYPE_CHECKING:
@@ -70,11 +70,11 @@ class StepSums:
 
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
     """What one microbatch adds to the step's sums: float64 on the device, so that nothing waits for the device here."""
-    words = grains_digest(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
-    # What is on the host is waiting for nobody: one tensor made of numbers costs a fraction of writing into its places.
+    words = grain_words(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
+    # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
     here = total.device.type == "cpu"
     known = [total.item(), float(weight)] if here else [0.0, 0.0]
-    sums = torch.tensor([*known, microbatch.num_samples, *words.tolist()], dtype=torch.float64, device=buffers.device)
+    sums = torch.from_numpy(np.array([*known, microbatch.num_samples, *words])).to(buffers.device)
     if not here:
         sums[TOTAL] = total.detach()
         sums[WEIGHT] = weight
