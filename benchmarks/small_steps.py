@@ -1,17 +1,19 @@
 """Claim: docs/small-steps.md. What a step of nine small jobs took on 1 and 2 processes, beside what was predicted.
 
-`shoal bench && python -m benchmarks.small_steps` plans each job for the machine as it was just measured, under each
-layout, and runs the same plans by `shoal run`, in several trials in turn. It writes a row each to
-results/small_steps.csv: least, lower quartile, median and ninth decile of the seconds of a step (the first ones of each
-trial left out), the prediction and its terms, the median of each span on rank 0, and the peak of a rank's resident
-memory. `others` is the share of the cores that other programs used meanwhile: rows of a machine that is not idle say
-little. `--page` writes docs/small-steps.md from the rows.
+`python -m benchmarks.small_steps` measures the machine (`shoal bench`), plans each job for it under each layout, and
+runs the same plans by `shoal run`, in several trials in turn. It writes a row each to results/small_steps.csv: least,
+lower quartile, median and ninth decile of the seconds of a step (the first ones of each trial left out), the prediction
+and its terms, the median of each span on rank 0, and the peak of a rank's resident memory. `others` is the share of the
+cores that other programs used meanwhile: rows of a machine that is not idle say little. A virtual machine's cores are
+not equally fast at all times: `pace` is how fast a product and a stream of memory ran on both cores around the row's
+trials, next to the same around `shoal bench`. `--page` writes docs/small-steps.md from the rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import statistics
@@ -19,11 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from shoal.bench.clock import sample
 from shoal.bench.command import busy_seconds
+from shoal.bench.probes import probes
 from shoal.catalogue.sums import all_reduce_here
 from shoal.job_file import load, parse_target
 from shoal.plan.plan import Plan
@@ -111,22 +118,55 @@ def _children() -> float:
     return times.children_user + times.children_system
 
 
-def summarised(
-    name: str, layout: str, told: Mapping[str, Any], trials: Sequence[tuple[list[dict[str, Any]], float]]
-) -> dict[str, Any]:
+# Seconds of samples of each of the two, and which they are.
+_PACE_SECONDS = 0.4
+_PACE_PROBES = (("matmul.float32", 2.0 * 1024**3), ("stream", float(1 << 25)))
+
+
+def pace_of_a_core() -> float:
+    """Calls a second of a product and of a stream of memory on one thread, their geometric mean."""
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    asked = [probe for probe in probes(device, quick=False) if (probe.name, probe.work) in _PACE_PROBES]
+    assert len(asked) == len(_PACE_PROBES)
+    rates = [1.0 / statistics.median(sample(probe, device, _PACE_SECONDS)[0]) for probe in asked]
+    return statistics.geometric_mean(rates)
+
+
+def pace() -> float:
+    """The same, of all cores at once, on average."""
+    command = [sys.executable, "-m", "benchmarks.small_steps", "--pace"]
+    cores = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(os.cpu_count() or 1)]
+    return statistics.mean(float(core.communicate()[0]) for core in cores)
+
+
+def around(what: Callable[[], Any]) -> tuple[Any, float]:
+    """What that gives, and the pace around it."""
+    before = pace()
+    found = what()
+    return found, (before + pace()) / 2.0
+
+
+# Of one run: its records, the share of the cores that others used, and the pace around it over that around the bench.
+Trial = tuple[list[dict[str, Any]], float, float]
+
+
+def summarised(name: str, layout: str, told: Mapping[str, Any], trials: Sequence[Trial]) -> dict[str, Any]:
     """A row of the table."""
-    records = [record for found, _ in trials for record in found]
+    records = [record for found, _, _ in trials for record in found]
     seconds = sorted(float(record["seconds"]) for record in records)
     median = statistics.median(seconds)
     row: dict[str, Any] = {"job": name, "settings": " ".join(JOBS[name][0]), "layout": layout, **told}
-    row |= {"error": round(told["predicted_s"] / median - 1, 4)}
+    at = statistics.mean(speed for _, _, speed in trials)
+    row |= {"error": round(told["predicted_s"] / median - 1, 4), "pace": round(at, 3)}
+    row |= {"error_at_pace": round(told["predicted_s"] / (median * at) - 1, 4)}
     row |= {"trials": len(trials), "steps": len(seconds), "least_s": round(seconds[0], 6)}
     row |= {"quartile_s": round(seconds[len(seconds) // 4], 6), "median_s": round(median, 6)}
     row |= {"p90_s": round(seconds[int(0.9 * (len(seconds) - 1))], 6)}
     for span in records[0]["spans"]:
         row[f"{span}_s"] = round(statistics.median(record["spans"][span] for record in records), 6)
     row["memory_bytes"] = max(int(record["memory_bytes"]) for record in records)
-    row["others"] = round(statistics.mean(share for _, share in trials), 2)
+    row["others"] = round(statistics.mean(share for _, share, _ in trials), 2)
     return row
 
 
@@ -135,21 +175,25 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         "# Predicted and measured steps of a small machine",
         "",
-        "Generated by `shoal bench && python -m benchmarks.small_steps --page` on two cores of an AMD EPYC (a",
-        "virtual machine), torch 2.13, float32: each plan of each job as predicted from what `shoal bench` had just",
-        "measured, and as it then ran. Milliseconds; measured is the median over all steps but the first three of each",
-        "trial, with lower quartile and ninth decile beside it. No time of these runs went into a prediction; of the",
-        "memory one constant is from the rows of layouts 1 and data ([heap](planner.md#constants)).",
-        "*Others* is the share of the cores that other programs had meanwhile: beyond a tenth a row says little.",
+        "Generated by `python -m benchmarks.small_steps --page` on two cores of an AMD EPYC (a virtual machine),",
+        "torch 2.13, float32: each plan of each job as predicted from what `shoal bench` had just measured, and as",
+        "it then ran. Milliseconds; measured is the median over all steps but the first three of each trial, with",
+        "lower quartile and ninth decile beside it. No time of these runs went into a prediction; of the memory",
+        "one constant is from rows of layouts 1 and data ([heap](planner.md#constants)). *Pace* is how fast a",
+        "product and a stream of memory ran on both cores around the trials, next to the same around `shoal",
+        "bench`: the machine's own drift; *at that pace* is the error without it. *Others* is the share of the",
+        "cores that other programs had meanwhile: beyond a tenth a row says little.",
         "",
-        "| Job | Layout | Predicted | Measured | Quartile to p90 | Error | Predicted MB | Resident MB | Others |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| Job | Layout | Predicted | Measured | Quartile to p90 | Error | Pace | At that pace | Predicted MB "
+        "| Resident MB | Others |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         spread = f"{float(row['quartile_s']) * 1e3:.1f} to {float(row['p90_s']) * 1e3:.1f}"
         lines.append(
             f"| {row['job']} | {row['layout']} | {float(row['predicted_s']) * 1e3:.1f} "
             f"| {float(row['median_s']) * 1e3:.1f} | {spread} | {float(row['error']):+.0%} "
+            f"| {float(row['pace']):.2f} | {float(row['error_at_pace']):+.0%} "
             f"| {int(row['predicted_bytes']) / 1e6:.0f} | {int(row['memory_bytes']) / 1e6:.0f} "
             f"| {float(row['others']):.0%} |"
         )
@@ -162,11 +206,14 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     found = []
     quiet = [row for row in rows if float(row["others"]) <= _QUIET]
     for what, chosen in (("rows", rows), (f"rows of which others had no more than {_QUIET:.0%}", quiet)):
-        errors = [abs(float(row["error"])) for row in chosen]
-        if errors:
-            near = sum(error <= _NEAR for error in errors)
-            words = f"{near} within {_NEAR:.0%}, median error {statistics.median(errors):.0%}"
-            found.append(f"Of {len(errors)} {what}: {words}.")
+        told = []
+        for key, at in (("error", ""), ("error_at_pace", " at the bench's pace")):
+            errors = [abs(float(row[key])) for row in chosen]
+            if errors:
+                near = sum(error <= _NEAR for error in errors)
+                told.append(f"{near} within {_NEAR:.0%}, median error {statistics.median(errors):.0%}{at}")
+        if told:
+            found.append(f"Of {len(chosen)} {what}: {'; '.join(told)}.")
     by_job = {(row["job"], row["layout"]): row for row in quiet}
     jobs = [job for job in JOBS if (job, "1") in by_job and (job, "data") in by_job]
 
@@ -190,16 +237,25 @@ def main() -> None:
     parser.add_argument("--cluster", default="here")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help="write docs/small-steps.md from the rows, too")
+    parser.add_argument("--pace", action="store_true", help="print the pace of one core, and nothing else")
     options = parser.parse_args()
+    if options.pace:
+        print(pace_of_a_core())
+        return
+    command = [sys.executable, "-m", "shoal", "bench"]
+    _, reference = around(lambda: subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     if options.out.exists():
         with options.out.open(newline="", encoding="utf-8") as file:
             rows = {(row["job"], row["layout"]): dict(row) for row in csv.DictReader(file)}
     for name in options.jobs:
         told = predicted(name, options.layouts, options.cluster)
-        turns = [(layout, trial(name, layout)) for _ in range(options.trials) for layout in options.layouts]
+        turns: dict[str, list[Trial]] = {layout: [] for layout in options.layouts}
+        for _, layout in itertools.product(range(options.trials), options.layouts):
+            (records, others), speed = around(partial(trial, name, layout))
+            turns[layout].append((records, others, speed / reference))
         for layout in options.layouts:
-            row = summarised(name, layout, told[layout], [found for which, found in turns if which == layout])
+            row = summarised(name, layout, told[layout], turns[layout])
             print(row, flush=True)
             rows[name, layout] = row
         order = {key: number for number, key in enumerate((job, layout) for job in JOBS for layout in LAYOUTS)}
