@@ -1,10 +1,12 @@
-"""Claim: a step of two processes takes 0.88 (MLP), 0.87 (LeNet) and 0.58 (channels last) of plain DDP's.
+"""Claim: a step of two processes takes 0.79 (MLP), 0.84 (LeNet), 0.89 and 0.95 (ResNet-18, two runs) of plain DDP's.
 
-2 cores of a virtual machine without other programs, torch 2.13.0, 8 rows; quartiles 0.80 to 1.04, 0.81 to 0.91 and 0.50
-to 0.63: results/cpu_step.json, with earlier runs beside other work (0.78; 0.78 and 0.88; 0.63). Against Accelerate
-1.15.0, Lightning Fabric 2.6.6 and DeepSpeed 0.19.8: 0.87, 0.89 and 0.57 on the MLP, 0.83, 0.91 and 0.93 on LeNet. Exact
-mode over sockets takes 1.9 times DDP's step on the MLP and 1.05 times on LeNet. Of the GPT (0.90 and 1.03 of DDP's with
-the same code in two teams) and ResNet-18 (0.93, quartiles 0.79 to 1.10) nothing is claimed.
+2 cores of a virtual machine without other programs, torch 2.13.0, 6 to 14 rows; quartiles 0.75 to 0.80, 0.81 to 0.87,
+0.84 to 1.11 and 0.70 to 1.01: results/cpu_step.json, with earlier runs (MLP 0.78 to 0.92, LeNet 0.78 to 0.88). The GPT
+takes 1.00 (0.94 to 1.10). Two processes that only meet once a step and sum nothing take 0.72, 0.91, 0.80 and 0.94, and
+0.94 of DDP's. LeNet with channels last takes 0.58 (0.50 to 0.63), ResNet-18 0.98. Against Accelerate 1.15.0, Lightning
+Fabric 2.6.6 and DeepSpeed 0.19.8: 0.87, 0.89 and 0.57 on the MLP, 0.83, 0.91 and 0.93 on LeNet, 0.96, 1.00 and 1.01 on
+the GPT, 0.87, 0.81 and 0.83 on ResNet-18. Exact mode over sockets takes 1.9 times DDP's step on the MLP and 1.05 times
+on LeNet. A rank bound to a core takes as long as one that is not (1.01).
 
 Repeat with `python -m benchmarks.cpu_step`: an MLP of 5.8 M parameters at global batch 256, LeNet at 256, the GPT of
 3.3 M at 32 x 128 and ResNet-18 at 32, on made-up data. All teams live side by side and take turns, a few steps each,
