@@ -6,7 +6,9 @@ takes 1.00 (0.94 to 1.10). Two processes that only meet once a step and sum noth
 0.94 of DDP's. LeNet with channels last takes 0.58 (0.50 to 0.63), ResNet-18 0.98. Against Accelerate 1.15.0, Lightning
 Fabric 2.6.6 and DeepSpeed 0.19.8: 0.87, 0.89 and 0.57 on the MLP, 0.83, 0.91 and 0.93 on LeNet, 0.96, 1.00 and 1.01 on
 the GPT, 0.87, 0.81 and 0.83 on ResNet-18. Exact mode over sockets takes 1.9 times DDP's step on the MLP and 1.05 times
-on LeNet. A rank bound to a core takes as long as one that is not (1.01).
+on LeNet. A rank bound to a core takes as long as one that is not (1.01). Beside light work of others, groups of a shard
+and of a tensor axis in shared memory take 0.67 and 0.86 of the MLP's step over Gloo (quartiles 0.62 to 0.70 and 0.82 to
+0.88, 8 rows; teams shard, shard_shared, tensor and tensor_shared): docs/decisions/0025.
 
 Repeat with `python -m benchmarks.cpu_step`: an MLP of 5.8 M parameters at global batch 256, LeNet at 256, the GPT of
 3.3 M at 32 x 128 and ResNet-18 at 32, on made-up data. All teams live side by side and take turns, a few steps each,
@@ -40,6 +42,11 @@ TEAMS: dict[str, tuple[int, int, list[str]]] = {
     "meeting": (2, 1, ["--tool", "meeting"]),
     "bound_to_cores": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory", "--bind"]),
     "native": (2, 1, ["--tool", "shoal"]),
+    # Gradients and parameters cut over two ranks, and layers: over Gloo, and through shared memory.
+    "shard": (2, 1, ["--tool", "shoal", "--axis", "shard"]),
+    "shard_shared": (2, 1, ["--tool", "shoal", "--axis", "shard", "--all-reduce", "shared_memory"]),
+    "tensor": (2, 1, ["--tool", "shoal", "--axis", "tensor"]),
+    "tensor_shared": (2, 1, ["--tool", "shoal", "--axis", "tensor", "--all-reduce", "shared_memory"]),
     "one_process": (1, 2, ["--tool", "plain"]),
     "exact": (2, 1, ["--tool", "shoal", "--exact"]),
     "channels_last": (2, 1, ["--tool", "shoal", "--all-reduce", "shared_memory", "--channels-last"]),
@@ -56,6 +63,7 @@ PEERS = {"accelerate": "accelerate", "fabric": "lightning_fabric", "deepspeed": 
 RATIOS = {f"{name} / ddp": (name, "ddp") for name in TEAMS if name != "ddp"}
 RATIOS |= {f"{name} / one_process": (name, "one_process") for name in ("shared_memory", "channels_last")}
 RATIOS |= {f"shared_memory / {peer}": ("shared_memory", peer) for peer in PEERS}
+RATIOS |= {f"{axis}_shared / {axis}": (f"{axis}_shared", axis) for axis in ("shard", "tensor")}
 RATIOS |= {f"{name} / meeting": (name, "meeting") for name in ("shared_memory", "bound_to_cores")}
 RATIOS |= {"bound_to_cores / shared_memory": ("bound_to_cores", "shared_memory")}
 RATIOS |= {f"alone / {name}": ("alone", name) for name in ("bare", "lean")}

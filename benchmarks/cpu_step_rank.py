@@ -180,7 +180,7 @@ def shoal_training(name: str, turns: Turns, options: argparse.Namespace) -> None
     assert environment is not None
     job = JOBS[name]()
     execution = {"exact": options.exact, "channels_last": options.channels_last}
-    sections = {"layout": {"data": environment.world_size}, "execution": execution}
+    sections = {"layout": {options.axis: environment.world_size}, "execution": execution}
     plan = shoal.Plan().with_sections(**sections, collectives={"all_reduce": options.all_reduce})
     plan = complete(plan, job.grains, job.grain_size)
     with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.degrees) as mesh:
@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--job", choices=list(JOBS))
     parser.add_argument("--tool", choices=["shoal", *LOOPS])
     parser.add_argument("--all-reduce", default="native")
+    parser.add_argument("--axis", default="data", choices=["data", "shard", "tensor"])
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--channels-last", action="store_true")
     parser.add_argument("--bind", action="store_true", help="each rank to a core of its own")

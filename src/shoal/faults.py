@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.errors import InternalError, OutOfMemoryError, PeerError, ShoalError, UserCodeError
+from shoal.errors import CollectiveError, InternalError, OutOfMemoryError, PeerError, ShoalError, UserCodeError
 
 _OWN = str(Path(__file__).resolve().parent)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
@@ -26,6 +26,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether an exception is a collective's that another rank did not finish."""
+    if isinstance(error, ShoalError):
+        return isinstance(error, PeerError | CollectiveError)
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 

@@ -115,6 +115,10 @@ class Link:
         return self.call_seconds + 2 * ((count - 1) * self.latency_seconds + moved)
 
 
+# Names among a cluster's algorithms: sums in slots that ranks share, and a process group that copies in and out.
+SHARED_MEMORY, PROCESS_GROUP = "shared_memory", "process_group"
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`num_hosts` hosts of `devices_per_host` devices each. A lone device has no use for a link.

@@ -10,7 +10,7 @@ but also every other operator, and under one torch chooses other kernels and doe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,13 @@ KINDS = {
 Listener = Callable[[str, str, list[Tensor], list[Tensor]], None]
 
 
+@runtime_checkable
+class Tells(Protocol):
+    """A group whose collectives do not all come to the dispatcher; it tells of the others, by torch's name of it."""
+
+    listeners: list[Listener]
+
+
 class Traffic:
     """Counts this process's collectives between `start` and `stop`, by (group, kind); one count at a time.
 
@@ -59,8 +66,9 @@ class Traffic:
         listener: Listener | None = None,
         wires: Iterable[dist.ProcessGroup] = (),
     ) -> None:
-        self._names = {group.group_name: axis for axis, group in (names or {}).items()}
+        self._names: dict[str, str] = {group.group_name: axis for axis, group in (names or {}).items()}
         self._names |= {group.group_name: "pipeline" for group in wires}
+        self._telling = [group for group in (names or {}).values() if isinstance(group, Tells)]
         self._listener = listener
         self._library: torch.library.Library | None = None
         self.volumes = Volumes()
@@ -73,6 +81,8 @@ class Traffic:
         # The one key that every call passes, below autograd and dispatch modes and above the backends' own kernels.
         after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
         self._library = torch.library.Library("c10d", "IMPL")
+        for group in self._telling:
+            group.listeners.append(self._heard)
         for name, kind in KINDS.items():
             if hasattr(torch.ops.c10d, name):
                 self._library.impl(name, self._kernel(name, kind, after), "BackendSelect", with_keyset=True)
@@ -82,6 +92,8 @@ class Traffic:
         library, self._library = self._library, None
         if library is not None:
             library._destroy()
+            for group in self._telling:
+                group.listeners.remove(self._heard)
         return self.volumes
 
     def __enter__(self) -> Traffic:
@@ -102,14 +114,19 @@ class Traffic:
 
     def _count(self, kind: str, args: tuple[Any, ...]) -> None:
         buffers = [list(_tensors(argument)) for argument in args[:2]]
-        group = self._name(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        self._add(kind, self._name(group), *buffers)
+
+    def _heard(self, kind: str, group_name: str, *buffers: list[Tensor]) -> None:
+        self._add(kind, self._names[group_name], *buffers)
+
+    def _add(self, kind: str, group: str, *buffers: list[Tensor]) -> None:
         num_bytes = 0 if kind == "barrier" else max(map(_bytes, buffers))
         self.volumes.add(group, kind, num_bytes)
         if self._listener is not None:
             self._listener(kind, group, *buffers)
 
-    def _name(self, boxed: Any) -> str:
-        group = dist.ProcessGroup.unbox(boxed)
+    def _name(self, group: dist.ProcessGroup) -> str:
         name = group.group_name
         if name not in self._names:
             is_world = group.size() == dist.get_world_size()

@@ -33,6 +33,7 @@ class Use:
 EXACT = {"execution": {"exact": True}}
 OPTIMIZER = {"shard": {"level": "optimizer"}}
 GRADIENTS = {"shard": {"level": "gradients"}}
+SHARED = {"collectives": {"all_reduce": "shared_memory"}}
 
 # Models of two stages or more.
 STAGED = frozenset(
@@ -103,10 +104,12 @@ STRATEGIES: dict[str, Use] = {
     ),
     "FullySharded": Use("FullySharded", "shard", usual=DIVIDED | UNEVEN),
     "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS, usual=frozenset({"tied embeddings"})),
+    "FullySharded, shared memory": Use("FullySharded", "shard", SHARED, SUMMED, usual=frozenset({"empty rank"})),
     "tensor axis": Use("DataParallel", "tensor", usual=DIVIDED | {"dropout and ragged tokens"}),
     "tensor axis, by positions": Use(
         "DataParallel", "tensor", {"tensor": {"sequence": True}}, BLOCKS, usual=frozenset({RECOMPUTED})
     ),
+    "tensor axis, shared memory": Use("DataParallel", "tensor", SHARED, DIVIDED, usual=frozenset({"tied embeddings"})),
     **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
     "Pipeline 1f1b, parameters": sharded_stages("1f1b", "parameters"),
     "Pipeline zero_bubble, parameters": sharded_stages("zero_bubble", "parameters"),

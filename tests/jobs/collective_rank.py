@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.catalogue.sums import ALGORITHMS
+from shoal.collectives import process_group
 from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Team, combine
 from shoal.collectives.choose import open_collective, open_tree
+from shoal.collectives.process_group import SharedGroup, open_group
 from shoal.collectives.shared_tree import SharedTreeSum
 from shoal.errors import ShoalError
 from shoal.planner.algorithms import received, sent
@@ -199,6 +201,144 @@ def scenario_forever(name: str) -> Iterator[Any]:
     yield {"pid": os.getpid()}
     while True:
         collective.all_reduce(tensor)
+
+
+def asked(group: dist.ProcessGroup, dtype: torch.dtype, numel: int) -> Iterator[tuple[str, Tensor]]:
+    """What torch gives for each way of asking a group, of which every one of shoal's own is a part."""
+    random = torch.Generator().manual_seed(numel)
+    # Two numbers have one sum; of more, whole ones have.
+    own = torch.randn(WORLD, numel, generator=random)[RANK] if WORLD == 2 and dtype.is_floating_point else None
+    own = (value(numel, dtype, RANK) if own is None else own).to(dtype)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        tensor = own.clone()
+        dist.all_reduce(tensor, op, group=group)
+        yield f"all_reduce {op}", tensor
+    for root in {0, WORLD - 1}:
+        tensor = own.clone()
+        works = [dist.broadcast(tensor, group=group, group_src=root, async_op=True)]
+        other = own + 1
+        works.append(dist.all_reduce(other, group=group, async_op=True))
+        for work in works:
+            work.wait()
+        yield f"broadcast {root}", tensor
+        yield "all_reduce, asynchronous", other
+    rows = [torch.empty_like(own) for _ in range(WORLD)]
+    dist.all_gather(rows, own, group=group)
+    yield "all_gather", torch.cat(rows)
+    whole = torch.zeros(WORLD * numel, dtype=dtype)
+    whole.view(WORLD, -1)[RANK] = own
+    dist.all_gather_single(whole, whole.view(WORLD, -1)[RANK], group=group)
+    yield "all_gather_single, in place", whole
+    part, all_parts = torch.empty_like(own), torch.cat([own + r for r in range(WORLD)])
+    dist.reduce_scatter(part, list(all_parts.chunk(WORLD)), group=group)
+    yield "reduce_scatter", part
+    again = torch.empty_like(own)
+    dist.reduce_scatter_single(again, all_parts, group=group)
+    yield "reduce_scatter_single", again
+    functional, name = torch.ops._c10d_functional, group.group_name  # as DTensor and compiled code ask
+    for kind, found in (
+        ("all_reduce", functional.all_reduce(own, "sum", name)),
+        ("all_gather", functional.all_gather_into_tensor(own, WORLD, name)),
+        ("reduce_scatter", functional.reduce_scatter_tensor(all_parts, "sum", WORLD, name)),
+    ):
+        yield f"functional {kind}", functional.wait_tensor(found)
+    with dist._coalescing_manager(group):
+        pair = [own.clone(), own + 1]
+        for tensor in pair:
+            dist.all_reduce(tensor, group=group)
+    yield "coalesced all_reduce", torch.cat(pair)
+    dist.barrier(group=group)
+
+
+def handed(group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    """What is Gloo's to do."""
+    product = torch.full((7,), RANK + 1.0)
+    dist.all_reduce(product, dist.ReduceOp.PRODUCT, group=group)
+    yield "product", product
+    flags = [torch.empty(3, dtype=torch.bool) for _ in range(WORLD)]
+    dist.all_gather(flags, torch.tensor([RANK == 0, True, False]), group=group)
+    yield "all_gather of bool", torch.stack(flags)
+    mixed = torch.empty(WORLD * 4)
+    dist.all_to_all_single(mixed, torch.arange(WORLD * 4) + 100.0 * RANK, group=group)
+    yield "all_to_all_single", mixed
+    passed = torch.full((6,), float(RANK))
+    if RANK == 0:
+        dist.send(passed, group_dst=1, group=group)
+    elif RANK == 1:
+        dist.recv(passed, group_src=0, group=group)
+    yield "send", passed
+    kept = [torch.empty(4) for _ in range(WORLD)] if RANK == 0 else None
+    dist.gather(torch.full((4,), float(RANK)), kept, group_dst=0, group=group)
+    yield "gather", torch.stack(kept or [passed])
+
+
+def scenario_group() -> Iterator[Any]:
+    """A process group in shared memory gives what one over Gloo does, and counts the same messages and bytes."""
+    everyone, limit = list(range(WORLD)), timedelta(seconds=50)
+    over_gloo = dist.new_group(everyone, timeout=limit)
+    shared = open_group([everyone], limit)
+    assert isinstance(shared, SharedGroup)
+    used = Used(shared)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
+        for numel in SIZES[1:] if dtype == torch.float32 else (3, 16385):
+            found, counts = [], []
+            for group in (over_gloo, shared):
+                with Traffic({"axis": group}) as traffic:
+                    found.append(list(asked(group, dtype, numel)))
+                counts.append(traffic.volumes.to_json())
+            for (name, wanted), (_, own) in zip(*found, strict=True):
+                same(own, wanted, name, dtype, numel)
+            assert counts[0] == counts[1], counts
+            assert set(counts[0]) == {"axis"}, counts
+    calls = used.count
+    for (name, wanted), (_, own) in zip(handed(over_gloo), handed(shared), strict=True):
+        same(own, wanted, name)
+    yield {"through shared memory": calls, "of Gloo's": used.count - calls, "apart": apart()}
+
+
+class Used:
+    """How many collectives a group told of, which are those that it did itself."""
+
+    def __init__(self, group: SharedGroup) -> None:
+        self.count = 0
+        group.listeners.append(self._add)
+
+    def _add(self, *_: Any) -> None:
+        self.count += 1
+
+
+def scenario_group_fault(what: str) -> Iterator[Any]:
+    """The last rank dies, or gathers another shape, in the third call that torch makes; the others say who it was."""
+    group = open_group([list(range(WORLD))], timedelta(seconds=50))
+    part, whole = torch.ones(400_000), torch.empty(WORLD * 400_000)
+    yield {"pid": os.getpid()}
+    for number in range(4):
+        if number == 2 and RANK == WORLD - 1:
+            if what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            part, whole = torch.ones(399_999), torch.empty(WORLD * 399_999)
+        began = time.monotonic()
+        try:
+            dist.all_gather_single(whole, part, group=group)
+        except ShoalError as error:
+            yield {"kind": type(error).__name__, "text": f"{error.given}; {error.conflict}", "call": number}
+            yield {"seconds": time.monotonic() - began}
+            os._exit(0)
+    yield "nothing happened"
+
+
+def apart() -> int:
+    """What ranks do in shared memory that say that they are on different hosts: nothing, the group is over Gloo."""
+    place = process_group.place_of_process
+    process_group.place_of_process = lambda: [1, RANK, 0]  # another host each
+    group = open_group([list(range(WORLD))], timedelta(seconds=50))
+    process_group.place_of_process = place
+    assert isinstance(group, SharedGroup)
+    used, tensor = Used(group), torch.ones(1000)
+    dist.all_reduce(tensor, group=group)
+    same(tensor, torch.full((1000,), float(WORLD)))
+    dist.barrier(group=group)
+    return used.count
 
 
 def main() -> None:

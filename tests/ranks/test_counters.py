@@ -210,6 +210,26 @@ def test_a_divided_model_sends_what_the_formulas_say(job: Any, sections: dict[st
         assert found["memory"] | {"activations": None} == wanted["memory"]
 
 
+SHARED = {"collectives": {"all_reduce": "shared_memory"}}
+
+
+@pytest.mark.parametrize(
+    ("job", "sections"),
+    [
+        (JOBS_TO_COUNT["transformer"], PLANS["zero 3, hybrid"]),
+        (gpt, {"layout": {"tensor": 2}, "tensor": {"sequence": True}}),
+    ],
+    ids=["zero 3", "tensor"],
+)
+def test_groups_in_shared_memory_count_the_same(job: Any, sections: dict[str, Any], tmp_path: Path) -> None:
+    """What fully_shard and a tensor axis ask torch for is a message wherever it goes."""
+    for told in measured(job(), sections | SHARED, tmp_path / "ranks"):
+        found, wanted = told["measured"], told["predicted"]
+        assert found["traffic"] == wanted["traffic"]
+        assert found["memory"] | {"activations": None} == wanted["memory"]
+        assert {"shard", "data", "tensor"} & found["traffic"].keys()
+
+
 def test_parts_of_sequences_keep_less(tmp_path: Path) -> None:
     """Of each block: the residual sums that the norms take, and dropout's masks, twice each; of 8 positions 4."""
     plain, parts = (

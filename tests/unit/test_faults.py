@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.errors import OutOfMemoryError, UserCodeError
-from shoal.faults import as_shoal_error, user_error
+from shoal.errors import CollectiveError, JobError, OutOfMemoryError, PeerError, UserCodeError
+from shoal.faults import as_shoal_error, is_lost_peer, user_error
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 36"
 
@@ -22,3 +22,12 @@ def test_memory_that_ran_out_in_the_jobs_code_is_no_fault_of_it(error: Exception
 
 def test_another_error_of_the_jobs_code_is_its_own() -> None:
     assert isinstance(user_error("the optimizer", RuntimeError("something else")), UserCodeError)
+
+
+@pytest.mark.parametrize("kind", [PeerError, CollectiveError])
+def test_a_collective_within_a_backward_says_itself_who_is_lost(kind: type[PeerError] | type[CollectiveError]) -> None:
+    error = kind(given="rank 1 (process 7)", conflict="it ended", remedy="look")
+    assert is_lost_peer(error)
+    assert as_shoal_error(error) is error
+    assert is_lost_peer(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    assert not is_lost_peer(JobError(given="gloo = 3", conflict="none", remedy="none"))

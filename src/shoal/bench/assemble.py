@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.catalogue.sums import SHARED_MEMORY
-from shoal.hardware import Curve, Device, Link
+from shoal.hardware import PROCESS_GROUP, SHARED_MEMORY, Curve, Device, Link
 
 # A call's own cost is taken off a sample, but never more than this part of it: the rest would be noise.
 _MOST_OVERHEAD = 0.7
@@ -189,7 +188,7 @@ def _besides(measured: Measured, dispatch: float) -> dict[str, float]:
 
 
 def algorithms_of(measured: Measured, source: str) -> dict[str, Link]:
-    """The links that shoal's own all_reduces are as fast as: the smallest of each is its call."""
+    """The links that shoal's own all_reduces are as fast as: the smallest of each is its call; and a process group."""
     found, n = {}, measured.ranks
     for name in measured.names("algorithm."):
         seconds = measured.of_name(f"algorithm.{name}")
@@ -202,20 +201,21 @@ def algorithms_of(measured: Measured, source: str) -> dict[str, Link]:
         keys = ("bytes_per_second", "call_seconds", "bandwidth")
         words = f"{name} between {n} processes of one host"
         found[name] = Link(words, peak, 0.0, call, _curve(rates, peak), sources=dict.fromkeys(keys, source))
-    return found
+    group = link_of(measured, f"a process group in shared memory of {n} processes", source, "group")
+    return {**found, PROCESS_GROUP: group} if group is not None else found
 
 
-def link_of(measured: Measured, name: str, source: str) -> Link | None:
-    """The link between the ranks of a measurement; None where it exchanged nothing.
+def link_of(measured: Measured, name: str, source: str, probes: str = "exchange") -> Link | None:
+    """The link between the ranks of a measurement; None where it exchanged nothing by probes of that name.
 
     Latency is that of the smallest send, and what the smallest all_reduce takes beyond its 2 (n-1) hops is the call.
     The bandwidth is the best of all_reduce; each kind's curve is what makes the whole of its time come out right.
     """
-    reduced = measured.of_name("exchange.all_reduce")
+    reduced = measured.of_name(f"{probes}.all_reduce")
     if not reduced:
         return None
     n = measured.ranks
-    sent = {work: seconds / 2 for work, seconds in measured.of_name("exchange.send").items()}  # there and back
+    sent = {work: seconds / 2 for work, seconds in measured.of_name(f"{probes}.send").items()}  # there and back
     smallest = min(reduced.values())
     latency = min(sent.values(), default=smallest / 2) if sent else smallest / 2
     latency = min(latency, smallest / (2 * (n - 1)))
@@ -225,7 +225,7 @@ def link_of(measured: Measured, name: str, source: str) -> Link | None:
     rates = {
         kind: {
             work: moved[kind] * work / max(seconds - call - hops[kind] * latency, (1 - _MOST_OVERHEAD) * seconds)
-            for work, seconds in _sizeable(sent if kind == "send" else measured.of_name(f"exchange.{kind}"))
+            for work, seconds in _sizeable(sent if kind == "send" else measured.of_name(f"{probes}.{kind}"))
         }
         for kind in hops
     }

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from shoal.bench.probes import Call, Probe
-from shoal.catalogue.sums import SHARED_MEMORY, shares_memory
+from shoal.catalogue.sums import shares_memory
 from shoal.collectives.base import Team
 from shoal.collectives.choose import open_collective
-from shoal.mesh import Mesh
+from shoal.collectives.process_group import open_group
+from shoal.hardware import SHARED_MEMORY
+from shoal.mesh import COLLECTIVE_TIMEOUT, Mesh
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
 _MOST_SHARED = 1 << 26  # larger ones are as fast
@@ -19,16 +22,10 @@ _MOST_SHARED = 1 << 26  # larger ones are as fast
 
 def exchanges(mesh: Mesh, quick: bool) -> Iterator[Probe]:
     """Growing sizes of each kind. Collective: every rank makes and calls the same ones in the same order."""
-    kinds: dict[str, Callable[[Mesh, int], Call]] = {
-        "all_reduce": _all_reduce,
-        "all_gather": _all_gather,
-        "reduce_scatter": _reduce_scatter,
-        "send": _send,
-    }
-    for kind, make in kinds.items():
+    for kind, make in {**_COLLECTIVES, "send": _send}.items():
         for size in _SIZES[::2] if quick else _SIZES:
             ranks = 2 if kind == "send" else mesh.world_size
-            yield Probe(f"exchange.{kind}", float(size), _maker(make, mesh, size), graph=False, ranks=ranks)
+            yield Probe(f"exchange.{kind}", float(size), partial(make, mesh, size), graph=False, ranks=ranks)
 
 
 def algorithms(mesh: Mesh, quick: bool) -> Iterator[Probe]:
@@ -48,8 +45,14 @@ def algorithms(mesh: Mesh, quick: bool) -> Iterator[Probe]:
         yield Probe(f"algorithm.{SHARED_MEMORY}", float(size), maker(size), graph=False)
 
 
-def _maker(make: Callable[[Mesh, int], Call], mesh: Mesh, size: int) -> Callable[[], Call]:
-    return lambda: make(mesh, size)
+def process_group(mesh: Mesh, quick: bool) -> Iterator[Probe]:
+    """What torch is asked for through shared memory, from tensors of its own. Collective, as `exchanges`."""
+    if mesh.device.type != "cpu" or not shares_memory(mesh.world_size):
+        return
+    group = open_group([range(mesh.world_size)], COLLECTIVE_TIMEOUT)
+    for kind, make in _COLLECTIVES.items():
+        for size in [size for size in _SIZES if size <= _MOST_SHARED][:: 2 if quick else 1]:
+            yield Probe(f"group.{kind}", float(size), partial(make, mesh, size, group), graph=False)
 
 
 def _vector(mesh: Mesh, num_bytes: int) -> torch.Tensor:
@@ -57,9 +60,9 @@ def _vector(mesh: Mesh, num_bytes: int) -> torch.Tensor:
     return torch.ones(max(1, num_bytes // 4 // mesh.world_size) * mesh.world_size, device=mesh.device)
 
 
-def _all_reduce(mesh: Mesh, num_bytes: int) -> Call:
+def _all_reduce(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
     tensor = _vector(mesh, num_bytes).zero_()
-    return lambda: dist.all_reduce(tensor)
+    return lambda: dist.all_reduce(tensor, group=group)
 
 
 # torch renames these two: the new name where it is there.
@@ -67,16 +70,23 @@ _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dis
 _scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _all_gather(mesh: Mesh, num_bytes: int) -> Call:
+def _all_gather(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
     whole = _vector(mesh, num_bytes)
     part = whole.chunk(mesh.world_size)[mesh.rank].clone()
-    return lambda: _gather(whole, part)
+    return lambda: _gather(whole, part, group=group)
 
 
-def _reduce_scatter(mesh: Mesh, num_bytes: int) -> Call:
+def _reduce_scatter(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
     whole = _vector(mesh, num_bytes).zero_()
     part = whole.chunk(mesh.world_size)[mesh.rank].clone()
-    return lambda: _scatter(part, whole)
+    return lambda: _scatter(part, whole, group=group)
+
+
+_COLLECTIVES: dict[str, Callable[..., Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}
 
 
 def _send(mesh: Mesh, num_bytes: int) -> Call:

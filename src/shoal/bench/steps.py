@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.catalogue.sums import SHARED_MEMORY, shares_memory
+from shoal.catalogue.sums import shares_memory
 from shoal.engine import Options, build
+from shoal.hardware import SHARED_MEMORY
 from shoal.job import Job, Steps
 from shoal.mesh import Mesh
 from shoal.metering import StepMeter

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shoal.bench.clock import sample, sample_together
-from shoal.bench.exchanges import algorithms, exchanges
+from shoal.bench.exchanges import algorithms, exchanges, process_group
 from shoal.bench.probes import Probe, copies, probes
 from shoal.bench.steps import steps
 from shoal.environment import Environment
@@ -126,7 +126,7 @@ def _computing(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
 def _exchanging(task: Task, mesh: Mesh) -> Iterator[dict[str, Any]]:
     rounds = 1 if task.quick else 2
     longest = _EXCHANGE_SECONDS / 2 if task.quick else _EXCHANGE_SECONDS
-    wanted = [*exchanges(mesh, task.quick), *algorithms(mesh, task.quick)]
+    wanted = [*exchanges(mesh, task.quick), *algorithms(mesh, task.quick), *process_group(mesh, task.quick)]
     budget = Budget(longest * len(wanted) * rounds, 1, 1)
     refused: set[str] = set()
     for number in range(rounds):

@@ -16,9 +16,8 @@ from typing import Any
 from shoal.catalogue.here import gpus, measured_file
 from shoal.catalogue.text import load
 from shoal.errors import HardwareError
-from shoal.hardware import Cluster
+from shoal.hardware import SHARED_MEMORY, Cluster
 
-SHARED_MEMORY = "shared_memory"
 # Which of them a plan can name.
 ALGORITHMS = ("native", "ring", "tree", "recursive_doubling", "hierarchical", SHARED_MEMORY)
 # A bucket of gradients on CPUs is about so large.

@@ -37,13 +37,14 @@ _EXITING = 0x4  # the kernel's flag of a process that is ending
 class Peers:
     """The other ranks as this one sees them through `region`, whose slots begin with their pages."""
 
-    def __init__(self, region: Region, rank: int, pids: list[int], timeout: timedelta) -> None:
+    def __init__(self, region: Region, rank: int, pids: list[int], timeout: timedelta, num_here: int = 0) -> None:
+        """`num_here`: how many ranks of the run are on this host, where there may be more than these."""
         self._region, self.rank, self._pids = region, rank, pids
         self._timeout = timeout.total_seconds()
         self.others = [r for r in range(len(pids)) if r != rank]
         self._words = Words(region.memory)
         self._bases = [r * region.slot_bytes for r in range(len(pids))]
-        self._spins = len(os.sched_getaffinity(0)) >= len(pids)
+        self._spins = len(os.sched_getaffinity(0)) >= max(num_here, len(pids))
         self._processes: dict[int, int] = {}
         for other in self.others:
             with contextlib.suppress(OSError):  # forbidden in some containers; /proc tells as well

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -79,8 +79,8 @@ class SharedMemory(Collective):
 
     name = "shared_memory"
 
-    def __init__(self, team: Team, timeout: timedelta) -> None:
-        """`timeout`: how long a rank waits for the others in one collective.
+    def __init__(self, team: Team, timeout: timedelta, num_here: int = 0) -> None:
+        """`timeout`: how long a rank waits for the others in one collective; `num_here` as for `Peers`.
 
         Raises: LaunchError, on every rank, where they are not on one host or cannot map each other's memory.
         """
@@ -88,7 +88,7 @@ class SharedMemory(Collective):
         told = self._exchange([*place_of_process(), os.getpid()])
         _refuse_places([row[:3] for row in told])
         self._control = open_region(self._exchange, self.rank, self.world_size, CONTROL_BYTES)
-        self._peers = Peers(self._control, self.rank, [row[3] for row in told], timeout)
+        self._peers = Peers(self._control, self.rank, [row[3] for row in told], timeout, num_here)
         self._regions: dict[int, tuple[int, Region]] = {}
         self._known: dict[tuple[int, int, torch.dtype, str], tuple[bytes, _Work, _Work]] = {}
         self._num_regions = _STAGED + 1
@@ -132,7 +132,7 @@ class SharedMemory(Collective):
         check("all_reduce", [tensor], op)
         place = self._place(tensor)
         if place is None and _is_small(tensor):
-            call = self._mailed("all_reduce", tensor, tensor, op)
+            call = self._mailed("all_reduce", tensor, [tensor], op)
         elif place is not None:
             where, region, offset = place
             header, like = self._header("all_reduce", tensor, op, where, offset), tensor.detach()
@@ -152,42 +152,68 @@ class SharedMemory(Collective):
         check("reduce_scatter", [output, tensor], op)
         check_parts("reduce_scatter", tensor, output, self.world_size)
         place = self._place(tensor)
-        if place is None and _is_small(tensor):
-            call = self._mailed("reduce_scatter", tensor, output, op)
-        elif place is not None:
-            where, region, offset = place
-            start = offset + self.rank * output.numel() * output.itemsize
-            slots = [region.tensor(r, start, output.numel(), output.dtype) for r in range(self.world_size)]
-            header = self._header("reduce_scatter", tensor, op, where, offset)
-            call = _Call(header, _nothing, lambda _: self._work.reduce(slots, output, op), True)
-        else:
-            header = self._header("reduce_scatter", tensor, op, _STAGED, 0)
-            call = _Call(header, _nothing, lambda _: self._work.scatter_staged(output, tensor, op), False)
-        return self._call(call, asynchronous)
+        if place is None:
+            parts = tensor.view(self.world_size, output.numel()).unbind()
+            return self.scatter_parts(output, parts, op, asynchronous=asynchronous)
+        where, region, offset = place
+        start = offset + self.rank * output.numel() * output.itemsize
+        slots = [region.tensor(r, start, output.numel(), output.dtype) for r in range(self.world_size)]
+        header = self._header("reduce_scatter", tensor, op, where, offset)
+        return self._call(_Call(header, _nothing, lambda _: self._work.reduce(slots, output, op), True), asynchronous)
+
+    def scatter_parts(
+        self, output: Tensor, parts: Sequence[Tensor], op: Operation = "sum", *, asynchronous: bool = False
+    ) -> Handle:
+        """A reduce-scatter of parts that need not lie side by side."""
+        out, own, numel = output.view(-1), [part.view(-1) for part in parts], output.numel()
+        small = numel * self.world_size * output.itemsize <= ONE_SHOT_BYTES
+        header = self._header("reduce_scatter", output, op, _MAILBOX if small else _STAGED, 0, times=len(own))
+        if not small:
+            call = _Call(header, _nothing, lambda _: self._work.scatter_staged(out, own, op), False)
+            return self._call(call, asynchronous)
+
+        def boxes(number: int) -> list[list[Tensor]]:
+            found = self._work.mailboxes(number, numel * len(own), output.dtype)
+            return [list(box.view(len(own), numel).unbind()) for box in found]
+
+        def deliver(number: int) -> None:
+            for place, part in zip(boxes(number)[self.rank], own, strict=True):
+                place.copy_(part)
+
+        def work(number: int) -> None:
+            self._work.reduce([box[self.rank] for box in boxes(number)], out, op)
+
+        return self._call(_Call(header, deliver, work, False), asynchronous)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         """From `allocate`d memory each rank reads the others'; else through the staging areas."""
         check("all_gather", [output, tensor])
         check_parts("all_gather", output, tensor, self.world_size)
         place = self._place(tensor)
-        if place is None and _is_small(tensor):
-            call = self._mailed("all_gather", tensor, output)
-        elif place is not None:
-            where, region, offset = place
-            header = self._header("all_gather", tensor, "sum", where, offset)
-            slots = [region.tensor(r, offset, tensor.numel(), tensor.dtype) for r in range(self.world_size)]
-            call = _Call(header, _nothing, lambda _: _gather(slots, output), True)
-        else:
-            header = self._header("all_gather", tensor, "sum", _STAGED, 0)
-            call = _Call(header, _nothing, lambda _: self._work.gather_staged(output, tensor), False)
-        return self._call(call, asynchronous)
+        parts = output.view(self.world_size, tensor.numel()).unbind()
+        if place is None:
+            return self.gather_parts(parts, tensor, asynchronous=asynchronous)
+        where, region, offset = place
+        header = self._header("all_gather", tensor, "sum", where, offset)
+        slots = [region.tensor(r, offset, tensor.numel(), tensor.dtype) for r in range(self.world_size)]
+        return self._call(_Call(header, _nothing, lambda _: _gather(slots, parts), True), asynchronous)
+
+    def gather_parts(self, parts: Sequence[Tensor], tensor: Tensor, *, asynchronous: bool = False) -> Handle:
+        """An all-gather into tensors that need not lie side by side; this rank's may be the one that it gives."""
+        if _is_small(tensor):
+            return self._call(self._mailed("all_gather", tensor, parts), asynchronous)
+        header = self._header("all_gather", tensor, "sum", _STAGED, 0)
+        flat = [part.view(-1) for part in parts]
+        return self._call(
+            _Call(header, _nothing, lambda _: self._work.gather_staged(flat, tensor), False), asynchronous
+        )
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
         """From `allocate`d memory each rank reads the root's; else through the root's staging area."""
         check("broadcast", [tensor])
         place = self._place(tensor)
         if place is None and _is_small(tensor):
-            call = self._mailed("broadcast", tensor, tensor, root=root)
+            call = self._mailed("broadcast", tensor, [tensor], root=root)
         elif place is not None:
             where, region, offset = place
             header = self._header("broadcast", tensor, "sum", where, offset, root)
@@ -277,8 +303,10 @@ class SharedMemory(Collective):
 
     # ---------------------------------------------------------------------------------------------- what is called
 
-    def _mailed(self, kind: str, tensor: Tensor, output: Tensor, op: Operation = "sum", root: int = 0) -> _Call:
-        """A call whose data fit in mailboxes."""
+    def _mailed(
+        self, kind: str, tensor: Tensor, outputs: Sequence[Tensor], op: Operation = "sum", root: int = 0
+    ) -> _Call:
+        """A call whose data fit in mailboxes; `outputs`: one for each rank in an all-gather, else one."""
         numel, dtype = tensor.numel(), tensor.dtype
 
         def deliver(number: int) -> None:
@@ -288,21 +316,18 @@ class SharedMemory(Collective):
         def work(number: int) -> None:
             boxes = self._work.mailboxes(number, numel, dtype)
             if kind == "all_gather":
-                _gather(boxes, output)
+                _gather(boxes, outputs)
             elif kind == "broadcast":
-                output.view(-1).copy_(boxes[root])
-            elif kind == "reduce_scatter":
-                start = self.rank * output.numel()
-                self._work.reduce([b[start : start + output.numel()] for b in boxes], output.view(-1), op)
+                outputs[0].view(-1).copy_(boxes[root])
             else:
-                self._work.reduce(boxes, output.view(-1), op)
+                self._work.reduce(boxes, outputs[0].view(-1), op)
 
         return _Call(self._header(kind, tensor, op, _MAILBOX, 0, root), deliver, work, settles=False)
 
     @staticmethod
-    def _header(kind: str, tensor: Tensor, op: Operation, where: int, *more: int) -> bytes:
-        """`more`: the byte in the region where the data are, and the root of a broadcast."""
-        numbers = _KINDS.index(kind), OPERATIONS.index(op), DTYPES.index(tensor.dtype), tensor.numel()
+    def _header(kind: str, tensor: Tensor, op: Operation, where: int, *more: int, times: int = 1) -> bytes:
+        """Of `times` tensors like that one. `more`: the byte where the data are, and the root of a broadcast."""
+        numbers = _KINDS.index(kind), OPERATIONS.index(op), DTYPES.index(tensor.dtype), times * tensor.numel()
         return _HEADER.pack(*numbers, where, *more, *[0] * (3 - len(more)))
 
     def _place(self, tensor: Tensor) -> tuple[int, Region, int] | None:
@@ -331,9 +356,9 @@ def _copy(source: Tensor, target: Tensor) -> None:
     target.view(-1).copy_(source)
 
 
-def _gather(values: list[Tensor], output: Tensor) -> None:
-    for value, part in zip(values, output.view(len(values), -1), strict=True):
-        part.copy_(value)
+def _gather(values: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    for value, part in zip(values, parts, strict=True):
+        part.view(-1).copy_(value)
 
 
 def _describe(header: bytes) -> str:
@@ -349,12 +374,17 @@ def _describe(header: bytes) -> str:
     return f"{name} of {numel} elements of {str(DTYPES[dtype]).removeprefix('torch.')}{place}{source}"
 
 
+def apart(places: list[list[int]]) -> list[int]:
+    """The ranks of a group that cannot share memory with its first, by what each says of its place."""
+    return [r for r, place in enumerate(places) if place != places[0] or not place[0]]
+
+
 def _refuse_places(places: list[list[int]]) -> None:
-    apart = [r for r, place in enumerate(places) if place != places[0] or not place[0]]
-    if apart:
+    others = apart(places)
+    if others:
         here = "rank 0's host or container" if places[0][0] else "a Linux host with futexes and memfd_create"
         raise LaunchError(
             given=f'all_reduce = "shared_memory" among {len(places)} ranks',
-            conflict=f"rank {', '.join(map(str, apart))} is not on {here}, where memory could be shared",
+            conflict=f"rank {', '.join(map(str, others))} is not on {here}, where memory could be shared",
             remedy='use "hierarchical" across hosts, or "native"',
         )

@@ -7,7 +7,7 @@ wait for that phase lies between any write to an area and the last read of what 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -165,27 +165,34 @@ class Workplace:
             area[end:].copy_(piece[end:])
         return areas, self._results(piece.numel(), piece.dtype)
 
-    def scatter_staged(self, output: Tensor, tensor: Tensor, op: Operation) -> None:
-        """A reduce-scatter: of each part so much goes out at once that all parts fit in an area."""
-        step = max(1, STAGE_BYTES // tensor.itemsize // self._world_size)
-        rows, out = tensor.view(self._world_size, -1), output.view(-1)
-        for start in range(0, out.numel(), step):
-            width = min(step, out.numel() - start)
-            areas = self._areas(width * self._world_size, tensor.dtype)
-            areas[self._rank].view(self._world_size, width).copy_(rows[:, start : start + width])
+    def scatter_staged(self, output: Tensor, parts: Sequence[Tensor], op: Operation) -> None:
+        """A reduce-scatter: of each of the others' parts so much goes out at once that all parts fit in an area."""
+        step = max(1, STAGE_BYTES // output.itemsize // self._world_size)
+        for start in range(0, output.numel(), step):
+            out = output[start : start + step]
+            areas = self._areas(out.numel() * self._world_size, out.dtype)
+            pieces = [part[start : start + step] for part in parts]
+            for r, place in enumerate(areas[self._rank].split(out.numel())):
+                if r != self._rank:
+                    place.copy_(pieces[r])
             self._through("reduce_scatter")()
-            values = [area[self._rank * width : (self._rank + 1) * width] for area in areas]
-            self.reduce(values, out[start : start + width], op)
+            values = [area.split(out.numel())[self._rank] for area in areas]
+            values[self._rank] = pieces[self._rank]
+            self.reduce(values, out, op)
 
-    def gather_staged(self, output: Tensor, tensor: Tensor) -> None:
-        """An all-gather."""
-        rows = output.view(self._world_size, -1)
+    def gather_staged(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+        """An all-gather; nothing is copied where this rank's output is what it gives."""
+        own = outputs[self._rank]
+        is_there = own.data_ptr() == tensor.data_ptr()
         for start, piece in _pieces(tensor):
             areas = self._areas(piece.numel(), piece.dtype)
             areas[self._rank].copy_(piece)
             self._through("all_gather")()
             for r, area in enumerate(areas):
-                rows[r, start : start + piece.numel()].copy_(area)
+                if r != self._rank:
+                    outputs[r][start : start + piece.numel()].copy_(area)
+            if not is_there:
+                own[start : start + piece.numel()].copy_(piece)
 
     def broadcast_staged(self, tensor: Tensor, root: int) -> None:
         """A broadcast."""

@@ -145,10 +145,10 @@ CONFLICTS: tuple[Rule, ...] = (
         'collectives.all_reduce = "native" or "shared_memory", or execution.exact = false',
     ),
     Rule(
-        lambda plan: plan.collectives.all_reduce != "native" and plan.shards_model,
+        lambda plan: plan.collectives.all_reduce not in ("native", "shared_memory") and plan.shards_model,
         ("collectives.all_reduce", "shard.level", "layout.shard"),
         "gradients that are divided are summed by fully_shard's own reduce-scatter",
-        'collectives.all_reduce = "native", or shard.level = "optimizer"',
+        'collectives.all_reduce = "native" or "shared_memory", or shard.level = "optimizer"',
     ),
     Rule(
         lambda plan: plan.execution.channels_last and plan.execution.exact,

@@ -57,6 +57,7 @@ class Share(NamedTuple):
     tensor: int = 1
     sequence: bool = False
     context: int = 1
+    all_reduce: str = "native"  # by which a tensor axis exchanges
 
     def of(self, body: Body, divides_ends: bool) -> Share:
         """What of a body: outside of the blocks a context axis and sequence parallelism may divide nothing."""

@@ -7,12 +7,12 @@ are those of nccl-tests: see planner/communication.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
-from shoal.hardware import Cluster, Link
+from shoal.hardware import PROCESS_GROUP, SHARED_MEMORY, Cluster, Link
 
 
 class Group(NamedTuple):
@@ -85,6 +85,19 @@ class Network:
         if link is None or group.hosts > 1 or n == 1 or num_bytes <= 0:
             return self.seconds("all_reduce", num_bytes, group)
         return link.sum_seconds(num_bytes, n)
+
+    def asked(self, algorithm: str, kind: str, num_bytes: float, group: Group) -> float:
+        """As `seconds`, of what a model's layers or fully_shard ask torch for under a plan with that all_reduce."""
+        shares = algorithm == SHARED_MEMORY and group.hosts == 1 and self._in_shared_memory is not None
+        network = self._in_shared_memory if shares else self
+        assert network is not None
+        return network.seconds(kind, num_bytes, group)
+
+    @cached_property
+    def _in_shared_memory(self) -> Network | None:
+        """This network as a process group in shared memory sees a host, where one was measured."""
+        link = self.cluster.algorithms.get(PROCESS_GROUP)
+        return Network(replace(self.cluster, within=link)) if link is not None else None
 
     def _seconds(self, kind: str, num_bytes: float, group: Group) -> float:
         n = group.size

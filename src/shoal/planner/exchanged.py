@@ -202,17 +202,18 @@ class Exchanged:
         tensor, shard, stride = layout.tensor, layout.shard, layout.context * layout.tensor
         group, replicas = self.network.group(shard, stride), self.network.group(layout.data, shard * stride)
         width, reduce = ITEMSIZE[plan.precision.parameters], ITEMSIZE[plan.precision.reduce]
+        algorithm = plan.collectives.all_reduce
 
         def compute() -> tuple[list[float], list[float]]:
             numel = [sum(w.numel_of(tensor) for w in unit.body.weights) for unit in held.units]
             scatters = [
-                self.network.seconds("reduce_scatter", n * reduce, group)
-                + self.network.seconds("all_reduce", n * reduce / shard, replicas)
+                self.network.asked(algorithm, "reduce_scatter", n * reduce, group)
+                + self.network.asked(algorithm, "all_reduce", n * reduce / shard, replicas)
                 for n in numel
             ]
-            return [self.network.seconds("all_gather", n * width, group) for n in numel], scatters
+            return [self.network.asked(algorithm, "all_gather", n * width, group) for n in numel], scatters
 
-        return self._once(("exchanges", held, width, reduce, tensor, group, replicas), compute)
+        return self._once(("exchanges", held, width, reduce, tensor, group, replicas, algorithm), compute)
 
     # ----------------------------------------------------------------------------------------------------- the update
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
-from shoal.hardware import Cluster
+from shoal.hardware import SHARED_MEMORY, Cluster
 from shoal.plan.conflicts import excluded
 from shoal.plan.legal import ModelFacts, conflicts, fits
 from shoal.plan.plan import (
@@ -259,10 +259,21 @@ class Space:
             "pipeline": _pipeline(way.schedule, way.stages),
             "tensor": _tensor(way.sequence),
         }
-        summed = shard == 1 or level == "optimizer"
-        if summed and (algorithm := self.all_reduces.get(place.replicas)) and not self.base.execution.exact:
+        algorithm = self._all_reduce(place, shard == 1 or level == "optimizer")
+        if algorithm and not self.base.execution.exact:
             values["collectives"] = _collectives(self.base.collectives, algorithm)
         return self.base.model_copy(update=values)
+
+    def _all_reduce(self, place: Place, summed: bool) -> str | None:
+        """By what a place's ranks exchange, where another than the base's is faster; `summed`: whole gradients are.
+
+        A tensor axis goes through shared memory or does not, whatever the replicas: bounds of its time hold for all.
+        """
+        of_replicas = self.all_reduces.get(place.replicas)
+        together = place.cut.tensor if place.cut.tensor > 1 else place.replicas
+        if self.all_reduces.get(together) == SHARED_MEMORY:
+            return SHARED_MEMORY
+        return of_replicas if summed and of_replicas != SHARED_MEMORY else None
 
     def plans(self, place: Place, way: Way) -> Iterator[Plan]:
         """All plans of a family, those that divide least first; a few that the model forbids may be among them."""

@@ -173,9 +173,9 @@ class StageCosts:
             num_bytes = exchange.bytes.at(share.local_samples)
             if share.sequence and exchange.kind == "all_reduce" and exchange.bytes.per_sample:
                 for kind in ("reduce_scatter", "all_gather"):
-                    total += self._network.seconds(kind, num_bytes, group)
+                    total += self._network.asked(share.all_reduce, kind, num_bytes, group)
             else:
-                total += self._network.seconds(exchange.kind, num_bytes, group)
+                total += self._network.asked(share.all_reduce, exchange.kind, num_bytes, group)
         return total
 
     def _calls(self, body: Body, share: Share, phase: Phase) -> Cost:

@@ -86,7 +86,7 @@ class Staging:
         self._bodies = {unit.body for unit in work.profile.units}
         self._costs_on: dict[int, StageCosts] = {}
         self._sizes = Sizes(program)
-        self._shares: dict[tuple[int, int, bool, int], Share] = {}
+        self._shares: dict[tuple[int, int, bool, int, str], Share] = {}
         self._cuts: dict[tuple[object, ...], Division] = {}
         # One object for equal divisions: what depends on the stages alone is kept by it.
         self._divisions: dict[tuple[int, ...], Division] = {}
@@ -115,7 +115,8 @@ class Staging:
         layout = plan.layout
         grains = -(-self._work.num_grains // (layout.data * layout.shard))
         per = min(plan.batch.grains_per_microbatch or grains, grains)
-        key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context
+        sums = plan.collectives.all_reduce if layout.tensor > 1 else "native"
+        key = per, layout.tensor, plan.tensor.sequence and layout.tensor > 1, layout.context, sums
         if key not in self._shares:
             self._shares[key] = Share(per * self._work.grain_size, *key[1:])
         return self._shares[key], -(-grains // per)

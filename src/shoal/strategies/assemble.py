@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +51,7 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Ho
 
     Collective: all ranks, a JSON gather; on the tensor axis two broadcasts; with a pipeline new groups.
     """
+    mesh = _mapped(plan, mesh)
     model, values = deferred(made.make, made.key)
     if precision.parameters != torch.float32:
         model.to(precision.parameters)
@@ -68,6 +69,21 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Ho
     parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division, parameters, mesh.device)
     return Holding(mesh, model, axes.division), pipeline
+
+
+def _mapped(plan: Plan, mesh: Mesh) -> Mesh:
+    """The mesh, where the plan sums through shared memory with groups that do for what shares a model.
+
+    Collective: all ranks, a new group for each group of such an axis.
+    """
+    if plan.collectives.all_reduce != "shared_memory" or mesh.device.type != "cpu":
+        return mesh
+    from shoal.collectives.process_group import open_group
+
+    axes = [axis for axis in ("data", "shard") if plan.shards_model and axis in mesh.groups]
+    axes += ["tensor"] if plan.layout.tensor > 1 else []
+    found = {axis: open_group(list(mesh.layout.groups(axis)), COLLECTIVE_TIMEOUT) for axis in axes}
+    return replace(mesh, groups={**mesh.groups, **{axis: group for axis, group in found.items() if group is not None}})
 
 
 @dataclass(frozen=True)

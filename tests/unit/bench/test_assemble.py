@@ -9,7 +9,8 @@ import pytest
 
 from shoal.bench.assemble import Measured, Spread, algorithms_of, device_of, link_of, table
 from shoal.catalogue import device as catalogued
-from shoal.hardware import Link
+from shoal.hardware import Cluster, Device, Link
+from shoal.planner.exchange_time import Network
 
 CPU = {"kind": "cpu", "threads": 1, "torch": "2", "resident_bytes": 200}
 
@@ -140,6 +141,17 @@ def test_an_algorithm_predicts_what_was_measured() -> None:
     for size in (1e6, 1e8):
         assert math.isclose(found[1].sum_seconds(size, 2), truth(size), rel_tol=0.01)
     assert algorithms_of(measured(*DEVICE_ROWS), "here") == {}
+
+
+def test_a_process_group_has_a_link_of_its_own() -> None:
+    rates = {"all_reduce": 2e9, "all_gather": 8e9, "reduce_scatter": 4e9}
+    rows = [row(f"group.{kind}", size, 50e-6 + size / rate) for kind, rate in rates.items() for size in (1e3, 1e6, 1e8)]
+    found = algorithms_of(measured(*rows, ranks=2), "here")
+    assert list(found) == ["process_group"]
+    network = Network(Cluster("here", Device("core", "cpu", 1, 1.0, {}), 2, within=found["process_group"]))
+    for kind, rate in rates.items():
+        seconds = network.seconds(kind, 1e8, network.group(2, 1))
+        assert math.isclose(seconds, 50e-6 + 1e8 / rate, rel_tol=0.01)
 
 
 def test_the_engines_own_time_leaves_out_what_is_counted_as_sums() -> None:

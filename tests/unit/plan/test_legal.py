@@ -272,9 +272,9 @@ EXCLUDED += [
         "execution.channels_last = false, or execution.exact = false",
     ),
     (
-        of(layout={"shard": 2}, collectives={"all_reduce": "shared_memory"}),
-        'collectives.all_reduce = "shared_memory", shard.level = "parameters", layout.shard = 2',
-        'collectives.all_reduce = "native", or shard.level = "optimizer"',
+        of(layout={"shard": 2}, collectives={"all_reduce": "ring"}),
+        'collectives.all_reduce = "ring", shard.level = "parameters", layout.shard = 2',
+        'collectives.all_reduce = "native" or "shared_memory", or shard.level = "optimizer"',
     ),
     (
         of(layout={"shard": 2}, shard={"level": "optimizer", "offload": True}),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.planner.made import DEVICE, LINK, cluster, work
 
-from shoal.hardware import Cluster, Link
+from shoal.hardware import Cluster, Curve, Link
 from shoal.plan.plan import Plan
 from shoal.planner.profile import Weight
 from shoal.planner.step_time import Predictor
@@ -60,6 +60,29 @@ def test_the_all_reduce_of_the_plan_is_as_fast_as_it_was_measured() -> None:
     found = terms(work(), on, layout=layout, collectives=collectives)
     assert found["gradients"] == pytest.approx(WEIGHTS / 1e11 + buckets * 1e-3)
     assert terms(work(), on, layout=layout)["gradients"] == pytest.approx(WEIGHTS / 1e10, rel=1e-3)
+
+
+GROUP = Link("a group", bytes_per_second=1e10, latency_seconds=0.0, collectives={"all_gather": Curve(((1.0, 4.0),))})
+
+
+@pytest.mark.parametrize("algorithm", ["native", "shared_memory"])
+def test_what_fully_shard_asks_for_is_as_fast_as_a_process_group_was_measured(algorithm: str) -> None:
+    on = replace(cluster(2, device=CORE), algorithms={"process_group": GROUP})
+    sections = {"layout": {"shard": 2}, "shard": {"level": "parameters"}, "collectives": {"all_reduce": algorithm}}
+    # Half of the parameters twice, four times as fast there, and half of the gradients.
+    parts = (2 / 4 + 1) / 2 if algorithm == "shared_memory" else 3 / 2
+    assert terms(work(), on, **sections)["parameters"] == pytest.approx(parts * WEIGHTS / 1e10, rel=0.01)
+
+
+def test_what_a_tensor_axis_exchanges_is_as_fast_as_a_process_group_was_measured() -> None:
+    shared = {"layout": {"tensor": 2}, "collectives": {"all_reduce": "shared_memory"}}
+    slow = replace(LINK, bytes_per_second=1e9)
+    on = replace(cluster(2, device=CORE, link=slow), algorithms={"process_group": GROUP})
+    native = terms(work(), on, layout={"tensor": 2})["tensor"]
+    assert terms(work(), on, **shared)["tensor"] == pytest.approx(native / 10)
+    # Two hosts share no memory.
+    apart = replace(on, devices_per_host=1, num_hosts=2, within=None, between=slow)
+    assert terms(work(), apart, **shared)["tensor"] == terms(work(), apart, layout={"tensor": 2})["tensor"] > 0
 
 
 def test_the_first_bucket_on_a_gpu_is_small() -> None:

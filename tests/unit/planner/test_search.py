@@ -369,14 +369,18 @@ def test_places_in_words() -> None:
     assert any(str(Place(2, cut)) == "data x shard 2, tensor 2" for cut in space.cuts)
 
 
-def test_replicas_sum_by_what_is_fastest_among_so_many() -> None:
-    space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2), all_reduces={2: "shared_memory"})
+def test_ranks_exchange_by_what_is_fastest_among_so_many() -> None:
+    space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2, 3, 4), all_reduces={2: "shared_memory", 3: "ring"})
 
-    def chosen(replicas: int, shard: int = 1, level: Level = "parameters") -> str:
-        return space.plan(Place(replicas, Cut()), Way(1), shard, level).collectives.all_reduce
+    def chosen(replicas: int, shard: int = 1, level: Level = "parameters", tensor: int = 1) -> str:
+        return space.plan(Place(replicas, Cut(tensor)), Way(1), shard, level).collectives.all_reduce
 
-    assert chosen(2) == chosen(2, 2, "optimizer") == "shared_memory"
-    assert chosen(1) == chosen(2, 2, "parameters") == "native"
+    assert chosen(2) == chosen(2, 2, "optimizer") == chosen(2, 2) == chosen(1, tensor=2) == "shared_memory"
+    assert chosen(3) == chosen(3, 3, "optimizer") == "ring"
+    assert chosen(1) == chosen(3, 3) == chosen(4) == "native"  # fully_shard has no ring
+    # By its own ranks, whatever the replicas.
+    assert [chosen(replicas, tensor=3) for replicas in (1, 2, 3)] == ["native", "native", "ring"]
+    assert chosen(3, tensor=2) == "shared_memory"
     exact = replace(space, base=Plan().with_sections(execution={"exact": True}))
     assert exact.plan(Place(2, Cut()), Way(1)).collectives.all_reduce == "native"
 
