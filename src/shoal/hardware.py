@@ -109,6 +109,12 @@ class Link:
         by_size = self.collectives.get(kind, self.bandwidth)
         return self.bytes_per_second * by_size.at(num_bytes) * (by_count.at(count) if by_count else 1.0)
 
+    def best(self, kind: str, count: int) -> float:
+        """The most that `reached` is for any size."""
+        by_size = self.collectives.get(kind, self.bandwidth)
+        largest = max(by_size.points, key=lambda point: point[1])[0]
+        return self.reached(kind, largest, count)
+
     def sum_seconds(self, num_bytes: float, count: int) -> float:
         """Seconds of an all_reduce among `count` ranks that this link alone connects, by a ring."""
         moved = (count - 1) / count * num_bytes / self.reached("all_reduce", num_bytes, count)

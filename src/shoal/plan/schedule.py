@@ -152,29 +152,35 @@ def simulate(lists: Sequence[Actions], seconds_of_action: Callable[[Action], flo
     A forward begins with a message of the stage before, a backward (whole, or of inputs) with one of the stage after.
     The bubble of a rank is the first less its own of the second. Raises: ValueError where the ranks wait forever.
     """
-    num_stages = 1 + max((action.stage for actions_of in lists for action in actions_of), default=0)
-    sent: dict[tuple[bool, int, int], float] = {}  # by (forward, stage, microbatch)
+    num_stages = 1 + max((stage for own in lists for _, stage, _ in own), default=0)
+    width = 1 + max((microbatch for own in lists for *_, microbatch in own), default=0)
+    sent: tuple[dict[int, float], dict[int, float]] = ({}, {})  # backwards, forwards: by stage * width + microbatch
     clocks, busy, places = [0.0] * len(lists), [0.0] * len(lists), [0] * len(lists)
+    forward_kind, alone_kind = Kind.FORWARD, Kind.BACKWARD_WEIGHT  # names that are looked up once
     moved = True
     while moved:
         moved = False
         for rank, own in enumerate(lists):
-            while places[rank] < len(own):
-                kind, stage, microbatch = action = own[places[rank]]
-                forward, alone = kind is Kind.FORWARD, kind is Kind.BACKWARD_WEIGHT
+            began = place = places[rank]
+            clock, worked, end = clocks[rank], busy[rank], len(own)
+            while place < end:
+                kind, stage, microbatch = action = own[place]
+                forward, alone = kind is forward_kind, kind is alone_kind
                 source = stage - 1 if forward else stage + 1
                 if not alone and 0 <= source < num_stages:
-                    message = sent.get((forward, source, microbatch))
+                    message = sent[forward].get(source * width + microbatch)
                     if message is None:
                         break
-                    clocks[rank] = max(clocks[rank], message)
+                    if message > clock:
+                        clock = message
                 seconds = seconds_of_action(action)
-                clocks[rank] += seconds
-                busy[rank] += seconds
+                clock += seconds
+                worked += seconds
                 if not alone:
-                    sent[forward, stage, microbatch] = clocks[rank]
-                places[rank] += 1
-                moved = True
+                    sent[forward][stage * width + microbatch] = clock
+                place += 1
+            clocks[rank], busy[rank], places[rank] = clock, worked, place
+            moved = moved or place > began
     if any(place < len(own) for place, own in zip(places, lists, strict=True)):
         raise ValueError("the ranks of this schedule wait for each other")
     return max(clocks, default=0.0), busy

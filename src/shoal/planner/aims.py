@@ -48,6 +48,11 @@ class Aim:
         return f"{self.name}={self.value:g}{unit}" if self.name in ("deadline", *_SHARES) else self.name
 
     @property
+    def prefers_more(self) -> bool:
+        """Whether the key is smaller on more devices, whatever their seconds."""
+        return self.name == "widest"
+
+    @property
     def needs_reference(self) -> bool:
         """Whether it compares with the cheapest layout there is."""
         return self.name in _SHARES

@@ -22,8 +22,8 @@ class Costs:
     several replicas, by whatever all_reduce they sum. `nearly`: a better bound of one plan's seconds, less cheap.
     `filled`: a bound of a schedule's seconds, from those of a microbatch on all stages. `least_at`: a better bound of
     all plans of a family at one place. `parts`: of a microbatch how many equal units there are, and seconds of each.
-    `floor`: (samples a replica, ranks that share them) -> seconds that no plan goes below. `agreed`: what ranks say to
-    each other in any plan of a place, beside all of these but `nearly`; no less for more replicas.
+    `floor`: (samples a replica, degrees that share them) -> seconds that no plan goes below. `beside`: what any
+    plan of a place takes beside all of these but `nearly`; no less for more replicas.
     `memory_bytes`: of a device.
     Equal numbers of devices have one and the same Costs, and others may have too.
     """
@@ -35,9 +35,9 @@ class Costs:
     memory_bytes: float
     filled: Callable[[float, Turns], float] = lambda seconds, turns: seconds * turns.microbatches / turns.pipeline
     least_at: Callable[[Plan], float] = lambda plan: 0.0
-    floor: Callable[[float, int], float] = lambda samples, ranks: 0.0
+    floor: Callable[[float, Cut], float] = lambda samples, cut: 0.0
     parts: Callable[[Plan], tuple[tuple[int, float], ...]] = lambda plan: ()
-    agreed: Callable[[Place], float] = lambda place: 0.0
+    beside: Callable[[Place], float] = lambda place: 0.0
 
 
 class Group(NamedTuple):
@@ -51,23 +51,23 @@ class Group(NamedTuple):
 class Kin(NamedTuple):
     """Places that differ in replicas alone, and leave a rank as many grains: what bounds their plans is the same.
 
-    `replicas`: in order, the fewest first.
+    `replicas`: in order, the fewest first. `first`: the place with fewest. `fewest`, `most`: devices. `beside`: seconds
+    of any plan of all of these places that no other bound has.
     """
 
     share: int
     cut: Cut
     replicas: tuple[int, ...]
-
-    @property
-    def first(self) -> Place:
-        """The place with fewest replicas."""
-        return Place(self.replicas[0], self.cut)
+    first: Place
+    fewest: int
+    most: int
+    beside: float
 
 
 class Whole(NamedTuple):
-    """A group where a rank has all stages: seconds of a step, and least bytes.
+    """A group where a rank has all stages: seconds of a microbatch, and least bytes.
 
-    `parts`: how many equal units there are, and the seconds of a step that each takes.
+    `parts`: how many equal units there are, and the seconds of a microbatch that each takes.
     """
 
     group: Group
@@ -77,4 +77,7 @@ class Whole(NamedTuple):
 
     def least_seconds(self, pipeline: int) -> float:
         """Of the busiest of so many ranks: it has its part of all, and of equal units a whole number."""
-        return max([self.seconds / pipeline, *(-(-count // pipeline) * seconds for count, seconds in self.parts)])
+        most = self.seconds / pipeline
+        for count, seconds in self.parts:
+            most = max(most, -(-count // pipeline) * seconds)
+        return most

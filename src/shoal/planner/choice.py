@@ -163,8 +163,8 @@ def _reason(search: Search, seen: Seen, place: Place, chosen: Candidate) -> Reje
     best = seen.predicted.get(place)
     if best is not None:
         return Rejected(str(place), place.devices, compared(best, chosen), best.seconds)
-    if place in seen.missing_bytes and not search.may_fit(place):
-        missing = seen.missing_bytes[place]
+    missing = search.missing_at_least(place)
+    if missing > 0:
         return Rejected(str(place), place.devices, f"does not fit by {gib(missing)}")
     if place in seen.refused:
         return Rejected(str(place), place.devices, f"illegal: {seen.refused[place]}")

@@ -7,7 +7,7 @@ here; the catalogue says only how fast a large matmul is. See docs/planner.md fo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, log2
 from typing import Final, NamedTuple
@@ -22,7 +22,7 @@ ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float1
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (256, 64, 0.85), (64, 256, 0.85))
 _SMALL_TILES: Final = ((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
 # Steps of k, at the rate of half precision, that a tile takes before its multipliers are fed, and after.
-_K_FILL: Final = 96
+K_FILL: Final = 96
 _SPLITS: Final = (1, 2, 4, 8, 16)
 _ALMOST: Final = 1 - 1e-9  # of a bound that is compared: what rounding may take from it
 
@@ -50,6 +50,15 @@ class Cost(NamedTuple):
 NO_COST = Cost()
 
 
+def total(costs: Iterable[Cost]) -> Cost:
+    """All of them, one after the other."""
+    device = host = 0.0
+    for cost in costs:
+        device += cost.device
+        host += cost.host
+    return Cost(device, host)
+
+
 class Share(NamedTuple):
     """How much of a body one rank computes: its microbatch in samples, and the degrees that divide each sample."""
 
@@ -69,7 +78,7 @@ class Share(NamedTuple):
         return self.samples / self.context
 
 
-def _divided(operation: Operation, share: Share) -> float:
+def divided(operation: Operation, share: Share) -> float:
     """By how much tensor parallelism divides an operation's work as a whole."""
     if operation.cut is Cut.NONE or (operation.cut is Cut.SEQUENCE and not share.sequence):
         return 1.0
@@ -103,10 +112,10 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
     peak = device.flops[dtype] * max(share for _, share in curve.points)
     if dtype not in ("float32", "float64"):  # tensor cores draw the power that holds the clock down
         peak *= device.sustained
-    fill = _K_FILL * device.flops[dtype] / max(device.flops.get("float16", 0.0), device.flops[dtype])
+    fill = K_FILL * device.flops[dtype] / max(device.flops.get("float16", 0.0), device.flops[dtype])
     per_tile = peak / device.multiprocessors
     best = float("inf")
-    most, groups = int(k // (4 * _K_FILL)), max(1.0, batch)
+    most, groups = int(k // (4 * K_FILL)), max(1.0, batch)
     for rows, columns, share in (*_TILES, *_SMALL_TILES):
         tiles = ceil(m / rows) * ceil(n / columns) * groups
         tile = 2.0 * rows * columns / (per_tile * share)
@@ -135,6 +144,7 @@ class Computer:
     fast_float32: bool = False  # float32 matmuls on tensor cores as tf32
     attention: str = "flash2"  # which fused attention
     held: Amount = NOTHING
+    _alike: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
 
     def dtype(self, dtype: str) -> str:
         """What multiplies numbers of a dtype: a device without it uses the next it has."""
@@ -149,8 +159,8 @@ class Computer:
         host = operation.launches * device.dispatch_seconds
         if not operation.launches:
             return Cost(0.0, host)
-        samples, divided = share.local_samples, _divided(operation, share)
-        num_bytes = (operation.read_bytes.at(samples) + operation.written_bytes.at(samples)) / divided
+        samples, parts = share.local_samples, divided(operation, share)
+        num_bytes = (operation.read_bytes.at(samples) + operation.written_bytes.at(samples)) / parts
         compute = 0.0
         if operation.kind in (Kind.MATMUL, Kind.CONVOLUTION):
             sizes = _sizes(operation, share)
@@ -159,7 +169,7 @@ class Computer:
                 m, n, k, batch = sizes
                 num_bytes = (m * k + k * n + m * n) * batch * ITEMSIZE.get(operation.dtype, 4)
         elif operation.kind is Kind.ATTENTION:
-            compute = self._attention(operation, share, divided)
+            compute = self._attention(operation, share, parts)
         memory = self.moved(num_bytes, self.held.at(samples), operation.name)
         return Cost(max(compute, memory) + operation.launches * device.launch_seconds, host)
 
@@ -193,66 +203,61 @@ class Computer:
                 rate = device.flops[dtype] * curve.at(intensity(m, n, k))
                 return 2.0 * m * n * k * batch / rate
         seconds = matmul_seconds(device, sizes, dtype, device.matmul.get(dtype) or Curve())
-        return seconds / (_WINOGRAD if self._spares(operation) else 1.0)
+        return seconds / (WINOGRAD if self._spares(operation) else 1.0)
 
     def _spares(self, operation: Operation) -> bool:
         return operation.winograd and self.dtype(operation.dtype) == "float32" and self.device.multiprocessors > 0
 
     def spared(self, operation: Operation, samples: float) -> float:
         """FLOPs of an operation that are counted and not executed."""
-        return operation.flops.at(samples) * (1.0 - 1.0 / _WINOGRAD) if self._spares(operation) else 0.0
+        return operation.flops.at(samples) * (1.0 - 1.0 / WINOGRAD) if self._spares(operation) else 0.0
 
-    def ideal(self, operation: Operation) -> float:
-        """Seconds of a sample's part of an operation at the best that the device does: a lower bound on one rank."""
-        device = self.device
-        if not operation.launches:
-            return 0.0
+    def _attention(self, operation: Operation, share: Share, parts: float) -> float:
+        device, samples = self.device, share.local_samples
+        length = max(1.0, operation.n.at(samples))
+        if (curve := self.attention_lengths(operation.phase)) is not None:
+            fraction = curve.at(length)
+        else:
+            fraction = self.attention_fraction(operation.phase)
+            fraction *= self.attention_filled(length, operation.k.at(samples))
+        return operation.flops.at(samples) / parts / (device.flops[self.dtype(operation.dtype)] * fraction)
+
+    def attention_lengths(self, phase: Phase) -> Curve | None:
+        """The fraction of the peak over the positions that a row attends to, where it was measured so."""
+        return self.device.attention_lengths.get(f"flash2_{_way(phase)}")
+
+    def attention_fraction(self, phase: Phase) -> float:
+        """The fraction of the peak that long rows of wide heads reach."""
+        known, way = self.device.attention, _way(phase)
+        return known.get(f"{self.attention}_{way}") or known.get(f"flash2_{way}", 0.5) * _FUSED[self.attention]
+
+    def attention_filled(self, length: float, width: float) -> float:
+        """What rows of so many positions and heads so wide reach of that on a GPU; 1 at most.
+
+        The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
+        """
+        if not self.device.multiprocessors:
+            return 1.0
+        length = max(1.0, length)
+        return length / (length + _ATTENTION_FILL) * min(1.0, float(((width or 128.0) / 128.0) ** _NARROW_HEADS))
+
+    def each(self, body: Body, share: Share) -> list[Cost]:
+        """Each operation of a body; equal ones are computed once."""
+        if body not in self._alike:
+            places: dict[Operation, int] = {}
+            alike = [places.setdefault(self._priced(o), len(places)) for o in body.operations]
+            self._alike[body] = list(places), alike
+        distinct, alike = self._alike[body]
+        costs = [self.operation(operation, share) for operation in distinct]
+        return [costs[place] for place in alike]
+
+    def _priced(self, operation: Operation) -> Operation:
+        """An operation without what its seconds do not depend on."""
+        named = operation.name if self.device.operators else ""
+        operation = replace(operation, name=named, module="", saved_bytes=NOTHING, selected_bytes=NOTHING)
         if operation.kind is Kind.MEMORY:
-            num_bytes = operation.read_bytes.per_sample + operation.written_bytes.per_sample
-            return num_bytes / (device.memory_bytes_per_second * _best(device.memory))
-        dtype = self.dtype(operation.dtype)
-        if operation.kind is Kind.ATTENTION:
-            best = max(device.attention.values(), default=0.5) * max(1.0, _FUSED[self.attention])
-            best = max([best, *map(_best, device.attention_lengths.values())])
-            return operation.flops.per_sample / (device.flops[dtype] * best)
-        curves = [device.matmul.get(dtype) or Curve()]
-        if operation.kind is Kind.CONVOLUTION:
-            curves += [curve for name, curve in device.convolution.items() if name.startswith(dtype)]
-            measured = [
-                share for name, known in device.windows.items() if name.startswith(dtype) for share in known.values()
-            ]
-            curves += [Curve(((1.0, max(measured)),))] if measured else []
-        fewer = _WINOGRAD if operation.winograd else 1.0
-        return operation.flops.per_sample / fewer / (device.flops[dtype] * max(map(_best, curves)))
-
-    def _attention(self, operation: Operation, share: Share, divided: float) -> float:
-        device, dtype = self.device, self.dtype(operation.dtype)
-        phase = "forward" if operation.phase is Phase.FORWARD else "backward"
-        if (curve := device.attention_lengths.get(f"flash2_{phase}")) is not None:
-            fraction = curve.at(max(1.0, operation.n.at(share.local_samples)))
-            return operation.flops.at(share.local_samples) / divided / (device.flops[dtype] * fraction)
-        known = device.attention.get(f"{self.attention}_{phase}")
-        fraction = known or device.attention.get(f"flash2_{phase}", 0.5) * _FUSED[self.attention]
-        # The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
-        length = max(1.0, operation.n.at(share.local_samples))
-        width = operation.k.at(share.local_samples) or 128.0
-        if device.multiprocessors:
-            fraction *= length / (length + _ATTENTION_FILL) * min(1.0, float((width / 128.0) ** _NARROW_HEADS))
-        return operation.flops.at(share.local_samples) / divided / (device.flops[dtype] * fraction)
-
-    def total(self, operations: Iterable[Operation], share: Share) -> Cost:
-        """The sum over operations."""
-        cost = Cost()
-        for operation in operations:
-            cost = cost.plus(self.operation(operation, share))
-        return cost
-
-    def phases(self, body: Body, share: Share) -> dict[Phase, Cost]:
-        """Each phase of a body."""
-        found = dict.fromkeys(Phase, Cost())
-        for operation in body.operations:
-            found[operation.phase] = found[operation.phase].plus(self.operation(operation, share))
-        return found
+            return replace(operation, phase=Phase.FORWARD, flops=NOTHING, dtype="")
+        return operation
 
 
 @lru_cache(maxsize=4096)
@@ -274,12 +279,12 @@ def _filled(channels: int) -> float:
     return channels / (_LANES * ceil(channels / _LANES)) if channels > _FEW_CHANNELS else 1.0
 
 
-def _best(curve: Curve) -> float:
-    return max(share for _, share in curve.points)
+def _way(phase: Phase) -> str:
+    return "forward" if phase is Phase.FORWARD else "backward"
 
 
 # Lavin and Gray, arXiv 1509.09308: 3 x 3 convolutions with 2.25 times fewer products, of which transforms take a part.
-_WINOGRAD: Final = 1.7
+WINOGRAD: Final = 1.7
 # Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: from those of
 # Dao, arXiv 2307.08691 (causal, A100), and Shah et al., arXiv 2407.08608.
 _FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.5}

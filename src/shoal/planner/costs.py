@@ -61,7 +61,7 @@ def costs_of(
     def of(ranks: int) -> Costs:
         device = cluster.device_for(ranks)
         if id(device) not in known:
-            ideal = predictor.ideal_seconds(ranks) * least
+            floors = predictor.floors(device)
             known[id(device)] = Costs(
                 predict=corrected.predict,
                 least_seconds=lambda plan: predictor.least_seconds(plan) * least,
@@ -70,8 +70,8 @@ def costs_of(
                 memory_bytes=device.memory_bytes,
                 filled=filled,
                 least_at=lambda plan: predictor.least_at(plan) * least,
-                floor=lambda samples, ranks: ideal * samples / ranks,
-                agreed=lambda place: predictor.agreed(place.devices, place.cut.ranks > 1) * least,
+                floor=lambda samples, cut: floors.seconds(samples, *cut) * least,
+                beside=lambda place: predictor.beside(place.devices, place.cut.ranks > 1) * least,
                 parts=lambda plan: tuple((count, one * least) for count, one in predictor.parts(plan)),
             )
         return known[id(device)]

@@ -7,12 +7,15 @@ are those of nccl-tests: see planner/communication.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
 from shoal.hardware import PROCESS_GROUP, SHARED_MEMORY, Cluster, Link
+
+_MANY_BYTES = 1e15  # beside which latencies are nothing
 
 
 class Group(NamedTuple):
@@ -50,15 +53,37 @@ class Network:
 
     def rate(self, kind: str, group: Group, num_bytes: float) -> float:
         """Bytes a second of bus bandwidth that a collective of a group reaches, its latency aside."""
+        return self._narrowest(group, lambda link, count: link.reached(kind, num_bytes, count))
+
+    def _narrowest(self, group: Group, reached: Callable[[Link, int], float]) -> float:
         rates = []
         if group.per_host > 1:
             link = self._within()
-            rate = link.reached(kind, num_bytes, group.per_host)
+            rate = reached(link, group.per_host)
             rates.append(rate / (group.per_host * group.neighbours) if link.shared else rate)
         if group.hosts > 1:
             # All of a host's rings leave it at once, each through one of its ranks; a ring uses every NIC of its own.
-            rates.append(self._between().reached(kind, num_bytes, group.hosts) / group.neighbours)
+            rates.append(reached(self._between(), group.hosts) / group.neighbours)
         return min(rates, default=float("inf"))
+
+    def least_per_byte(self, kind: str, group: Group) -> float:
+        """What every byte adds at least to a collective's seconds, however large it is, and however it is asked for.
+
+        At the best of each link. A tree's bytes travel no faster than a ring's.
+        """
+        own = self._least_per_byte(kind, group)
+        if group.hosts > 1 or self._in_shared_memory is None:
+            return own
+        return min(own, self._in_shared_memory._least_per_byte(kind, group))
+
+    def _least_per_byte(self, kind: str, group: Group) -> float:
+        n = group.size
+        if n == 1:
+            return 0.0
+        if kind == "all_to_all":
+            return (self._to_all(_MANY_BYTES, group) - self._to_all(0.0, group)) / _MANY_BYTES
+        passes = 2 if kind == "all_reduce" else 1
+        return passes * (n - 1) / n / self._narrowest(group, lambda link, count: link.best(kind, count))
 
     def _between(self) -> Link:
         assert self.cluster.between is not None, "several hosts have a link between them"

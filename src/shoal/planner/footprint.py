@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shoal.plan.plan import Plan
 from shoal.planner.compute import ITEMSIZE, Share
-from shoal.planner.profile import Body, Cut, Operation, Phase, Profile
+from shoal.planner.profile import NOTHING, Body, Cut, Operation, Phase, Profile
 from shoal.planner.stage_units import Counts
 from shoal.planner.workload import Program
 
@@ -77,7 +77,8 @@ class Sizes:
 
     def _body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
         samples = share.local_samples
-        saved = sum(o.saved_bytes.at(samples) / _saved_divided(o, share, self._program) for o in body.operations)
+        saving = [o for o in body.operations if o.saved_bytes != NOTHING]  # the others would add 0.0
+        saved = sum(o.saved_bytes.at(samples) / _saved_divided(o, share, self._program) for o in saving)
         working = max((self._working(o, share) for o in body.operations), default=0.0)
         if not body.repeated or recompute == "none":
             return saved, working

@@ -79,7 +79,10 @@ def curve(search: Search, chosen: int) -> Curve:
         seen = Seen()
         places = search.by_devices.get(devices, [])
         found = simplest(search.in_order(Aim(), places=places, seen=seen), Aim(), _MOST_TIED)
-        points.append(Point(devices, found[0] if found else None, min(seen.missing_bytes.values(), default=None)))
+        if found is None:
+            points.append(Point(devices, None, min(seen.missing_bytes.values(), default=None)))
+        else:
+            points.append(Point(devices, found[0]))
     rates = [1.0 / (p.devices * p.best.seconds) for p in points if p.best is not None]
     if not rates:
         return Curve(tuple(points), None, "nothing fits")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, islice, product
+from operator import itemgetter
 from typing import Any
 
 from shoal.plan.plan import Plan
@@ -69,9 +70,11 @@ class Seen:
 
 
 # What waits, by how far it has been looked into: kin places; the best group that is left, and the others; one of their
-# ways, of which `True` says that its bound is the better one; a place and a way, or a plan; and what was predicted.
+# ways, of which `True` says that its bound is the better one; their place that is next, and the others' replicas; a
+# place and a way, or a plan; and what was predicted.
 _Groups = Iterator[tuple[float, Whole]]
-_Waiting = Kin | tuple[Kin, Whole, _Groups] | tuple[Kin, Way, bool] | tuple[Place, Way | Plan] | Candidate
+_OfKin = tuple[Kin, Whole, float, _Groups] | tuple[Kin, Way, bool] | tuple[Kin, Way, Place, Iterator[int]]
+_Waiting = Kin | _OfKin | tuple[Place, Way | Plan] | Candidate
 
 
 class Search:
@@ -80,9 +83,9 @@ class Search:
     def __init__(self, space: Space, costs: Callable[[int], Costs], grain_size: int) -> None:
         """`costs`: of a number of devices."""
         self.space, self.costs, self._grain_size = space, costs, grain_size
-        self._groups: dict[tuple[object, ...], tuple[list[Whole], list[tuple[int, float]]]] = {}
-        self._whole: dict[tuple[int, Cut, Group], Whole] = {}
+        self._whole: dict[tuple[int, Cut], dict[tuple[int, Recompute, bool], Whole]] = {}
         self._least: dict[tuple[int, int, Cut, Way], float] = {}
+        self._beside: dict[Place, float] = {}
         self._bytes: dict[tuple[object, ...], float] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
 
@@ -105,7 +108,11 @@ class Search:
         for place in places:
             key = id(self.costs(place.devices)), self.space.share(place), place.cut
             found.setdefault(key, []).append(place.replicas)
-        return [Kin(share, cut, tuple(sorted(replicas))) for (_, share, cut), replicas in found.items()]
+        return [self._kin(share, cut, sorted(replicas)) for (_, share, cut), replicas in found.items()]
+
+    def _kin(self, share: int, cut: Cut, replicas: list[int]) -> Kin:
+        first, last = Place(replicas[0], cut), Place(replicas[-1], cut)
+        return Kin(share, cut, tuple(replicas), first, first.devices, last.devices, self.beside(first))
 
     @cached_property
     def all_kin(self) -> list[Kin]:
@@ -129,55 +136,38 @@ class Search:
     # ------------------------------------------------------------------------------------------------- bounds
 
     def floor(self, place: Place) -> float:
-        """Seconds that no plan of a place goes below, from its degrees alone; without what ranks say to each other."""
-        return self.costs(place.devices).floor(self.space.share(place) * self._grain_size, place.cut.ranks)
+        """Seconds that no plan of a place goes below, from its degrees alone; without what is beside."""
+        return self.costs(place.devices).floor(self.space.share(place) * self._grain_size, place.cut)
 
-    def agreed(self, place: Place) -> float:
-        """Seconds of what ranks say to each other in any plan of a place."""
-        return self.costs(place.devices).agreed(place)
+    def beside(self, place: Place) -> float:
+        """Seconds of any plan of a place that no other bound but that of a whole plan has."""
+        if place not in self._beside:
+            self._beside[place] = self.costs(place.devices).beside(place)
+        return self._beside[place]
 
     def groups(self, place: Place) -> _Groups:
         """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
 
         The same for every number of replicas that leaves a rank as many grains, on devices that cost the same.
         """
-        costs, pipeline = self.costs(place.devices), place.cut.pipeline
-        groups, parts = self._all_groups(costs, place)
-        floor = max((-(-count // pipeline) * seconds for count, seconds in parts), default=0.0)
-        for one in groups:
-            # A microbatch of one grain is kept, so that what it lacks is told.
-            if one.bytes / pipeline <= costs.memory_bytes or one.group.grains == 1:
-                yield max(one.seconds / pipeline, floor), one
-
-    def _all_groups(self, costs: Costs, place: Place) -> tuple[list[Whole], list[tuple[int, float]]]:
-        """The groups of places with any number of stages, by their seconds; and the least seconds of their parts."""
-        share, sequences = self.space.share(place), self.space.sequences(place.cut)
-        alone = place.cut._replace(pipeline=1)
-        key = id(costs), share, alone, sequences
-        if key not in self._groups:
-            kinds = product(self.space.recomputes, sequences)
-            found = [whole for kind in kinds for whole in self._sizes(costs, share, alone, kind)]
-            found.sort(key=lambda whole: whole.seconds)
-            # Every group has the same units.
-            parts = [(same[0][0], min(s for _, s in same)) for same in zip(*(one.parts for one in found), strict=True)]
-            self._groups[key] = found, parts
-        return self._groups[key]
-
-    def _sizes(self, costs: Costs, share: int, alone: Cut, kind: tuple[Recompute, bool]) -> Iterator[Whole]:
-        """Ever larger microbatches, until one cannot fit however many stages there are."""
-        for grains in reversed(self.space.sizes(share)):
-            group = Group(grains, *kind)
-            key = (id(costs), alone, group)
-            if key not in self._whole:
-                self._whole[key] = self._of_microbatch(costs, alone, group)
-            one, microbatches = self._whole[key], -(-share // grains)
-            if one.bytes / self.space.num_layers > costs.memory_bytes and grains > 1:
-                return
-            parts = tuple((count, seconds * microbatches) for count, seconds in one.parts)
-            yield Whole(group, one.seconds * microbatches, one.bytes, parts)
+        costs, share, pipeline = self.costs(place.devices), self.space.share(place), place.cut.pipeline
+        alone, memory = place.cut._replace(pipeline=1), costs.memory_bytes
+        known = self._whole.setdefault((id(costs), alone), {})
+        found = []
+        for kind in product(self.space.recomputes, self.space.sequences(place.cut)):
+            for grains in reversed(self.space.sizes(share)):
+                one = known.get((grains, *kind))
+                if one is None:
+                    one = known[(grains, *kind)] = self._of_microbatch(costs, alone, Group(grains, *kind))
+                # A microbatch of one grain is kept, so that what it lacks is told; larger ones need more.
+                if one.bytes / pipeline > memory and grains > 1:
+                    break
+                found.append((-(-share // grains) * one.least_seconds(pipeline), one))
+        found.sort(key=itemgetter(0))
+        return iter(found)
 
     def _of_microbatch(self, costs: Costs, alone: Cut, group: Group) -> Whole:
-        """A group where a rank has all stages and one microbatch."""
+        """A group where a rank has all stages."""
         # The most replicas whose share is not less: no other plan of these microbatches is divided further.
         place, way = Place(self.space.most_replicas(group.grains), alone), Way(*group)
         num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
@@ -199,19 +189,34 @@ class Search:
 
     def filled(self, kin: Kin, way: Way, whole: Whole) -> float:
         """A cheaper bound of the same: from the seconds of the group where a rank has all stages."""
-        microbatches = -(-kin.share // way.grains)
-        turns = Turns(way.schedule, kin.cut.pipeline, way.stages, microbatches)
-        filled = self.costs(kin.first.devices).filled(whole.seconds / microbatches, turns)
-        return max(filled, whole.least_seconds(kin.cut.pipeline))
+        turns = Turns(way.schedule, kin.cut.pipeline, way.stages, -(-kin.share // way.grains))
+        return self.costs(kin.first.devices).filled(whole.seconds, turns)
 
     def missing_bytes(self, place: Place, way: Way) -> float:
         """What even the most divided plan of a family lacks; not positive where one may fit."""
         return min((self.lacks(place, way, plan) for plan in self._most_divided(place, way)), default=0.0)
 
-    def may_fit(self, place: Place) -> bool:
-        """Whether no bound says that nothing of a place fits."""
-        ways = (way for _, one in self.groups(place) for way in self.space.ways(place, one.group))
-        return any(self.missing_bytes(place, way) <= 0 for way in ways)
+    def missing_at_least(self, place: Place) -> float:
+        """What every plan of a place lacks; not positive where no bound says that nothing of it fits.
+
+        The smallest microbatches first, of which one nearly always fits where any does.
+        """
+        smallest = self.space.sizes(self.space.share(place))[-1]
+        kinds = product(self.space.recomputes, self.space.sequences(place.cut))
+        least = min(self._missing(place, [Group(smallest, *kind) for kind in kinds]), default=0.0)
+        if least > 0:
+            groups = [one.group for _, one in self.groups(place)]
+            least = min([least, *self._missing(place, groups)])
+        return least
+
+    def _missing(self, place: Place, groups: Sequence[Group]) -> Iterator[float]:
+        """What the families of these groups lack, up to the first that may fit."""
+        for group in groups:
+            for way in self.space.ways(place, group):
+                missing = self.missing_bytes(place, way)
+                yield missing
+                if missing <= 0:
+                    return
 
     def lacks(self, place: Place, way: Way, plan: Plan) -> float:
         """Bytes that a plan of a family lacks at least; not positive where it may fit."""
@@ -268,7 +273,10 @@ class _Order:
             else:
                 self._plan(where, what)
         elif isinstance(what, Way):
-            self._way_of_kin(where, what, waiting[2])
+            if len(waiting) == 3:
+                self._way_of_kin(*waiting)
+            else:
+                self._place(*waiting)
         else:
             self._group(where, *waiting[1:])
 
@@ -277,10 +285,9 @@ class _Order:
             self._push(self._aim.key(place.devices, seconds), waiting)
 
     def _wait_kin(self, kin: Kin, seconds: float, waiting: _Waiting) -> None:
-        fewest, most = kin.first.devices, kin.replicas[-1] * kin.cut.ranks
-        seconds += self._search.agreed(kin.first)
-        if self._limit.allows(fewest, seconds):  # more devices only take more device-seconds
-            self._push(min(self._aim.key(fewest, seconds), self._aim.key(most, seconds)), waiting)
+        seconds += kin.beside
+        if self._limit.allows(kin.fewest, seconds):  # more devices only take more device-seconds
+            self._push(self._aim.key(kin.most if self._aim.prefers_more else kin.fewest, seconds), waiting)
 
     def _push(self, key: Key, waiting: _Waiting) -> None:
         # Equal keys: what is predicted comes out last, so that all equal ones are known, the simplest first.
@@ -289,25 +296,40 @@ class _Order:
 
     def _next_group(self, kin: Kin, groups: _Groups) -> None:
         for seconds, whole in islice(groups, 1):
-            self._wait_kin(kin, seconds, (kin, whole, groups))
+            self._wait_kin(kin, seconds, (kin, whole, seconds, groups))
 
-    def _group(self, kin: Kin, whole: Whole, others: _Groups) -> None:
+    def _group(self, kin: Kin, whole: Whole, seconds: float, others: _Groups) -> None:
         self._next_group(kin, others)
         for way in self._search.space.ways(kin.first, whole.group):
-            self._wait_kin(kin, self._search.filled(kin, way, whole), (kin, way, False))
+            self._wait_kin(kin, max(seconds, self._search.filled(kin, way, whole)), (kin, way, False))
 
     def _way_of_kin(self, kin: Kin, way: Way, is_bounded: bool) -> None:
         if not is_bounded:
             self._wait_kin(kin, self._search.least_seconds(kin.first, way), (kin, way, True))
             return
+        self._next_place(kin, way, self._replicas(kin))
+
+    def _replicas(self, kin: Kin) -> Iterator[int]:
+        """In the order of the aim's keys, where each place has the same seconds or more for more replicas."""
+        return iter(kin.replicas[::-1] if self._aim.prefers_more else kin.replicas)
+
+    def _next_place(self, kin: Kin, way: Way, others: Iterator[int]) -> None:
+        """The first of the places that are left, by a bound that is the same for all of them but for what is beside."""
         search = self._search
-        seconds, least_at = search.least_seconds(kin.first, way), search.costs(kin.first.devices).least_at
-        for replicas in kin.replicas:
+        seconds = search.least_seconds(kin.first, way)
+        for replicas in others:
             place = Place(replicas, kin.cut)
-            agreed = search.agreed(place)
-            if self._limit.allows(place.devices, seconds + agreed):
-                least = max(seconds, least_at(search.space.plan(place, way)))
-                self._wait(place, least + agreed, (place, way))
+            least = seconds + search.beside(place)
+            if self._limit.allows(place.devices, least):
+                self._push(self._aim.key(place.devices, least), (kin, way, place, others))
+                return
+
+    def _place(self, kin: Kin, way: Way, place: Place, others: Iterator[int]) -> None:
+        search = self._search
+        self._next_place(kin, way, others)
+        least = search.costs(place.devices).least_at(search.space.plan(place, way))
+        least = max(search.least_seconds(kin.first, way), least)
+        self._wait(place, least + search.beside(place), (place, way))
 
     def _way(self, place: Place, way: Way) -> None:
         search, seen = self._search, self._seen

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from shoal.planner.compute import NO_COST, Computer, Cost, Share
+from shoal.planner.compute import NO_COST, Computer, Cost, Share, total
 from shoal.planner.exchange_time import Group, Network
 from shoal.planner.profile import Body, Kind, Phase
 from shoal.planner.stage_units import Counts
@@ -93,7 +94,7 @@ class StageCosts:
         self.computer, self._network, self._program = computer, network, program
         self._known: dict[tuple[int, Share, str, bool], Passes] = {}
         self._stages: dict[tuple[Counts, Share, str, bool], Passes] = {}
-        self._phases: dict[tuple[int, float, int, bool], dict[Phase, Cost]] = {}
+        self._operations: dict[tuple[int, float, int, bool], list[Cost]] = {}
 
     def stage(self, counts: Counts, share: Share, recompute: str, adds: bool) -> Passes:
         """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
@@ -115,13 +116,14 @@ class StageCosts:
 
     def _passes(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
         same = id(body), share.local_samples, share.tensor, share.sequence
-        phases = self._phases.get(same)
-        if phases is None:
-            phases = self._phases[same] = self.computer.phases(body, share)
+        if same not in self._operations:
+            self._operations[same] = self.computer.each(body, share)
+        costs = self._operations[same]
+        phases = {p: total(c for o, c in zip(body.operations, costs, strict=True) if o.phase is p) for p in Phase}
         again = NO_COST
         if body.repeated and recompute != "none":
             full = recompute == "full"
-            again = phases[Phase.FORWARD] if full else self._again(body, share)
+            again = phases[Phase.FORWARD] if full else self._again(body, costs)
             again = again.plus(self._calls(body, share, Phase.FORWARD)) if full else again
         tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
         calls = {phase: self._calls(body, share, phase) for phase in Phase}
@@ -152,16 +154,16 @@ class StageCosts:
         seconds = self.computer.moved(num_bytes, self.computer.held.at(share.local_samples))
         return Cost(seconds + len(weights) * device.launch_seconds, len(weights) * device.dispatch_seconds)
 
-    def _again(self, body: Body, share: Share) -> Cost:
-        """What selective recomputation computes again."""
-        forward = [o for o in body.operations if o.phase is Phase.FORWARD]
+    def _again(self, body: Body, costs: Sequence[Cost]) -> Cost:
+        """What selective recomputation computes again, of a body whose operations cost so much."""
+        forward = [(o, c) for o, c in zip(body.operations, costs, strict=True) if o.phase is Phase.FORWARD]
         if self._program.selective == "products":  # the others are cheap, and computed again
-            forward = [o for o in forward if o.kind is Kind.MEMORY]
-        else:  # between the scores and their product with the values
-            places = [i for i, o in enumerate(forward) if o.kind is Kind.MATMUL and o.batch.per_sample]
-            fused = [o for o in forward if o.kind is Kind.ATTENTION]
-            forward = forward[places[0] : places[-1] + 1] if places else fused
-        return self.computer.total(forward, share)
+            return total(c for o, c in forward if o.kind is Kind.MEMORY)
+        # Between the scores and their product with the values.
+        places = [i for i, (o, _) in enumerate(forward) if o.kind is Kind.MATMUL and o.batch.per_sample]
+        if places:
+            return total(c for _, c in forward[places[0] : places[-1] + 1])
+        return total(c for o, c in forward if o.kind is Kind.ATTENTION)
 
     def _tensor(self, body: Body, share: Share, phase: Phase) -> float:
         if share.tensor == 1:

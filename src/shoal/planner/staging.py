@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import TypeVar
 
 from shoal.hardware import Cluster, Device
 from shoal.plan.plan import Plan
@@ -20,6 +21,8 @@ from shoal.planner.profile import Amount, Body, Profile
 from shoal.planner.stage_cost import Passes, StageCosts
 from shoal.planner.stage_units import Division, Held
 from shoal.planner.workload import Program, Workload
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,22 @@ class Ranks:
         return {**terms, "launch": max(0.0, self.busy_seconds - sum(terms.values()))}
 
 
+def _latest(compute: Callable[[Staging, Plan], _Found]) -> Callable[[Staging, Plan], _Found]:
+    """Keeps what was found for the plan that was asked about last: a search asks the same of a plan many times."""
+    name = f"_latest_{compute.__name__}"
+
+    @wraps(compute)
+    def of(self: Staging, plan: Plan) -> _Found:
+        known: tuple[Plan, _Found] | None = self.__dict__.get(name)
+        if known is not None and known[0] is plan:
+            return known[1]
+        found = compute(self, plan)
+        self.__dict__[name] = plan, found
+        return found
+
+    return of
+
+
 class Staging:
     """Stages and ranks of plans of one workload on one cluster."""
 
@@ -93,6 +112,7 @@ class Staging:
         self._passes: dict[tuple[object, ...], tuple[Passes, ...]] = {}
         self._ranks: dict[tuple[object, ...], Ranks] = {}
 
+    @_latest
     def device(self, plan: Plan) -> Device:
         """What a rank of the plan gets."""
         if not self._cluster.alternatives:
@@ -110,6 +130,7 @@ class Staging:
             self._costs_on[id(device)] = StageCosts(self.computer(device), self._network, self._program)
         return self._costs_on[id(device)]
 
+    @_latest
     def share(self, plan: Plan) -> tuple[Share, int]:
         """A rank's share of a microbatch, and its microbatches in a step (of the rank with most grains)."""
         layout = plan.layout
@@ -121,12 +142,14 @@ class Staging:
             self._shares[key] = Share(per * self._work.grain_size, *key[1:])
         return self._shares[key], -(-grains // per)
 
+    @_latest
     def key(self, plan: Plan) -> tuple[object, ...]:
         """What tells plans apart whose data and shard axes are not looked at, nor their schedules."""
         pipeline = plan.pipeline
         shape = plan.layout.pipeline, pipeline.stages_per_rank, pipeline.split, plan.memory.recompute
         return id(self.device(plan)), *self.share(plan), *shape
 
+    @_latest
     def division(self, plan: Plan) -> Division:
         """Which units are on which stage."""
         num_stages = plan.layout.pipeline * plan.pipeline.stages_per_rank
@@ -155,6 +178,7 @@ class Staging:
         of_body = {body: costs.body(body, share, plan.memory.recompute, True).seconds for body in self._bodies}
         return stage_units.balanced(units, [of_body[unit.body] for unit in units], num_stages)
 
+    @_latest
     def passes(self, plan: Plan) -> tuple[Passes, ...]:
         """Of each stage, for one microbatch."""
         division = self.division(plan)
@@ -167,6 +191,7 @@ class Staging:
             )
         return self._passes[key]
 
+    @_latest
     def ranks(self, plan: Plan) -> Ranks:
         """The ranks of the pipeline."""
         key = *self.key(plan), plan.pipeline.schedule

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from typing import NamedTuple
 
-from shoal.hardware import Cluster
+from shoal.hardware import Cluster, Device
 from shoal.plan.plan import Plan
 from shoal.plan.schedule import Action, Kind, actions, simulate
 from shoal.planner.compute import ITEMSIZE, Share
 from shoal.planner.exchange_time import Network
 from shoal.planner.exchanged import Exchanged
+from shoal.planner.floors import Floors
 from shoal.planner.footprint import state_bytes
-from shoal.planner.replica_sums import Load, least_sums, load
+from shoal.planner.replica_sums import Load, ReplicaSums, load
+from shoal.planner.stage_cost import Passes
+from shoal.planner.stage_units import Division
 from shoal.planner.staging import Rank, Ranks, Staging
 from shoal.planner.workload import CATEGORIES, TERMS, Prediction, Program, Workload
+
+
+class Turn(NamedTuple):
+    """Seconds of one microbatch: down to the last rank, up from it, of gradients of weights above it, and on it."""
+
+    down: float
+    up: float
+    weights: float
+    last: float
 
 
 class Predictor:
@@ -29,15 +41,13 @@ class Predictor:
         self._simulated: dict[tuple[object, ...], float] = {}
         self._least: dict[tuple[object, ...], float] = {}
         self._loads: dict[Ranks, Load] = {}
+        self._sums = ReplicaSums(self._network, self.program)
+        self._turns: dict[tuple[int, int], Turn] = {}
+        self._crossing: dict[tuple[Division, float], float] = {}
 
-    def ideal_seconds(self, num_devices: int) -> float:
-        """Seconds of a sample that no plan on so many devices goes below if one rank computes all of it.
-
-        Every operation as fast as the best of its kind; what does not grow with the samples is left out.
-        """
-        computer = self._staging.computer(self.cluster.device_for(min(self.cluster.devices_per_host, num_devices)))
-        bodies = Counter(unit.body for unit in self.work.profile.units)
-        return sum(computer.ideal(o) * count for body, count in bodies.items() for o in body.operations)
+    def floors(self, device: Device) -> Floors:
+        """What no plan goes below whose ranks have such a device, by its degrees alone."""
+        return Floors(self._staging.computer(device), self._network, self.program, self.work.profile.units)
 
     def least_seconds(self, plan: Plan) -> float:
         """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
@@ -62,16 +72,29 @@ class Predictor:
         """The last rank's microbatches and its waits before and after."""
         _, microbatches = self._staging.share(plan)
         passes, ranks, per = self._staging.passes(plan), plan.layout.pipeline, plan.pipeline.stages_per_rank
-        before = passes[: ranks - 1]
-        down = sum(one.forward_seconds for one in before) + message * len(before)
-        up = sum(one.backward_seconds for one in before) + message * len(before)
-        own = microbatches * (sum(one.seconds for one in passes[ranks - 1 :: ranks]) + 2 * message * per)
+        turn = self._turn(passes, ranks)
+        down = turn.down + message * (ranks - 1)
+        up = turn.up + message * (ranks - 1)
+        own = microbatches * (turn.last + 2 * message * per)
         if plan.pipeline.schedule != "zero_bubble":
             return down + own + up
         # The gradients of weights may be put off, here and above: then nothing waits for them.
-        up -= sum(one.weight_seconds for one in before)
+        up -= turn.weights
         late = min(microbatches, ranks) * passes[-1].weight_seconds
         return down + own + max(0.0, up - late)
+
+    def _turn(self, passes: tuple[Passes, ...], ranks: int) -> Turn:
+        """What these stages take on so many ranks; the stages are kept, and so their id is theirs alone."""
+        key = id(passes), ranks
+        if key not in self._turns:
+            before = passes[: ranks - 1]
+            self._turns[key] = Turn(
+                sum(one.forward_seconds for one in before),
+                sum(one.backward_seconds for one in before),
+                sum(one.weight_seconds for one in before),
+                sum(one.seconds for one in passes[ranks - 1 :: ranks]),
+            )
+        return self._turns[key]
 
     def least_at(self, plan: Plan) -> float:
         """A lower bound of the step that knows the replicas of a plan, but not which of them are data and shard."""
@@ -83,8 +106,8 @@ class Predictor:
             return seconds  # where large messages leave the caches: no bound from their sum
         if ranks not in self._loads:
             sizes = [rank.size.trainable for rank in ranks.fullest]
-            self._loads[ranks] = load(ranks.busiest.held.units, ranks.of_units, sizes, plan)
-        return seconds + least_sums(self._network, plan, self._loads[ranks], self.program)
+            self._loads[ranks] = load(ranks.busiest.held, ranks.of_units, sizes, plan.layout.tensor)
+        return seconds + self._sums.least_seconds(plan, self._loads[ranks])
 
     def least_bytes(self, plan: Plan) -> float:
         """The peak, of the rank that needs most: exact but for others' buckets in shared memory, as many as there are.
@@ -99,9 +122,14 @@ class Predictor:
         makespan = self._filled(plan, self._message(plan, ranks.share)) if plan.layout.pipeline > 1 else 0.0
         return sum(self._seconds(plan, ranks, makespan).values())
 
-    def agreed(self, num_devices: int, is_divided: bool) -> float:
-        """What a step's agreements take at least on so many devices; `is_divided`: the model is, over some of them."""
-        return self._exchanged.agreed(num_devices, is_divided, apart=is_divided)
+    def beside(self, num_devices: int, is_divided: bool) -> float:
+        """What a step takes at least beside its passes and sums of gradients: agreements, and an update's launches.
+
+        `is_divided`: the model is, over some of so many devices.
+        """
+        device = self.cluster.device_for(min(self.cluster.devices_per_host, num_devices))
+        launches = self.work.profile.optimizer_launches * max(device.launch_seconds, device.dispatch_seconds)
+        return self._exchanged.agreed(num_devices, is_divided, apart=is_divided) + launches + device.step_seconds
 
     def predict(self, plan: Plan) -> Prediction:
         """What a step of the plan takes."""
@@ -171,10 +199,12 @@ class Predictor:
 
     def _message(self, plan: Plan, share: Share) -> float:
         """Seconds of handing one microbatch's activation to the next stage."""
-        stages = self._staging.division(plan).stages
-        num_bytes = max(
-            (stage[-1].body.output_bytes.at(share.local_samples) for stage in stages[:-1] if stage), default=0.0
-        )
+        division, samples = self._staging.division(plan), share.local_samples
+        num_bytes = self._crossing.get((division, samples))
+        if num_bytes is None:
+            ends = (stage[-1].body for stage in division.stages[:-1] if stage)
+            num_bytes = max((body.output_bytes.at(samples) for body in ends), default=0.0)
+            self._crossing[division, samples] = num_bytes
         stride = plan.layout.world_size // plan.layout.pipeline
         parts = share.tensor if share.sequence else 1
         return self._network.seconds("send", num_bytes / parts, self._network.hop(plan.layout.pipeline, stride))

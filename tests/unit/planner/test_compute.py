@@ -7,7 +7,7 @@ from tests.unit.planner.made import DEVICE, block, flat, matmul
 
 from shoal.hardware import Curve
 from shoal.planner.compute import Computer, Cost, Share, matmul_seconds
-from shoal.planner.profile import Amount, Cut, Kind, Operation, Phase
+from shoal.planner.profile import Amount, Body, Cut, Kind, Operation, Phase
 
 TILED = replace(DEVICE, multiprocessors=10, tile=(128, 256))
 
@@ -96,9 +96,27 @@ def test_a_convolution_as_measured_follows_what_it_reuses():
     assert seconds(convolution, Share(1), device) == pytest.approx(2 * 10**6 * 300 * 300 / 0.8e12)
 
 
-def test_the_phases_of_a_body_sum_to_its_operations():
-    phases = Computer(replace(DEVICE, matmul={"float32": flat(0.5)})).phases(block(), Share(1))
-    assert [phases[p].device for p in Phase] == pytest.approx([8e-3, 8e-3, 8e-3])
+def test_equal_operations_of_a_body_cost_the_same_and_others_their_own():
+    """Names, modules and what is kept make no difference; sizes, cuts and dtypes do."""
+    computer = Computer(replace(DEVICE, matmul={"float32": flat(0.5)}))
+    of_block = computer.each(block(), Share(1))
+    assert sum(cost.device for cost in of_block) == pytest.approx(24e-3)
+    first = matmul("a", 1000, 1000, 1000)
+    moves = Operation("aten.a", "", Kind.MEMORY, Phase.FORWARD, read_bytes=Amount(0, 1e6))
+    operations = (
+        first,
+        replace(first, name="b", module="b", saved_bytes=Amount(0, 8)),
+        replace(first, n=Amount(500)),
+        replace(first, cut=Cut.N),
+        moves,
+        replace(moves, phase=Phase.BACKWARD_INPUT, dtype="bfloat16"),
+        replace(moves, launches=2),
+    )
+    share = Share(2, tensor=2)
+    assert computer.each(Body(operations), share) == [computer.operation(o, share) for o in operations]
+    core = Computer(replace(DEVICE, kind="cpu", operators={"aten.a": 0.5}))
+    named = (moves, replace(moves, name="aten.b"))
+    assert core.each(Body(named), share) == [core.operation(o, share) for o in named]
 
 
 def test_a_core_reads_from_memory_what_its_caches_have_lost():

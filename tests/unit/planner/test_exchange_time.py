@@ -71,3 +71,16 @@ def test_a_message_is_as_fast_as_sends_of_its_size_were():
     small = replace(LINK, collectives={"send": Curve(((1e6, 0.1), (1e9, 1.0)))})
     network = Network(cluster(8, link=small))
     assert network.seconds("send", 1e6, network.group(2, 1)) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+@pytest.mark.parametrize(("size", "stride"), [(2, 1), (8, 1), (4, 2), (4, 8), (16, 1), (32, 1)])
+def test_no_byte_is_faster_than_the_best_of_each_link(kind, size, stride):
+    link = replace(LINK, latency_seconds=1e-6, bandwidth=Curve(((1e3, 0.1), (1e7, 0.9), (1e9, 0.6))))
+    network = Network(cluster(8, 4, link=link))
+    group = network.group(size, stride)
+    per_byte = network.least_per_byte(kind, group)
+    assert per_byte > 0.0
+    for num_bytes in (1.0, 1e5, 1e7, 3e8, 1e12):
+        assert num_bytes * per_byte <= network.seconds(kind, num_bytes, group) * (1 + 1e-9)
+    assert network.least_per_byte(kind, network.group(1, 1)) == 0.0

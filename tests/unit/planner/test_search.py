@@ -61,7 +61,7 @@ class Invented:
         place = Place(at.data * at.shard, Cut(at.tensor, at.pipeline, at.context))
         return (
             alone
-            + self.agreed(place)
+            + self.beside(place)
             + self.least_at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
         )
 
@@ -76,7 +76,7 @@ class Invented:
         replicas = plan.layout.data * plan.layout.shard
         return self.least_seconds(plan) * (1 + 0.2 * noise(self.seed, replicas, plan.layout.pipeline))
 
-    def agreed(self, place: Place) -> float:
+    def beside(self, place: Place) -> float:
         return 3.0 * place.devices if self.seed % 3 else 0.0
 
     def filled(self, seconds: float, turns: Turns) -> float:
@@ -102,7 +102,7 @@ class Invented:
             memory_bytes=MEMORY,
             filled=self.filled,
             least_at=self.least_at,
-            agreed=self.agreed,
+            beside=self.beside,
         )
 
 
@@ -280,10 +280,10 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         place = next(p for p in search.by_devices[at.world_size] if p.cut == (at.tensor, at.pipeline, at.context))
         predicted = costs.predict(plan)
         almost = 1 + 1e-9
-        agreed = costs.agreed(place)
-        assert search.floor(place) + agreed <= predicted.step_seconds * almost
+        beside = costs.beside(place)
+        assert search.floor(place) + beside <= predicted.step_seconds * almost
         assert costs.least_seconds(plan) <= costs.least_at(plan) * almost
-        assert costs.least_at(plan) + agreed <= costs.nearly(plan) * almost
+        assert costs.least_at(plan) + beside <= costs.nearly(plan) * almost
         assert costs.nearly(plan) <= predicted.step_seconds * almost
         assert costs.least_bytes(plan) <= predicted.peak_bytes * almost
         way = Way(
@@ -295,11 +295,13 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         )
         assert search.lacks(place, way, plan) == costs.least_bytes(plan) - costs.memory_bytes
         group = Group(*way[:3])
-        bounds = {whole.group: whole for _, whole in search.groups(place)}
+        bounds = {whole.group: (seconds, whole) for seconds, whole in search.groups(place)}
         if group in bounds:
-            filled = search.filled(search.kin([place])[0], way, bounds[group])
-            assert bounds[group].least_seconds(at.pipeline) + agreed <= predicted.step_seconds * almost
-            assert filled + agreed <= predicted.step_seconds * almost
+            least, whole = bounds[group]
+            filled = search.filled(search.kin([place])[0], way, whole)
+            assert search.floor(place) <= least * almost
+            assert least + beside <= predicted.step_seconds * almost
+            assert filled + beside <= predicted.step_seconds * almost
         else:
             assert not predicted.fits
 
