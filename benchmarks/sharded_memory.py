@@ -35,7 +35,7 @@ from shoal.metering import Shares, StepMeter, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import complete
 from shoal.planner.memory import activations, transformer_block
-from shoal.startup import prepare_process
+from shoal.startup import prepare_process, return_freed_memory
 from shoal.telemetry import RecordWriter
 from shoal.trainer import Surroundings
 from shoal.verification.fork import forked
@@ -134,7 +134,9 @@ def measure(level: str, ranks: int, lean: bool) -> list[dict[str, Any]]:
     def work(environment: Environment) -> None:
         jobs = job(layers=2, width=64), job()
         plans = [complete(whole, made.grains, made.grain_size) for made in jobs]
-        prepare_process(exact=False, num_threads=1, lean=lean)
+        prepare_process(exact=False, num_threads=1)
+        if lean:
+            return_freed_memory()
         with open_mesh(environment, whole.degrees) as mesh:
             measured(jobs[0], plans[0], mesh)  # what it loads and keeps is no part of what the large one needs
             told = measured(jobs[1], plans[1], mesh)
@@ -210,8 +212,8 @@ probabilities); no number of them is measured.
 
 - **ZeRO-1 is up to {most} over it.** The allocator keeps what is freed. Where a plan divides no parameters, shoal
   lets glibc keep freed blocks below 32 MiB, which spares a step its page faults, and what the backward and the
-  exchange need for a moment stays. In the lines *lean* the same plan runs with the setting of ZeRO-2 and 3, by
-  which freed memory goes back at once: {lean} at the most.
+  exchange need for a moment stays. In the lines *lean* the same plan runs with the setting of ZeRO-2 and 3 of
+  models of this size, by which freed memory goes back at once: {lean} at the most.
 - **ZeRO-3 on 4, and what is left of ZeRO-1,** has what the categories leave out. Gloo's `reduce_scatter` and
   `all_gather` work in a copy of the whole tensor (measured by themselves on 100 MB: 102 and 100 MB more), here a
   block of 13.4 MB; an `all_reduce` takes 2 MB. AdamW has temporaries of one parameter, ZeRO-1's exchange pieces of

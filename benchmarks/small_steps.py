@@ -80,11 +80,11 @@ def plan_of(layout: str) -> Plan:
     return plan
 
 
-def predicted(name: str, layouts: Sequence[str], cluster: str) -> dict[str, dict[str, Any]]:
+def predicted(name: str, layouts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """By layout: seconds of a step and of each part of it, and the bytes of the rank that needs most."""
     job, *settings = JOBS[name][0]
     loaded = load(parse_target(str(ROOT / f"benchmarks/small_jobs.py:{job}"), settings)).job
-    case = question(loaded, Plan(), cluster, None).case
+    case = question(loaded, Plan(), "here", None).case
     predictor, found = Predictor(case.work, case.cluster), {}
     for layout in layouts:
         told = predictor.predict(plan_of(layout))
@@ -234,7 +234,6 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--layouts", nargs="+", default=["1", "data"], choices=list(LAYOUTS))
-    parser.add_argument("--cluster", default="here")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--page", action="store_true", help="write docs/small-steps.md from the rows, too")
     parser.add_argument("--pace", action="store_true", help="print the pace of one core, and nothing else")
@@ -249,7 +248,7 @@ def main() -> None:
         with options.out.open(newline="", encoding="utf-8") as file:
             rows = {(row["job"], row["layout"]): dict(row) for row in csv.DictReader(file)}
     for name in options.jobs:
-        told = predicted(name, options.layouts, options.cluster)
+        told = predicted(name, options.layouts)
         turns: dict[str, list[Trial]] = {layout: [] for layout in options.layouts}
         for _, layout in itertools.product(range(options.trials), options.layouts):
             (records, others), speed = around(partial(trial, name, layout))

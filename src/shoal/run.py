@@ -89,7 +89,7 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
 
 def _train(request: RunRequest, environment: Environment, signals: Signals, course: _Course) -> ExitCode:
     threads = max(1, cores_here() // environment.local_world_size)
-    prepare_process(request.plan.execution.exact, threads, request.plan.shards_model)
+    prepare_process(request.plan.execution.exact, threads)
     loaded = load(request.job)
     plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
     if plan.serves:

@@ -28,14 +28,12 @@ _NAME = "torch._dynamo"
 # step frees and asks for the same tensors again: GPT's took 16,000 page faults a step, 4 % of its time on one thread.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES, _MMAP_BYTES = 1 << 30, 32 << 20  # 32 MiB is the most that glibc takes
-# Where a model is divided to save memory, what was gathered must really go: kept, 100 MB of it became 900 in pieces.
 _LEAN_BYTES = 1 << 20
 
 
-def prepare_process(exact: bool, num_threads: int | None, lean: bool = False) -> None:
+def prepare_process(exact: bool, num_threads: int | None) -> None:
     """Threads, determinism and allocator of this process, for the rest of its life.
 
-    `lean`: freed memory goes back to the system at once, which costs time.
     Exact: one thread, since kernels divide their sums by threads. Else `num_threads`, where that is a number and
     OMP_NUM_THREADS is not set.
     """
@@ -46,7 +44,12 @@ def prepare_process(exact: bool, num_threads: int | None, lean: bool = False) ->
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     elif num_threads is not None and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(num_threads)
-    _set_allocator(lean)
+    _set_allocator(_TRIM_BYTES, _MMAP_BYTES)
+
+
+def return_freed_memory() -> None:
+    """From here on what is freed goes back to the system at once, which costs a step page faults."""
+    _set_allocator(_LEAN_BYTES, _LEAN_BYTES)
 
 
 def _use_deterministic_algorithms() -> None:
@@ -64,12 +67,12 @@ def versions() -> dict[str, str]:
     return {"shoal": shoal.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _set_allocator(lean: bool) -> None:
+def _set_allocator(trim_bytes: int, mmap_bytes: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     # An allocator that was chosen from outside (these variables, or another library) knows better.
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
-        mallopt(_M_TRIM_THRESHOLD, _LEAN_BYTES if lean else _TRIM_BYTES)
-        mallopt(_M_MMAP_THRESHOLD, _LEAN_BYTES if lean else _MMAP_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, trim_bytes)
+        mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
 
 
 def _stand_in() -> ModuleType:

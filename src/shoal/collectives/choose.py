@@ -30,6 +30,15 @@ def open_tree(name: str, num_grains: int, like: Tensor, timeout: timedelta = COL
     return SharedTreeSum(num_grains, like, collective)
 
 
+def not_on(device: torch.device, name: str) -> PlanError:
+    """The error of an algorithm that does not work on a device."""
+    return PlanError(
+        given=f'collectives.all_reduce = "{name}" on {device.type}',
+        conflict="it sums on CPUs; between GPUs NCCL is faster than what passes through the host's memory",
+        remedy='collectives.all_reduce = "native"',
+    )
+
+
 def open_collective(name: str, team: Team, device: torch.device, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Collective:
     """The algorithm `name` over the ranks of a team.
 
@@ -39,11 +48,7 @@ def open_collective(name: str, team: Team, device: torch.device, timeout: timede
     if name == "native":
         return Native(team)
     if device.type != "cpu":
-        raise PlanError(
-            given=f'collectives.all_reduce = "{name}" on {device.type}',
-            conflict="it sums on CPUs; between GPUs NCCL is faster than what passes through the host's memory",
-            remedy='collectives.all_reduce = "native"',
-        )
+        raise not_on(device, name)
     # What a plan does not ask for is not imported.
     if name == "shared_memory":
         from shoal.collectives.shared_memory import SharedMemory

@@ -32,7 +32,7 @@ _OPERATIONS: tuple[tuple[Any, Operation], ...] = (
 class SharedGroup(dist.ProcessGroup):
     """What torch.distributed calls, under torch's names; all of it over Gloo until `open`.
 
-    An asynchronous call goes on when this rank waits for it or makes another one in this group.
+    An asynchronous call goes on when this rank waits for it, for another one in this group, or for Gloo.
 
     Collectives through shared memory never come to torch's dispatcher, where traffic is counted: `listeners` are told.
     Raises: as `SharedMemory` does, at the call or at the wait for it.
@@ -60,24 +60,32 @@ class SharedGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Gives it back."""
-        if self._shared is not None:
-            self._shared.close()
+        shared, self._shared = self._shared, None  # which knows this group: no cycle is left of both
+        if shared is not None:
+            shared.close()
+        self.listeners.clear()
         super().shutdown()
 
     # What shared memory does not take goes on to Gloo. The names of the parameters are torch's.
+
+    def _gloo(self) -> dist.ProcessGroup:
+        """The group behind, once no call in shared memory is on its way that another rank may be waiting for."""
+        if self._shared is not None:
+            self._shared.settle()
+        return self._behind
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         """In place, one after the other."""
         op = _operation(opts)
         if self._shared is None or op is None or not _fit(tensors):
-            return self._behind.allreduce(tensors, opts)
+            return self._gloo().allreduce(tensors, opts)
         return self._reduced(tensors, op, opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         """The same; counted as one message, as torch counts it."""
         op = _operation(opts)
         if self._shared is None or op is None or not _fit(tensors):
-            return self._behind.allreduce_coalesced(tensors, opts)
+            return self._gloo().allreduce_coalesced(tensors, opts)
         return self._reduced(tensors, op, opts)
 
     def _reduced(self, tensors: list[Tensor], op: Operation, opts: Any) -> dist.Work:
@@ -88,7 +96,7 @@ class SharedGroup(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         """From one rank of the group."""
         if self._shared is None or not _fit(tensors):
-            return self._behind.broadcast(tensors, opts)
+            return self._gloo().broadcast(tensors, opts)
         self._tell("broadcast", tensors)
         return _Work([self._shared.broadcast(t, opts.rootRank, asynchronous=opts.asyncOp) for t in _bare(tensors)])
 
@@ -96,15 +104,15 @@ class SharedGroup(dist.ProcessGroup):
         """Into a tensor for each rank."""
         parts = output_tensors[0]
         if self._shared is None or not _fit([*input_tensors, *parts]) or not _alike([*input_tensors, *parts]):
-            return self._behind.allgather(output_tensors, input_tensors, opts)
+            return self._gloo().allgather(output_tensors, input_tensors, opts)
         self._tell("all_gather", parts, input_tensors)
         (own,) = _bare(input_tensors)
         return _Work([self._shared.gather_parts(_bare(parts), own, asynchronous=opts.asyncOp)])
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:  # type: ignore[override]
         """Into one tensor."""
         if self._shared is None or not _fit([output, input]):
-            return self._behind.all_gather_single(output, input, opts)
+            return self._gloo().all_gather_single(output, input, opts)
         return self._gathered([output], [input], opts)
 
     def all_gather_single_coalesced(  # type: ignore[override]
@@ -112,7 +120,7 @@ class SharedGroup(dist.ProcessGroup):
     ) -> Any:
         """Several of these, counted as one message."""
         if self._shared is None or not _fit([*outputs, *inputs]):
-            return self._behind.all_gather_single_coalesced(outputs, inputs, opts)
+            return self._gloo().all_gather_single_coalesced(outputs, inputs, opts)
         return self._gathered(outputs, inputs, opts)
 
     def _gathered(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
@@ -128,7 +136,7 @@ class SharedGroup(dist.ProcessGroup):
         op, parts = _operation(opts), input_tensors[0]
         all_of_them = [*output_tensors, *parts]
         if self._shared is None or op is None or not _fit(all_of_them) or not _alike(all_of_them):
-            return self._behind.reduce_scatter(output_tensors, input_tensors, opts)
+            return self._gloo().reduce_scatter(output_tensors, input_tensors, opts)
         self._tell("reduce_scatter", output_tensors, parts)
         (own,) = _bare(output_tensors)
         return _Work([self._shared.scatter_parts(own, _bare(parts), op, asynchronous=opts.asyncOp)])
@@ -137,7 +145,7 @@ class SharedGroup(dist.ProcessGroup):
         """From one tensor."""
         op = _operation(opts)
         if self._shared is None or op is None or not _fit([output, input]):
-            return self._behind.reduce_scatter_single(output, input, opts)
+            return self._gloo().reduce_scatter_single(output, input, opts)
         return self._scattered([output], [input], op, opts)
 
     def reduce_scatter_single_coalesced(  # type: ignore[override]
@@ -146,7 +154,7 @@ class SharedGroup(dist.ProcessGroup):
         """Several of these, counted as one message."""
         op = _operation(opts)
         if self._shared is None or op is None or not _fit([*outputs, *inputs]):
-            return self._behind.reduce_scatter_single_coalesced(outputs, inputs, opts)
+            return self._gloo().reduce_scatter_single_coalesced(outputs, inputs, opts)
         return self._scattered(outputs, inputs, op, opts)
 
     def _scattered(self, outputs: list[Tensor], inputs: list[Tensor], op: Operation, opts: Any) -> dist.Work:
@@ -158,22 +166,22 @@ class SharedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any) -> Any:  # type: ignore[override]
         """An exchange of words."""
         if self._shared is None:
-            return self._behind.barrier(opts)
+            return self._gloo().barrier(opts)
         self._tell("barrier", ())
         self._shared.barrier()
         return _Work(())
 
     def all_to_all_single(self, *args: Any) -> Any:
         """Gloo's."""
-        return self._behind.all_to_all_single(*args)
+        return self._gloo().all_to_all_single(*args)
 
     def send(self, *args: Any) -> Any:
         """Gloo's."""
-        return self._behind.send(*args)
+        return self._gloo().send(*args)
 
     def recv(self, *args: Any) -> Any:
         """Gloo's."""
-        return self._behind.recv(*args)
+        return self._gloo().recv(*args)
 
     def _tell(self, kind: str, first: Iterable[Tensor], second: Iterable[Tensor] = ()) -> None:
         for listener in self.listeners:
@@ -221,7 +229,6 @@ def open_group(parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.Proce
     Elsewhere it is a group over Gloo. Collective: all ranks of the run, with the same `parts`.
     Raises: LaunchError, on every rank of a part, where they are on one host and cannot map each other's memory.
     """
-    # Known to torch from here on, under this name.
     dist.Backend.register_backend(NAME, SharedGroup, devices=["cpu"])
     found = None
     for ranks in parts:

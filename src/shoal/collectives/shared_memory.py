@@ -229,6 +229,12 @@ class SharedMemory(Collective):
         """One exchange of words."""
         self._call(_Call(_HEADER.pack(_KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
 
+    def settle(self) -> None:
+        """Waits until all that was called is done, before the ranks meet in another way. Collective: as the calls."""
+        state = self._state
+        while state.queue or state.backlog:
+            self._complete((state.backlog or state.queue)[-1])
+
     def close(self) -> None:
         """Forgets the memory: it goes with the last tensor in it."""
         self._peers.close()

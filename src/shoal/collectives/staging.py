@@ -58,15 +58,7 @@ class Workplace:
     def mailboxes(self, number: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """Every rank's mailbox of a call."""
         slot = number % NUM_HEADERS
-        key = (slot, numel, dtype)
-        found = self._views.get(key)
-        if found is None:
-            if len(self._views) >= MAX_CACHED:
-                self._views.clear()
-            offset = PAGE_BYTES + slot * _BOX_BYTES
-            found = [self._control.tensor(r, offset, numel, dtype) for r in range(self._world_size)]
-            self._views[key] = found
-        return found
+        return self._at(PAGE_BYTES + slot * _BOX_BYTES, numel, dtype)
 
     def reduce(self, values: list[Tensor], out: Tensor, op: Operation) -> None:
         """out = the values in the order of the ranks; `out` is none of them, or the first."""
@@ -117,6 +109,8 @@ class Workplace:
         key = (offset, numel, dtype)
         found = self._views.get(key)
         if found is None:
+            if len(self._views) >= MAX_CACHED:
+                self._views.clear()
             found = [self._control.tensor(r, offset, numel, dtype) for r in range(self._world_size)]
             self._views[key] = found
         return found

@@ -168,11 +168,20 @@ class Search:
 
     def _of_microbatch(self, costs: Costs, alone: Cut, group: Group) -> Whole:
         """A group where a rank has all stages."""
-        # The most replicas whose share is not less: no other plan of these microbatches is divided further.
-        place, way = Place(self.space.most_replicas(group.grains), alone), Way(*group)
+        place, way = Place(self._most_replicas(costs, alone, group.grains), alone), Way(*group)
         num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
-        plan = self.space.plan(place, way)
-        return Whole(group, costs.least_seconds(plan), num_bytes, costs.parts(plan))
+        plan, microbatches = self.space.plan(place, way), -(-self.space.share(place) // group.grains)
+        return Whole(group, costs.least_seconds(plan) / microbatches, num_bytes, costs.parts(plan))
+
+    def _most_replicas(self, costs: Costs, alone: Cut, grains: int) -> int:
+        """The most replicas whose share is not less, of devices that cost this: no plan of them is divided further.
+
+        A lone rank of a host of cores may have all of them, and so cost something else than many.
+        """
+        most, size = self.space.most_replicas(grains), Place(1, alone).devices
+        if self.costs(most * size) is costs:
+            return most
+        return max((n for n in range(1, most + 1) if self.costs(n * size) is costs), default=1)
 
     def _most_divided(self, place: Place, way: Way) -> list[Plan]:
         """The plans of a family of which one needs the fewest bytes."""

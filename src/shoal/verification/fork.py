@@ -44,7 +44,7 @@ def trace_forked(make: Make, plan: Plan, folder: Path, num_steps: int, num_threa
     """
 
     def trace(ranks: Plan, into: Path, environment: Environment) -> None:
-        prepare_process(ranks.execution.exact, None, ranks.shards_model)
+        prepare_process(ranks.execution.exact, None)
         if not ranks.execution.exact:
             torch.set_num_threads(num_threads)
         trace_rank(*make(ranks), environment, into, num_steps)

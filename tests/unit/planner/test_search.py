@@ -306,6 +306,26 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
             assert not predicted.fits
 
 
+def test_the_bounds_of_one_rank_know_that_it_may_have_all_cores() -> None:
+    profile = transformer(layers=2, width=256, ffn=512, vocabulary=512, positions=64, heads=4)
+    one = gpus(1, 2)
+    twice = {dtype: 2 * flops for dtype, flops in one.device.flops.items()}
+    fast = replace(one.device, flops=twice, memory_bytes_per_second=2 * one.device.memory_bytes_per_second)
+    cluster = replace(one, alternatives={1: fast})
+    work = Workload(profile, 8, 8)
+    space = Space(Plan(), facts(8, layers=2, heads=4, positions=64), counts(cluster))
+    search = Search(space, costs_of(work, cluster), work.grain_size)
+    for place in (p for places in search.by_devices.values() for p in places):
+        for least, whole in search.groups(place):
+            for way in space.ways(place, whole.group):
+                for plan in space.plans(place, way):
+                    found = search.costs(place.devices).predict(plan)
+                    assert least + search.beside(place) <= found.step_seconds * (1 + 1e-9), (place, way)
+    every = [search.costs(n).predict(plan) for n in (1, 2) for plan in every_plan(space.at(n))]
+    best = min(p.step_seconds for p in every if p.fits)
+    assert next(search.in_order(Aim())).seconds == pytest.approx(best, rel=1e-12)
+
+
 def test_the_real_search_is_exact(real: tuple[Space, Workload, Search]) -> None:
     space, _, search = real
     on_two = space.at(2)
