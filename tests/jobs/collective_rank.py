@@ -293,7 +293,21 @@ def scenario_group() -> Iterator[Any]:
     calls = used.count
     for (name, wanted), (_, own) in zip(handed(over_gloo), handed(shared), strict=True):
         same(own, wanted, name)
-    yield {"through shared memory": calls, "of Gloo's": used.count - calls, "apart": apart()}
+    of_gloos = used.count - calls
+    in_two_ways(shared)
+    yield {"through shared memory": calls, "of Gloo's": of_gloos, "apart": apart()}
+
+
+def in_two_ways(group: dist.ProcessGroup) -> None:
+    """The first rank waits for a call only after the next one, which is Gloo's, and the others before it."""
+    summed, told = torch.full((400_000,), float(RANK)), torch.tensor([RANK == 0])
+    handle = dist.all_reduce(summed, group=group, async_op=True)
+    if RANK != 0:
+        handle.wait()
+    dist.broadcast(told, 0, group=group)
+    handle.wait()
+    same(summed, torch.full_like(summed, float(sum(range(WORLD)))), "a sum beside a broadcast")
+    assert told.item()
 
 
 class Used:

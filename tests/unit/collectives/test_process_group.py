@@ -32,7 +32,7 @@ HANDED = (
 def test_nothing_is_left_to_a_base_class_that_keeps_the_lock(name: str) -> None:
     method = vars(SharedGroup)[name]
     assert "super" not in method.__code__.co_names
-    assert "_behind" in method.__code__.co_names
+    assert "_gloo" in method.__code__.co_names
 
 
 def test_reductions_by_their_names() -> None:
