@@ -1,12 +1,13 @@
 """Claim: docs/small-steps.md. What a step of nine small jobs took on 1 and 2 processes, beside what was predicted.
 
 `python -m benchmarks.small_steps` measures the machine (`shoal bench`), plans each job for it under each layout, and
-runs the same plans by `shoal run`, in several trials in turn. It writes a row each to results/small_steps.csv: least,
-lower quartile, median and ninth decile of the seconds of a step (the first ones of each trial left out), the prediction
-and its terms, the median of each span on rank 0, and the peak of a rank's resident memory. `others` is the share of the
-cores that other programs used meanwhile: rows of a machine that is not idle say little. A virtual machine's cores are
-not equally fast at all times: `pace` is how fast a product and a stream of memory ran on both cores around the row's
-trials, next to the same around `shoal bench`. `--page` writes docs/small-steps.md from the rows.
+runs the same plans by `shoal run`, once each; several such rounds, since a virtual machine's cores are not equally fast
+at all times. It writes a row each to results/small_steps.csv: least, lower quartile, median and ninth decile of the
+seconds of a step (the first ones of each run left out), the median prediction of the rounds and its terms, the median
+over the rounds of what each was wrong by (`error`), the median of each span on rank 0, and the peak of a rank's
+resident memory. `others` is the share of the cores that other programs used meanwhile: rows of a machine that is not
+idle say little. `pace` is how fast a product and a stream of memory ran on both cores around the row's runs, next to
+the same around the round's `shoal bench`. `--page` writes docs/small-steps.md from the rows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,8 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "pipeline": {"layout": {"pipeline": 2}, "batch": {"grains_per_microbatch": 2}},
 }
 _GRAINS = 8
-_NEAR, _QUIET = 0.15, 0.1
+_WHOLE = ("1", "data")
+_NEAR, _NEAR_BYTES, _QUIET = 0.15, 0.1, 0.1
 
 
 def plan_of(layout: str) -> Plan:
@@ -147,26 +150,39 @@ def around(what: Callable[[], Any]) -> tuple[Any, float]:
     return found, (before + pace()) / 2.0
 
 
-# Of one run: its records, the share of the cores that others used, and the pace around it over that around the bench.
-Trial = tuple[list[dict[str, Any]], float, float]
+@dataclass(frozen=True)
+class Round:
+    """Of one run: what was predicted, its records, the cores' share of others, and its pace over that of the bench."""
+
+    told: dict[str, Any]
+    records: list[dict[str, Any]]
+    others: float
+    pace: float
+
+    @property
+    def ratio(self) -> float:
+        """What was predicted over what it took."""
+        median: float = statistics.median(float(record["seconds"]) for record in self.records)
+        return float(self.told["predicted_s"]) / median
 
 
-def summarised(name: str, layout: str, told: Mapping[str, Any], trials: Sequence[Trial]) -> dict[str, Any]:
+def summarised(name: str, layout: str, rounds: Sequence[Round]) -> dict[str, Any]:
     """A row of the table."""
-    records = [record for found, _, _ in trials for record in found]
+    records = [record for one in rounds for record in one.records]
     seconds = sorted(float(record["seconds"]) for record in records)
-    median = statistics.median(seconds)
-    row: dict[str, Any] = {"job": name, "settings": " ".join(JOBS[name][0]), "layout": layout, **told}
-    at = statistics.mean(speed for _, _, speed in trials)
-    row |= {"error": round(told["predicted_s"] / median - 1, 4), "pace": round(at, 3)}
-    row |= {"error_at_pace": round(told["predicted_s"] / (median * at) - 1, 4)}
-    row |= {"trials": len(trials), "steps": len(seconds), "least_s": round(seconds[0], 6)}
-    row |= {"quartile_s": round(seconds[len(seconds) // 4], 6), "median_s": round(median, 6)}
+    row: dict[str, Any] = {"job": name, "settings": " ".join(JOBS[name][0]), "layout": layout}
+    row |= {key: round(statistics.median(one.told[key] for one in rounds), 6) for key in rounds[0].told}
+    row |= {"error": round(statistics.median(one.ratio for one in rounds) - 1, 4)}
+    row |= {"errors": " ".join(f"{one.ratio - 1:+.3f}" for one in rounds)}
+    row |= {"pace": round(statistics.mean(one.pace for one in rounds), 3)}
+    row |= {"error_at_pace": round(statistics.median(one.ratio / one.pace for one in rounds) - 1, 4)}
+    row |= {"rounds": len(rounds), "steps": len(seconds), "least_s": round(seconds[0], 6)}
+    row |= {"quartile_s": round(seconds[len(seconds) // 4], 6), "median_s": round(statistics.median(seconds), 6)}
     row |= {"p90_s": round(seconds[int(0.9 * (len(seconds) - 1))], 6)}
     for span in records[0]["spans"]:
         row[f"{span}_s"] = round(statistics.median(record["spans"][span] for record in records), 6)
     row["memory_bytes"] = max(int(record["memory_bytes"]) for record in records)
-    row["others"] = round(statistics.mean(share for _, share, _ in trials), 2)
+    row["others"] = round(statistics.mean(one.others for one in rounds), 2)
     return row
 
 
@@ -177,12 +193,12 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
         "",
         "Generated by `python -m benchmarks.small_steps --page` on two cores of an AMD EPYC (a virtual machine),",
         "torch 2.13, float32: each plan of each job as predicted from what `shoal bench` had just measured, and as",
-        "it then ran. Milliseconds; measured is the median over all steps but the first three of each trial, with",
-        "lower quartile and ninth decile beside it. No time of these runs went into a prediction; of the memory",
-        "one constant is from rows of layouts 1 and data ([heap](planner.md#constants)). *Pace* is how fast a",
-        "product and a stream of memory ran on both cores around the trials, next to the same around `shoal",
-        "bench`: the machine's own drift; *at that pace* is the error without it. *Others* is the share of the",
-        "cores that other programs had meanwhile: beyond a tenth a row says little.",
+        "it then ran, in several rounds of both. Milliseconds; measured is the median over all steps but the first",
+        "three of each run, with lower quartile and ninth decile beside it. *Error* is the median of the rounds'. No",
+        "time of these runs went into a prediction; of the memory one constant is from rows of layouts 1 and data",
+        "([heap](planner.md#constants)). *Pace* is how fast a product and a stream of memory ran on both cores around",
+        "the runs, next to the same around `shoal bench`: the machine's own drift; *at that pace* is the error without",
+        "it. *Others* is the share of the cores that other programs had meanwhile: beyond a tenth a row says little.",
         "",
         "| Job | Layout | Predicted | Measured | Quartile to p90 | Error | Pace | At that pace | Predicted MB "
         "| Resident MB | Others |",
@@ -204,16 +220,22 @@ def page(rows: Sequence[Mapping[str, Any]]) -> str:
 def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """How often the prediction was right."""
     found = []
+    loud = sum(float(row["others"]) > _QUIET for row in rows)
+    if loud:
+        found.append(f"Left out of what follows: {loud} rows of which others had more than {_QUIET:.0%}.")
     quiet = [row for row in rows if float(row["others"]) <= _QUIET]
-    for what, chosen in (("rows", rows), (f"rows of which others had no more than {_QUIET:.0%}", quiet)):
+    whole = [row for row in quiet if row["layout"] in _WHOLE]
+    divided = [row for row in quiet if row["layout"] not in _WHOLE]
+    for what, chosen in (("rows of the whole model on each rank", whole), ("rows of layouts that divide it", divided)):
         told = []
         for key, at in (("error", ""), ("error_at_pace", " at the bench's pace")):
             errors = [abs(float(row[key])) for row in chosen]
             if errors:
                 near = sum(error <= _NEAR for error in errors)
                 told.append(f"{near} within {_NEAR:.0%}, median error {statistics.median(errors):.0%}{at}")
+        near = sum(abs(int(row["predicted_bytes"]) / int(row["memory_bytes"]) - 1) <= _NEAR_BYTES for row in chosen)
         if told:
-            found.append(f"Of {len(chosen)} {what}: {'; '.join(told)}.")
+            found.append(f"Of {len(chosen)} {what}: {'; '.join(told)}; memory of {near} within {_NEAR_BYTES:.0%}.")
     by_job = {(row["job"], row["layout"]): row for row in quiet}
     jobs = [job for job in JOBS if (job, "1") in by_job and (job, "data") in by_job]
 
@@ -222,16 +244,24 @@ def _told(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
     right = sum(alone_is_faster(job, "median_s") == alone_is_faster(job, "predicted_s") for job in jobs)
     if jobs:
+        lost = [_lost(by_job[job, "1"], by_job[job, "data"]) for job in jobs]
         found.append(
-            f"One process or two: the faster one was predicted for {right} of the {len(jobs)} jobs with two such rows."
+            f"One process or two: the faster one was predicted for {right} of the {len(jobs)} jobs with two such rows; "
+            f"the predicted one took {max(lost):.1%} longer than the faster one at most."
         )
     return found
+
+
+def _lost(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """By how much the one that was predicted to be faster is slower than the faster one."""
+    chosen = min(one, other, key=lambda row: float(row["predicted_s"]))
+    return float(chosen["median_s"]) / min(float(row["median_s"]) for row in (one, other)) - 1
 
 
 def main() -> None:
     """Predicts and measures what is asked for, prints each row and writes the table; other rows stay."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--jobs", nargs="+", default=list(JOBS), choices=list(JOBS))
     parser.add_argument("--layouts", nargs="+", default=["1", "data"], choices=list(LAYOUTS))
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -241,30 +271,29 @@ def main() -> None:
     if options.pace:
         print(pace_of_a_core())
         return
-    command = [sys.executable, "-m", "shoal", "bench"]
-    _, reference = around(lambda: subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL))
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     if options.out.exists():
         with options.out.open(newline="", encoding="utf-8") as file:
             rows = {(row["job"], row["layout"]): dict(row) for row in csv.DictReader(file)}
-    for name in options.jobs:
-        told = predicted(name, options.layouts)
-        turns: dict[str, list[Trial]] = {layout: [] for layout in options.layouts}
-        for _, layout in itertools.product(range(options.trials), options.layouts):
-            (records, others), speed = around(partial(trial, name, layout))
-            turns[layout].append((records, others, speed / reference))
-        for layout in options.layouts:
-            row = summarised(name, layout, told[layout], turns[layout])
-            print(row, flush=True)
-            rows[name, layout] = row
-        order = {key: number for number, key in enumerate((job, layout) for job in JOBS for layout in LAYOUTS)}
-        ordered = [rows[key] for key in sorted(rows, key=lambda key: order[key])]
-        with options.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(ordered[0]))
-            writer.writeheader()
-            writer.writerows(ordered)
+    rounds: dict[tuple[str, str], list[Round]] = {}
+    command = [sys.executable, "-m", "shoal", "bench"]
+    for _ in range(options.rounds):
+        _, reference = around(lambda: subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL))
+        for name in options.jobs:
+            told = predicted(name, options.layouts)
+            for layout in options.layouts:
+                (records, others), speed = around(partial(trial, name, layout))
+                one = Round(told[layout], records, others, speed / reference)
+                rounds.setdefault((name, layout), []).append(one)
+                print(name, layout, f"{one.ratio - 1:+.1%}, {others:.0%} by others, pace {one.pace:.2f}", flush=True)
+    rows |= {(name, layout): summarised(name, layout, found) for (name, layout), found in rounds.items()}
+    ordered = [rows[key] for key in itertools.product(JOBS, LAYOUTS) if key in rows]
+    with options.out.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(ordered[0]))
+        writer.writeheader()
+        writer.writerows(ordered)
     if options.page:
-        PAGE.write_text(page(list(rows.values())), encoding="utf-8")
+        PAGE.write_text(page(ordered), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,15 +15,22 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from shoal.collectives.base import Collective, Team
+from shoal.collectives.choose import open_collective
+from shoal.collectives.compression import Compression
+from shoal.plan.plan import CompressionSection
+
 RATE = "1gbit"
 HOSTS, ADDRESSES, LINKS = ("shoal-a", "shoal-b"), ("10.77.0.1", "10.77.0.2"), ("shoal-va", "shoal-vb")
 SIZES, REPEATS = (1_000_000, 4_000_000, 16_000_000), 5
+SCHEMES = ("none", "bfloat16", "int8")
 
 
 def ip(*words: str) -> None:
@@ -49,33 +56,52 @@ def crossed() -> int:
     return sum(int((folder / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
 
 
-def rank() -> None:
-    from shoal.collectives.base import Team
-    from shoal.collectives.choose import open_collective
+def summing(collective: Collective, scheme: str, tensor: torch.Tensor) -> Callable[[], object]:
+    """The sum of a tensor over all ranks, in place: as it is, or compressed as a step's gradients are."""
+    if scheme == "none":
+        return lambda: collective.all_reduce(tensor)
+    compression = Compression(collective, scheme, CompressionSection(feedback=False, guard_every=0))
+    compression.add([0], [tuple(tensor.shape)], tensor.device)
 
+    def call() -> None:
+        compression.begin(1)
+        compression.arm(1.0)
+        compression.start(0, tensor)
+        compression.drain()
+
+    return call
+
+
+def rank() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
+    cpu, timeout = torch.device("cpu"), timedelta(seconds=100)
     names = ("native", "ring", "hierarchical")
-    opened = {n: open_collective(n, Team(), torch.device("cpu"), timedelta(seconds=100)) for n in names}
+    opened = {name: open_collective(name, Team(), cpu, timeout) for name in names}
+    ways = [(name, scheme) for scheme in SCHEMES for name in names if scheme == "none" or name != "ring"]
     for size in SIZES:
+        seconds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+        moved = dict.fromkeys(ways, 0)
         tensors = {name: collective.allocate(size // 4, torch.float32) for name, collective in opened.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        moved = dict.fromkeys(names, 0)
+        sums = {way: summing(opened[way[0]], way[1], tensors[way[0]]) for way in ways}
         for _ in range(REPEATS):
-            for name, collective in opened.items():
+            for way, call in sums.items():
+                tensors[way[0]].normal_(generator=torch.Generator().manual_seed(dist.get_rank()))
                 dist.barrier()
                 before, began = crossed(), time.perf_counter()
-                collective.all_reduce(tensors[name])
-                seconds[name].append(time.perf_counter() - began)
+                call()
+                seconds[way].append(time.perf_counter() - began)
                 dist.barrier()
-                moved[name] += crossed() - before
-        for name in names if dist.get_rank() == 0 else ():
-            low, median, high = min(seconds[name]), statistics.median(seconds[name]), max(seconds[name])
+                moved[way] += crossed() - before
+        for way in ways if dist.get_rank() == 0 else ():
+            low, median, high = min(seconds[way]), statistics.median(seconds[way]), max(seconds[way])
             times = f"{median * 1e3:.0f} ms ({low * 1e3:.0f} to {high * 1e3:.0f})"
+            name = way[0] if way[1] == "none" else ", ".join(way)
             print(
-                f"{size / 1e6:5.0f} MB  {name:14}{times:24}{moved[name] / REPEATS / 1e6:8.2f} MB over the link",
+                f"{size / 1e6:5.0f} MB  {name:24}{times:24}{moved[way] / REPEATS / 1e6:8.2f} MB over the link",
                 flush=True,
             )
+        del sums
         for name, collective in opened.items():
             collective.release(tensors.pop(name))
     dist.barrier()

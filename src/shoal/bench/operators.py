@@ -26,7 +26,7 @@ def operators() -> Iterator[Probe]:
     """A probe for each operator, named after it; the optimizer's update is called so."""
     for make in (*_elementwise(), *_rows(), *_images(), *_moves(), _update):
         name, work = _described(make())
-        yield Probe(f"operator.{name}", work, make, graph=False)
+        yield Probe(f"operator.{name}", work, make, graph=False, operand_bytes=work)
 
 
 def _described(call: Call) -> tuple[str, float]:

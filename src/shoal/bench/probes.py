@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from shoal.hardware import intensity
 from shoal.narrow import ProductsInFloat32, is_slow
@@ -51,7 +52,9 @@ _STREAMS = {
     "cuda": tuple(1 << power for power in (15, 18, 20, 22, 24, 26, 28, 29, 30)),
 }
 _IMAGES_A_BATCH, _FEW_IMAGES = 32, 16
-_CHAIN = 16  # operators of the chain that shows what starting one takes
+# A chain of layers that compute next to nothing shows what starting an operator takes, views and bookkeeping included:
+# of each a profile counts a product, and three operators in its backward.
+LAYER_OPERATORS, _CHAIN, _CHAIN_WIDTH = 4, 8, 8
 # Large enough that each device is past its start-up, small enough for a core: positions of attention, by kind.
 _POSITIONS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (4096,)}
 _TOKENS = {"cpu": 1024, "cuda": 4096}  # of all sequences
@@ -61,7 +64,8 @@ _TOKENS = {"cpu": 1024, "cuda": 4096}  # of all sequences
 class Probe:
     """`make` gives the call to time; one call does `work`: FLOPs, bytes, operators.
 
-    `size` is where on a curve it stands. Probes of one `name` come in growing size.
+    `size` is where on a curve it stands. Probes of one `name` come in growing size. `operand_bytes` of a call are not
+    in a core's own caches when a step comes to it: on a CPU many such calls, each on its own, take turns.
     """
 
     name: str
@@ -70,6 +74,7 @@ class Probe:
     size: float = 0.0  # 0: the work
     graph: bool = True  # whether a GPU may replay many calls without the host
     ranks: int = 1 << 30  # the first so many take part; the others' calls do nothing
+    operand_bytes: float = 0.0  # 0: the same operands every time
 
     @property
     def place(self) -> float:
@@ -112,20 +117,20 @@ def _overheads(device: torch.device) -> Iterator[Probe]:
         return lambda: torch.mm(a, a)
 
     def chain() -> Call:
-        x, scale = _tensor(16, device=device).requires_grad_(), _tensor(16, device=device)
+        layers = nn.Sequential(*(nn.Linear(_CHAIN_WIDTH, _CHAIN_WIDTH) for _ in range(_CHAIN))).to(device)
+        x = _tensor(1, _CHAIN_WIDTH, device=device).requires_grad_()
+        gradient, held = torch.ones_like(x), [x, *layers.parameters()]
 
         def call() -> None:
-            y = x
-            for _ in range(_CHAIN // 2):
-                y = torch.relu(y * scale)
-            y.backward(scale)
-            x.grad = None
+            layers(x).backward(gradient)
+            for tensor in held:
+                tensor.grad = None
 
         return call
 
     yield Probe("overhead.stream", 1.0, bare, graph=False)
     yield Probe("overhead.matmul", 1.0, product, graph=False)
-    yield Probe("dispatch", 2.0 * _CHAIN, chain, graph=False)
+    yield Probe("dispatch", float(LAYER_OPERATORS * _CHAIN), chain, graph=False)
     if device.type == "cuda":
         yield Probe("launch", 1.0, bare)
 
@@ -136,7 +141,8 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
             a, b = (_tensor(side, side, device=device, dtype=dtype) for _ in range(2))
             return _as(dtype, device, lambda: torch.mm(a, b))
 
-        return Probe(f"matmul.{dtype}", 2.0 * side**3, make)
+        num_bytes = 3.0 * side * side * _tensor(1, device=device, dtype=dtype).itemsize
+        return Probe(f"matmul.{dtype}", 2.0 * side**3, make, operand_bytes=num_bytes)
 
     return (probe(side) for side in _SIDES)
 

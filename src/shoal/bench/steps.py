@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.bench.probes import LAYER_OPERATORS
 from shoal.catalogue.sums import shares_memory
 from shoal.engine import Options, build
 from shoal.hardware import SHARED_MEMORY
@@ -32,11 +33,11 @@ def tensors(layers: int) -> int:
 
 
 def operators(layers: int) -> int:
-    """What a profile counts of a step: a product a layer, three operators in its backward, and the loss's sum.
+    """What a profile counts of a step: those of its layers, and the loss's sum.
 
     Not traced here, so that what the process holds afterwards is what a run holds.
     """
-    return 4 * layers + 1
+    return LAYER_OPERATORS * layers + 1
 
 
 def steps(mesh: Mesh, quick: bool) -> Iterator[dict[str, Any]]:

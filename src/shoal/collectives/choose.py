@@ -51,9 +51,11 @@ def open_collective(name: str, team: Team, device: torch.device, timeout: timede
         raise not_on(device, name)
     # What a plan does not ask for is not imported.
     if name == "shared_memory":
+        from shoal.collectives.region import places
         from shoal.collectives.shared_memory import SharedMemory
 
-        return SharedMemory(team, timeout)
+        by_rank = places()
+        return SharedMemory(team, timeout, by_rank.count(by_rank[dist.get_rank()]))
     if name == "hierarchical":
         from shoal.collectives.hierarchical import Hierarchical
 

@@ -46,7 +46,7 @@ class Hierarchical(Threaded):
         within = [host for hosts in divided for host in hosts]
         local = team.new_group(within, timeout)
         if len(self.hosts[self._place]) > 1:
-            self._local = SharedMemory(Team(local), timeout)
+            self._local = SharedMemory(Team(local), timeout, by_host.count(by_host[dist.get_rank()]))
         # Every rank is in a part: those that lead no host are by themselves.
         leaders = [[host[0] for host in hosts] for hosts in divided]
         across = [*leaders, *([rank] for host in within for rank in host[1:])]

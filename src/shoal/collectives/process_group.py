@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from shoal.collectives.base import DTYPES, Handle, Operation, Team
-from shoal.collectives.region import place_of_process
+from shoal.collectives.region import places
 from shoal.collectives.shared_memory import SharedMemory, apart
 from shoal.traffic import Listener
 
@@ -235,11 +235,9 @@ def open_group(parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.Proce
         group = dist.new_group(list(ranks), timeout=timeout, backend=NAME)
         if dist.get_rank() in ranks:
             found = group
-    own = torch.tensor(place_of_process(), dtype=torch.int64)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
+    by_rank = places()
     if isinstance(found, SharedGroup) and found.size() > 1:
-        places = [row.tolist() for row in rows]
-        if not apart([places[rank] for rank in dist.get_process_group_ranks(found)]):
-            found.open(timeout, places.count(own.tolist()))
+        own = [by_rank[rank] for rank in dist.get_process_group_ranks(found)]
+        if not apart(own):
+            found.open(timeout, by_rank.count(by_rank[dist.get_rank()]))
     return found

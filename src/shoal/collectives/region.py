@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.collectives import futex
@@ -117,6 +118,14 @@ def place_of_process() -> list[int]:
         return [int(futex.available()), boot, os.stat("/proc/self/ns/pid").st_ino]
     except (OSError, ValueError):
         return [0, 0, 0]
+
+
+def places() -> list[list[int]]:
+    """`place_of_process` of every rank. Collective: all ranks of the run, an all-gather of three numbers."""
+    own = torch.tensor(place_of_process(), dtype=torch.int64)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return [row.tolist() for row in rows]
 
 
 def _refuse_sizes(sizes: list[int]) -> None:

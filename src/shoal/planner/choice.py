@@ -168,7 +168,11 @@ def _reason(search: Search, seen: Seen, place: Place, chosen: Candidate) -> Reje
         return Rejected(str(place), place.devices, f"does not fit by {gib(missing)}")
     if place in seen.refused:
         return Rejected(str(place), place.devices, f"illegal: {seen.refused[place]}")
-    return Rejected(str(place), place.devices, "every plan of it is bounded to be no better for this aim")
+    bounded = "is bounded to be no better for this aim"
+    lacking = seen.missing_bytes.get(place)
+    if lacking is None:
+        return Rejected(str(place), place.devices, f"every plan of it {bounded}")
+    return Rejected(str(place), place.devices, f"what of it fits {bounded}; the rest lacks {gib(lacking)} or more")
 
 
 def compared(other: Candidate, chosen: Candidate) -> str:

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.bench.clock import sample
 from shoal.bench.exchanges import exchanges
-from shoal.bench.probes import Probe, probes
+from shoal.bench.probes import Call, Probe, probes
 from shoal.bench.worker import Budget
 from shoal.mesh import Mesh
 from shoal.plan.layout import Layout
@@ -45,6 +45,19 @@ def test_samples_are_seconds_of_one_call() -> None:
     assert seconds
     assert all(0 <= s < 1 for s in (*seconds, least))
     assert len(calls) > len(seconds)
+
+
+def test_calls_whose_operands_are_to_be_cold_take_turns() -> None:
+    made: list[int] = []
+    called: list[int] = []
+
+    def make() -> Call:
+        made.append(len(made))
+        return lambda number=made[-1]: called.append(number)
+
+    sample(Probe("p", 1.0, make, operand_bytes=1 << 21), CPU, 1e-3)
+    assert made == [0, 1, 2, 3]
+    assert called[:9] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
 
 
 def test_what_would_take_too_long_is_not_tried() -> None:
