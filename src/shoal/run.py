@@ -169,7 +169,8 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
         outcome, served = _trained(engine, (state, num_steps), around, records, course.crew)
         predicted = {} if served is not None else engine.plan.prediction  # the planner knows no servers
-        compared = beside(predicted, course.recent, course.peak_bytes) if predicted.get("terms") else None
+        kind = "gpu" if mesh.device.type == "cuda" else "cpu"
+        compared = beside(predicted, course.recent, course.peak_bytes, kind) if predicted.get("terms") else None
         result = replace(
             _result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared, server=served
         )

@@ -97,7 +97,7 @@ def _deadline(text: str, value: str) -> float:
     if not seconds:
         raise CommandError(
             given=f"--aim {text}",
-            conflict="a deadline is the time of the whole job: a number of s, m, h or d",
+            conflict="a deadline is the time of the whole job: a number above zero of s, m, h or d",
             remedy="write --aim deadline=2h, say",
         )
     return seconds
@@ -111,7 +111,7 @@ def _share(text: str, name: str, value: str) -> float:
     if not 0.0 < share <= 1.0:
         raise CommandError(
             given=f"--aim {text}",
-            conflict="an efficiency is a share in (0, 1]",
+            conflict=f"{name} takes a share in (0, 1]" + ("" if value else ", and there is none"),
             remedy=f"write --aim {name}=0.8 or {name}=80%",
         )
     return share

@@ -51,8 +51,13 @@ class MeasuredStep:
     spans: Mapping[str, float]
 
 
-def beside(predicted: Mapping[str, Any], steps: Iterable[MeasuredStep], peak_bytes: int | None) -> dict[str, Any]:
-    """What a plan predicted beside what the steps of a run took, as JSON; medians without the first steps."""
+def beside(
+    predicted: Mapping[str, Any], steps: Iterable[MeasuredStep], peak_bytes: int | None, device_kind: str
+) -> dict[str, Any]:
+    """What a plan predicted beside what the steps of a run took, as JSON; medians without the first steps.
+
+    `device_kind`: on what it ran, "cpu" or "gpu".
+    """
     counted = list(steps)
     counted = counted[_WARM_UP:] if len(counted) > 2 * _WARM_UP else counted
     terms = predicted.get("terms", {})
@@ -65,6 +70,7 @@ def beside(predicted: Mapping[str, Any], steps: Iterable[MeasuredStep], peak_byt
     }
     return {
         "cluster": predicted.get("cluster"),
+        "device_kind": {"predicted": predicted.get("device_kind"), "measured": device_kind},
         "factors": dict(predicted.get("factors", {})),
         "host_seconds": float(predicted.get("host_seconds", 0.0)),
         "terms": {name: float(seconds) for name, seconds in terms.items()},
@@ -87,7 +93,14 @@ def told(compared: Mapping[str, Any]) -> str:
         if values["measured"] is not None
     )
     whole = f"a step took {step['measured'] * 1e3:.1f} ms, {against(step['measured'], step['predicted'])}"
+    whole += f" for {compared['cluster']}, which is not what it ran on" if is_elsewhere(compared) else ""
     return f"{whole}: {parts}" if parts else whole
+
+
+def is_elsewhere(compared: Mapping[str, Any]) -> bool:
+    """Whether a run was on another kind of device than its plan is for."""
+    kinds = compared.get("device_kind") or {}
+    return kinds.get("predicted") not in (None, kinds.get("measured"))
 
 
 def against(measured: float, predicted: float) -> str:

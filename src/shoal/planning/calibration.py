@@ -13,7 +13,7 @@ import tomli_w
 
 from shoal.catalogue.here import measured_file
 from shoal.errors import RunDirectoryError
-from shoal.planner.comparison import PARTS
+from shoal.planner.comparison import PARTS, is_elsewhere
 from shoal.planner.lessons import (
     CORRECTED,
     LEAST_SHARE,
@@ -142,11 +142,19 @@ def compared(directory: Path) -> dict[str, Any]:
             conflict="there is no result.json in it" if result is None else "its run had no prediction to compare with",
             remedy="give the directory of a run of a plan that `shoal plan` wrote: shoal run JOBFILE --plan plan.toml",
         )
+    if is_elsewhere(found):
+        kinds = found["device_kind"]
+        raise RunDirectoryError(
+            given=f"--learn {directory}",
+            conflict=f"its plan is for {found['cluster']}, a cluster of {kinds['predicted']}s, and it ran on a "
+            f"{kinds['measured']}, which says nothing about that cluster",
+            remedy="give the directory of a run on that cluster; of this machine: shoal plan JOBFILE --cluster here",
+        )
     if found["num_steps"] < LEAST_STEPS:
         raise RunDirectoryError(
             given=f"--learn {directory}",
             conflict=f"its run measured {found['num_steps']} steps after the first ones, and fewer than {LEAST_STEPS} "
             "tell more of the start than of a step",
-            remedy=f"run at least {LEAST_STEPS + 4} steps: shoal run JOBFILE --plan plan.toml --steps 50",
+            remedy="run more of them, 50 say: shoal run JOBFILE --plan plan.toml --steps 50",
         )
     return dict(found)

@@ -38,6 +38,9 @@ def show(answer: Answer, console: Console) -> None:
     for line in lines:
         console.print(line, highlight=False, markup=False)
     _table(console, "Why not", ["layout", "reason"], words.rejected_rows(answer, _NUM_REJECTED), right=set())
+    more = len(answer.choice.rejected) - _NUM_REJECTED
+    if more > 0:
+        console.print(f"... and {more} more: --html FILE has them all", highlight=False, markup=False)
 
 
 def _table(console: Console, title: str, head: list[str], rows: words.Rows, right: set[int]) -> None:

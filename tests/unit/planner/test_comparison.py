@@ -25,7 +25,7 @@ def test_every_term_and_span_is_in_one_part() -> None:
 
 def test_the_first_steps_are_left_out() -> None:
     steps = [step(forward=9.0), step(forward=9.0), *(step(forward=1.0, backward=2.0) for _ in range(5))]
-    found = beside(predicted(compute=2.0, bubble=0.5), steps, 20)
+    found = beside(predicted(compute=2.0, bubble=0.5), steps, 20, "cpu")
     assert found["num_steps"] == 5
     assert found["parts"]["compute"] == {"predicted": 2.5, "measured": 3.0}
     assert found["step_seconds"] == {"predicted": 2.5, "measured": 3.0}
@@ -34,10 +34,17 @@ def test_the_first_steps_are_left_out() -> None:
 
 
 def test_without_spans_the_step_alone_is_compared() -> None:
-    found = beside(predicted(compute=1.0), [MeasuredStep(2.0, {})], None)
+    found = beside(predicted(compute=1.0), [MeasuredStep(2.0, {})], None, "cpu")
     assert found["step_seconds"]["measured"] == 2.0
     assert found["parts"]["compute"]["measured"] is None
     assert told(found).endswith("2 times as long as the 1000.0 predicted")
+
+
+def test_a_run_elsewhere_says_so() -> None:
+    steps = [step(forward=1.0)]
+    planned = {**predicted(compute=1.0), "cluster": "8xH100", "device_kind": "gpu"}
+    assert "8xH100, which is not what it ran on" in told(beside(planned, steps, None, "cpu"))
+    assert "not what" not in told(beside(planned, steps, None, "gpu"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from shoal.planner.workload import TERMS
 
 
 def seen(told: dict, *, factors: dict | None = None, host: float = 0.0, **spans: float) -> Observation:
-    return observation(beside({**told, "factors": factors or {}, "host_seconds": host}, [step(**spans)], None))
+    return observation(beside({**told, "factors": factors or {}, "host_seconds": host}, [step(**spans)], None, "cpu"))
 
 
 def test_every_term_is_corrected_by_one_name() -> None:

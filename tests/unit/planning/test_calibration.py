@@ -47,6 +47,17 @@ def test_lessons_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert len(observations("8xH100")) == 3
 
 
+def test_a_run_on_another_kind_of_device_teaches_nothing(tmp_path: Path) -> None:
+    folder = run(tmp_path / "a", 1.0, 1.0)
+    result = Path(folder) / "result.json"
+    document = json.loads(result.read_text())
+    document["prediction"]["device_kind"] = {"predicted": "gpu", "measured": "cpu"}
+    result.write_text(json.dumps(document))
+    with pytest.raises(RunDirectoryError, match=r"for 8xH100, a cluster of gpus, and it ran on a cpu"):
+        learn_from([folder])
+    assert not observations("8xH100")
+
+
 def test_a_few_steps_teach_nothing(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"9 steps .* fewer than 10"):
         learn_from([run(tmp_path / "a", 1.0, 1.0, steps=9)])
