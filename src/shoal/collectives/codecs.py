@@ -7,14 +7,13 @@ results do not depend on the number of threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from shoal.collectives.base import Collective, Handle
-from shoal.plan.plan import CompressionSection
 from shoal.planner.compressed import INT8_LEVELS, num_kept
 
 # Twice below the largest float16, since the scale is rounded down to a power of two: nothing overflows in the sum.
@@ -218,22 +217,3 @@ def _peaks(rows: Tensor) -> Tensor:
     """
     found: Tensor = torch.linalg.vector_norm(rows, torch.inf, dim=1)
     return found.nan_to_num_(torch.inf, torch.inf)
-
-
-def make_codec(scheme: str, options: CompressionSection, wire: Wire, shapes: Sequence[tuple[int, ...]]) -> Codec:
-    """The codec of a plan's `collectives.compression` for a vector of tensors of these shapes, one after the other.
-
-    Collective: as `Wire.allocate`.
-    """
-    numel = sum(torch.Size(shape).numel() for shape in shapes)
-    if scheme == "bfloat16":
-        return BFloat16(wire, numel)
-    if scheme == "float16":
-        return Float16(wire, numel)
-    if scheme == "int8":
-        return Int8(wire, numel, options.block)
-    if scheme == "topk":
-        return TopK(wire, numel, options.density)
-    from shoal.collectives.power_sgd import PowerSGD
-
-    return PowerSGD(wire, shapes, options.rank)

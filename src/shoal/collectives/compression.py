@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.base import Collective, Handle
-from shoal.collectives.codecs import Codec, Wire, make_codec
+from shoal.collectives.codecs import BFloat16, Codec, Float16, Int8, TopK, Wire
 from shoal.collectives.guard import Comparison, Tally
 from shoal.collectives.power_sgd import PowerSGD
 from shoal.plan.conflicts import FED_BACK
@@ -45,6 +45,23 @@ class _Bucket:
     @property
     def numel(self) -> int:
         return sum(self.sizes)
+
+
+def make_codec(scheme: str, options: CompressionSection, wire: Wire, shapes: Sequence[tuple[int, ...]]) -> Codec:
+    """The codec of a plan's `collectives.compression` for a vector of tensors of these shapes, one after the other.
+
+    Collective: as `Wire.allocate`.
+    """
+    numel = sum(torch.Size(shape).numel() for shape in shapes)
+    if scheme == "bfloat16":
+        return BFloat16(wire, numel)
+    if scheme == "float16":
+        return Float16(wire, numel)
+    if scheme == "int8":
+        return Int8(wire, numel, options.block)
+    if scheme == "topk":
+        return TopK(wire, numel, options.density)
+    return PowerSGD(wire, shapes, options.rank)
 
 
 class Compression:

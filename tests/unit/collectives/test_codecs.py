@@ -12,7 +12,8 @@ from tests.unit.collectives.threads import on_ranks
 from torch import Tensor
 
 from shoal.collectives.base import Collective, Handle
-from shoal.collectives.codecs import Wire, make_codec
+from shoal.collectives.codecs import Wire
+from shoal.collectives.compression import make_codec
 from shoal.collectives.power_sgd import _orthogonal, folded_sum
 from shoal.plan.plan import CompressionSection
 from shoal.planner.compressed import INT8_LEVELS
