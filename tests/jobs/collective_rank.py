@@ -343,10 +343,10 @@ def scenario_group_fault(what: str) -> Iterator[Any]:
 
 def apart() -> int:
     """What ranks do in shared memory that say that they are on different hosts: nothing, the group is over Gloo."""
-    place = process_group.place_of_process
-    process_group.place_of_process = lambda: [1, RANK, 0]  # another host each
+    places = process_group.places
+    process_group.places = lambda: [[1, rank, 0] for rank in range(WORLD)]  # another host each
     group = open_group([list(range(WORLD))], timedelta(seconds=50))
-    process_group.place_of_process = place
+    process_group.places = places
     assert isinstance(group, SharedGroup)
     used, tensor = Used(group), torch.ones(1000)
     dist.all_reduce(tensor, group=group)
