@@ -8,7 +8,12 @@ import argparse
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options; those without help are what the command gives the processes that it starts."""
     parser.add_argument(
-        "what", nargs="?", choices=["machine", "collectives"], default="machine", help="all-reduces side by side"
+        "what",
+        nargs="?",
+        choices=["machine", "collectives"],
+        default="machine",
+        help="machine (default): all that `shoal plan` reads; collectives: every all-reduce side by side, and with them "
+        "what `auto` chooses by",
     )
     parser.add_argument("--sizes", metavar="LIST", help="of collectives, in bytes (default: 1K to 256M)")
     parser.add_argument("-o", "--out", metavar="FILE", help="write the cluster file here too (TOML)")

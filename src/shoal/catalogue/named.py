@@ -33,9 +33,15 @@ def cluster(text: str) -> Cluster:
     if text.endswith(".toml"):
         return load(text)
     parts = _NAME.fullmatch(text.strip())
-    if parts is None or "0" in (parts[1], parts[2]):
+    if parts is None:
         raise unknown("cluster", text, names(devices()))
     first, second, name, modifiers = parts.groups()
+    if any(count and not int(count) for count in (first, second)):
+        raise HardwareError(
+            given=f"cluster {text!r}",
+            conflict="it has no device",
+            remedy=f"write how many there are, from 1 on: 8x{name}",
+        )
     host = _host(name)
     num_hosts, per_host = _counts(text, host, find(name, devices()) is not None, (first, second))
     found = _built(text, host, num_hosts, per_host)
