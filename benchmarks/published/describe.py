@@ -62,8 +62,19 @@ _MEGATRON = Framework(
         **_OTHERS,
     ),
 )
+# Megatron-Core and what is built on it (NeMo, Megatron Bridge): no dropout, cuDNN's attention, which is as fast as
+# FlashAttention-3 on Hopper (arXiv 2407.08608, figure 5).
+_MEGATRON_CORE = dataclasses.replace(
+    _MEGATRON, dropout=0.0, program=dataclasses.replace(_MEGATRON.program, attention="flash3")
+)
 FRAMEWORKS = (
+    ("nemo", _MEGATRON_CORE),
+    ("bridge", _MEGATRON_CORE),
+    ("megatron-core", _MEGATRON_CORE),
+    ("megatron core", _MEGATRON_CORE),
     ("megatron", _MEGATRON),
+    # torchtitan: fully_shard sums gradients in float32 (MixedPrecisionPolicy(reduce_dtype=torch.float32)).
+    ("torchtitan", Framework(reduce="float32")),
     # nanotron: gradients are summed in float32 (FP32GradientAccumulator) beside DDP's buckets; a stage takes blocks
     # until the FLOPs pass its share (nanotron/models/base.py); gathered inputs are kept unless tp_recompute_allgather;
     # norm and rotation are fused kernels of flash-attn.
@@ -100,7 +111,7 @@ def framework(row: Row) -> Framework:
 def precision(row: Row, facts: Framework) -> PrecisionSection:
     """Parameters and products of one narrow dtype, as all of these programs have them by the time they multiply."""
     kind = row.get("precision_kind") or row.get("precision", "")
-    dtype = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}.get(kind[:4], "float32")
+    dtype = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16", "fp4": "bfloat16"}.get(kind[:4], "float32")
     if dtype == "float32" and ("16" in kind or "amp" in kind):
         dtype = "bfloat16" if "bf16" in kind else "float16"
     return PrecisionSection(parameters=dtype, compute=dtype, reduce=facts.reduce or dtype)  # type: ignore[arg-type]
@@ -123,7 +134,8 @@ def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
     if any(word in told or word in name for word in ("swiglu", "mistral", "qwen", "rmsnorm")):
         family = "llama"
     # Megatron-LM had no fused attention before 2023, and where a row does not say, it is of before.
-    unfused = row.get("attention_kind") == "unfused" or (not row.get("attention_kind") and is_megatron)
+    is_old = is_megatron and facts is not _MEGATRON_CORE
+    unfused = row.get("attention_kind") == "unfused" or (not row.get("attention_kind") and is_old)
     dimensions: dict[str, Any] = {
         "layers": integer(row, "n_layers"),
         "hidden": hidden,
@@ -189,6 +201,9 @@ def program(row: Row) -> Program:
     facts = framework(row)
     narrow = precision(row, facts).parameters != "float32"
     found = dataclasses.replace(facts.program, master_bytes=_MASTER_BYTES if narrow else 0.0, fused_optimizer=True)
+    layers = {"fp8": "float8", "fp4": "float4"}.get(row.get("precision_kind", ""))
+    if layers is not None:
+        found = dataclasses.replace(found, layers=layers)
     if row.get("gradient_overlap") == "0":
         found = dataclasses.replace(found, overlap=False)
     return found
@@ -219,6 +234,8 @@ def device_name(gpu: str, gib: str) -> str:
         return f"A100-{'40' if gib == '40' else '80'}-{form}"
     if family == "V100":
         return f"V100-SXM2-{'16' if gib == '16' else '32'}"
+    if family == "H100" and form == "SXM" and ("HBM2e" in gpu or gib.partition(".")[0] in ("94", "95", "96")):
+        return "H100-NVL" if "NVL" in gpu.upper().split("NVLINK")[0] else "H100-SXM-96-HBM2e"
     if family == "H100":
         return f"H100-{form}"
     return family

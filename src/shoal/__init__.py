@@ -68,7 +68,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = found  # a loss asks in every step: the next time it is an attribute like any other
+        return found
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from benchmarks.published import describe, score
 from benchmarks.published import rows as published
-from benchmarks.published import score
 from benchmarks.published.predict import Predictors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +76,31 @@ def test_outcomes_are_not_seen(tmp_path, predictors):
     assert lines[0].splitlines()[0] == "row_id,step_time_s,peak_mem_gib,fits,note"
     expected = predictors.answer(published.described(told)).seconds
     assert float(lines[0].splitlines()[1].split(",")[1]) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "gib", "device"),
+    [
+        ("H100-SXM", "80", "H100-SXM-80"),
+        ("H100-SXM", "96", "H100-SXM-96-HBM2e"),
+        ("H100-96GB-HBM2e", "", "H100-SXM-96-HBM2e"),
+        ("H100 NVL", "94", "H100-NVL"),
+        ("H100-PCIe", "80", "H100-PCIe"),
+        ("A100-SXM", "40", "A100-40-SXM"),
+    ],
+)
+def test_parts_of_one_family_are_told_apart(gpu, gib, device):
+    row = {**published.described(MPT[0]), "gpu": gpu, "gpu_mem_gb": gib}
+    assert describe.cluster(row).device.name == device
+
+
+def test_layers_of_eight_bits_are_faster_on_what_multiplies_them(predictors):
+    row = {**published.described(LLAMA[0]), "tp": "1", "pp": "1", "dp": "8"}
+    wide, narrow = (predictors.answer({**row, "precision_kind": kind}).seconds for kind in ("bf16", "fp8"))
+    assert 0.5 * wide < narrow < 0.9 * wide
+    row["gpu"] = "A100-SXM"
+    wide, narrow = (predictors.answer({**row, "precision_kind": kind}).seconds for kind in ("bf16", "fp8"))
+    assert narrow == wide
 
 
 def test_a_row_of_something_unknown_gets_a_note(predictors):

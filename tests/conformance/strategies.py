@@ -85,8 +85,14 @@ SUMMED = frozenset({"mlp", "empty rank", "frozen, unused, conditional", "bf16", 
 
 def summed_by(algorithm: str) -> Use:
     """Gradients summed by one of shoal's own all-reduces."""
-    usual = {"frozen, unused, conditional", "empty rank"} if algorithm == "shared_memory" else {"empty rank"}
-    return Use("DataParallel", "data", {"collectives": {"all_reduce": algorithm}}, SUMMED, usual=frozenset(usual))
+    usual = {"shared_memory": {"frozen, unused, conditional", "empty rank"}, "tree": {"empty rank"}}
+    return Use(
+        "DataParallel",
+        "data",
+        {"collectives": {"all_reduce": algorithm}},
+        SUMMED,
+        usual=frozenset(usual.get(algorithm, ())),
+    )
 
 
 # In exact mode every grain is computed by itself: what is about its order, its batch statistics and its draws.
@@ -115,7 +121,7 @@ STRATEGIES: dict[str, Use] = {
     "Pipeline zero_bubble, parameters": sharded_stages("zero_bubble", "parameters"),
     "Pipeline gpipe, gradients": sharded_stages("gpipe", "gradients"),
     "context axis and pipeline": Use(
-        "DataParallel", "context", {"layout": {"pipeline": 2}}, num_ranks=2, usual=frozenset({"blocks"})
+        "DataParallel", "context", {"layout": {"pipeline": 2}}, num_ranks=2, usual=frozenset()
     ),
     "context axis": Use("DataParallel", "context", usual=frozenset({"blocks"})),
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.

@@ -12,8 +12,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=["machine", "collectives"],
         default="machine",
-        help="machine (default): all that `shoal plan` reads; collectives: every all-reduce side by side, and with them "
-        "what `auto` chooses by",
+        help="machine (default): all that `shoal plan` reads; collectives: every all-reduce side by side, and what "
+        "`auto` chooses by",
     )
     parser.add_argument("--sizes", metavar="LIST", help="of collectives, in bytes (default: 1K to 256M)")
     parser.add_argument("-o", "--out", metavar="FILE", help="write the cluster file here too (TOML)")

@@ -24,6 +24,10 @@ _SMALL_TILES: Final = ((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
 # Steps of k, at the rate of half precision, that a tile takes before its multipliers are fed, and after.
 K_FILL: Final = 96
 _SPLITS: Final = (1, 2, 4, 8, 16)
+# A layer's input, weight and gradient of the output are each an operand of two of its three products, and cast for both
+# at once: 16 bits of an element are read, and 8 are written as they lie and 8 transposed (Transformer Engine).
+_CAST: Final = ("float8", "float4")
+_CAST_BYTES: Final = (2 + 1 + 1) / 2
 _ALMOST: Final = 1 - 1e-9  # of a bound that is compared: what rounding may take from it
 
 
@@ -144,6 +148,7 @@ class Computer:
     fast_float32: bool = False  # float32 matmuls on tensor cores as tf32
     attention: str = "flash2"  # which fused attention
     held: Amount = NOTHING
+    layers: str | None = None  # what the layers of repeated blocks are cast to before they multiply
     _alike: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
 
     def dtype(self, dtype: str) -> str:
@@ -162,16 +167,19 @@ class Computer:
         samples, parts = share.local_samples, divided(operation, share)
         num_bytes = (operation.read_bytes.at(samples) + operation.written_bytes.at(samples)) / parts
         compute = 0.0
+        cast = 0.0
         if operation.kind in (Kind.MATMUL, Kind.CONVOLUTION):
             sizes = _sizes(operation, share)
             compute = self._product(operation, sizes)
             if operation.kind is Kind.MATMUL:
                 m, n, k, batch = sizes
                 num_bytes = (m * k + k * n + m * n) * batch * ITEMSIZE.get(operation.dtype, 4)
+                if operation.dtype in _CAST:
+                    cast = self.moved(_CAST_BYTES * (m * k + k * n), self.held.at(samples))
         elif operation.kind is Kind.ATTENTION:
             compute = self._attention(operation, share, parts)
         memory = self.moved(num_bytes, self.held.at(samples), operation.name)
-        return Cost(max(compute, memory) + operation.launches * device.launch_seconds, host)
+        return Cost(max(compute, memory) + cast + operation.launches * device.launch_seconds, host)
 
     def moved(self, num_bytes: float, held: float, name: str = "", *, in_place: bool = False) -> float:
         """Seconds of reading and writing so many bytes, by an operator of this name; a step goes through `held`.
@@ -245,11 +253,24 @@ class Computer:
         """Each operation of a body; equal ones are computed once."""
         if body not in self._alike:
             places: dict[Operation, int] = {}
-            alike = [places.setdefault(self._priced(o), len(places)) for o in body.operations]
+            operations = map(self._narrowed, body.operations) if body.repeated else body.operations
+            alike = [places.setdefault(self._priced(o), len(places)) for o in operations]
             self._alike[body] = list(places), alike
         distinct, alike = self._alike[body]
         costs = [self.operation(operation, share) for operation in distinct]
         return [costs[place] for place in alike]
+
+    def _narrowed(self, operation: Operation) -> Operation:
+        """A layer's product in the dtype that the program casts it to, where the device multiplies that."""
+        dtype, is_layer = self.layers, operation.kind is Kind.MATMUL and operation.batch == Amount(1)
+        if (
+            dtype is None
+            or dtype not in self.device.flops
+            or not is_layer
+            or operation.dtype not in ("bfloat16", "float16")
+        ):
+            return operation
+        return replace(operation, dtype=dtype)
 
     def _priced(self, operation: Operation) -> Operation:
         """An operation without what its seconds do not depend on."""

@@ -121,7 +121,8 @@ class Staging:
 
     def computer(self, device: Device) -> Computer:
         """The device as the program uses it."""
-        return Computer(device, self._program.fast_float32, self._program.attention, self._held_bytes)
+        program = self._program
+        return Computer(device, program.fast_float32, program.attention, self._held_bytes, program.layers)
 
     def costs(self, plan: Plan) -> StageCosts:
         """Costs of stages on the plan's device."""

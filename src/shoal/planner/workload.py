@@ -65,6 +65,7 @@ class Program:
     scatter_gradients: bool = False  # ZeRO-1: reduce_scatter and all_gather; else all_reduce and broadcast
     fast_float32: bool = False
     attention: str = "flash2"
+    layers: str | None = None  # float8 or float4: what layers of repeated blocks are cast to before they multiply
     selective: str = "products"  # what selective recomputation keeps: products | all_but_attention
     cut: str = "balanced"  # or "equal" blocks, or "thresholds" (stage_units.py)
     divides_ends: bool = False  # context and sequence parallelism divide what is outside of the blocks too

@@ -19,8 +19,9 @@ from shoal.update import Parameters, fused
 
 # Of so many parameters a step is traced; the others cost alike.
 _FEW = 6
-# torch's multi_tensor_apply: tensors, and chunks of so many elements, that one kernel takes.
-_TENSORS_A_LAUNCH, _CHUNKS_A_LAUNCH, _CHUNK = 30, 320, 65536
+# Tensors that one kernel of torch's multi_tensor_apply takes. Of large tensors it takes fewer, 320 chunks of 65536
+# elements; those kernels follow each other without Python, and each takes a hundred times as long as it does to start.
+_TENSORS_A_LAUNCH = 30
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,7 @@ def _launches(event: Event, num_taken: int, parameters: list[nn.Parameter]) -> f
     """Kernels for all parameters, where so many of them were traced."""
     if "_foreach_" not in event.name and "_fused_" not in event.name:
         return len(parameters) / num_taken
-    share = len(_first_list(event)) / num_taken
-    chunks = sum(-(-p.numel() // _CHUNK) for p in parameters)
-    return max(1, -(-len(parameters) * share // _TENSORS_A_LAUNCH), -(-chunks * share // _CHUNKS_A_LAUNCH))
+    return max(1, -(-len(parameters) * len(_first_list(event)) / num_taken // _TENSORS_A_LAUNCH))
 
 
 def _first_list(event: Event) -> list[Ref]:

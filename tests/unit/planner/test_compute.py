@@ -119,6 +119,21 @@ def test_equal_operations_of_a_body_cost_the_same_and_others_their_own():
     assert core.each(Body(named), share) == [core.operation(o, share) for o in named]
 
 
+def test_layers_of_blocks_are_cast_where_the_device_multiplies_fewer_bits():
+    """Twice the rate for products of blocks with a weight, and 2 bytes an operand's element at 1e12 a second."""
+    device = replace(DEVICE, flops={"bfloat16": 1e12, "float8": 2e12}, memory_bytes_per_second=1e12)
+    layer = replace(matmul("x", 1000, 1000, 1000), dtype="bfloat16")
+    scores = replace(layer, batch=Amount(0, 4))
+    computer = Computer(device, layers="float8")
+    found = [cost.device for cost in computer.each(Body((layer, scores), repeated=True), Share(1))]
+    assert found == pytest.approx([1e-3 + 2 * 2e6 / 1e12, 8e-3])
+    (head,) = computer.each(Body((layer,)), Share(1))
+    assert head.device == pytest.approx(2e-3)
+    older = Computer(replace(device, flops={"bfloat16": 1e12}), layers="float8")
+    (wide,) = older.each(Body((layer,), repeated=True), Share(1))
+    assert wide.device == pytest.approx(2e-3)
+
+
 def test_a_core_reads_from_memory_what_its_caches_have_lost():
     """2 MB: 1e12 from the caches, 1e11 where a step goes through 100 MB before it comes back to them."""
     core = replace(DEVICE, kind="cpu", memory=Curve(((1e6, 10.0), (1e7, 1.0))), memory_bytes_per_second=1e11)

@@ -53,6 +53,18 @@ def test_on_a_gpu_many_tensors_share_a_kernel() -> None:
     )
 
 
+def test_on_a_gpu_large_tensors_take_no_more_calls() -> None:
+    """A rank may hold a part of them only, and the kernels of one call follow each other without Python."""
+
+    def launches(width: int) -> int:
+        mode = FakeTensorMode()
+        with mode:
+            model = nn.Linear(width, width, bias=False)
+        return update(lambda ps: torch.optim.AdamW(ps), model, mode, "cuda").launches
+
+    assert launches(100_000) == launches(10)
+
+
 def test_what_cannot_be_traced_is_said() -> None:
     class Odd(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
