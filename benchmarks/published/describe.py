@@ -57,6 +57,7 @@ _MEGATRON = Framework(
         cut="equal",
         selective="all_but_attention",
         scatter_gradients=True,
+        scatter_messages=True,  # arXiv 2104.04473, section 4.1; DeepSpeed's pipeline does it too
         divides_ends=True,
         keeps_gathered=False,  # arXiv 2205.05198, section 4.2.2
         **_OTHERS,

@@ -24,8 +24,8 @@ _SMALL_TILES: Final = ((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
 # Steps of k, at the rate of half precision, that a tile takes before its multipliers are fed, and after.
 K_FILL: Final = 96
 _SPLITS: Final = (1, 2, 4, 8, 16)
-# A layer's input, weight and gradient of the output are each an operand of two of its three products, and cast for both
-# at once: 16 bits of an element are read, and 8 are written as they lie and 8 transposed (Transformer Engine).
+# A layer's input and its output's gradient are operands of two products each, and cast for both at once: 16 bits of an
+# element are read, and 8 are written as they lie and 8 transposed (Transformer Engine). Weights are cast once a step.
 _CAST: Final = ("float8", "float4")
 _CAST_BYTES: Final = (2 + 1 + 1) / 2
 _ALMOST: Final = 1 - 1e-9  # of a bound that is compared: what rounding may take from it
@@ -175,7 +175,8 @@ class Computer:
                 m, n, k, batch = sizes
                 num_bytes = (m * k + k * n + m * n) * batch * ITEMSIZE.get(operation.dtype, 4)
                 if operation.dtype in _CAST:
-                    cast = self.moved(_CAST_BYTES * (m * k + k * n), self.held.at(samples))
+                    gradient = k * n if operation.phase is Phase.BACKWARD_WEIGHT else 0.0
+                    cast = self.moved(_CAST_BYTES * (m * k + gradient), self.held.at(samples))
         elif operation.kind is Kind.ATTENTION:
             compute = self._attention(operation, share, parts)
         memory = self.moved(num_bytes, self.held.at(samples), operation.name)
@@ -262,15 +263,10 @@ class Computer:
 
     def _narrowed(self, operation: Operation) -> Operation:
         """A layer's product in the dtype that the program casts it to, where the device multiplies that."""
-        dtype, is_layer = self.layers, operation.kind is Kind.MATMUL and operation.batch == Amount(1)
-        if (
-            dtype is None
-            or dtype not in self.device.flops
-            or not is_layer
-            or operation.dtype not in ("bfloat16", "float16")
-        ):
+        if self.layers is None or self.layers not in self.device.flops or ITEMSIZE.get(operation.dtype) != 2:
             return operation
-        return replace(operation, dtype=dtype)
+        is_layer = operation.kind is Kind.MATMUL and operation.batch == Amount(1)
+        return replace(operation, dtype=self.layers) if is_layer else operation
 
     def _priced(self, operation: Operation) -> Operation:
         """An operation without what its seconds do not depend on."""

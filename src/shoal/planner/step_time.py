@@ -206,8 +206,11 @@ class Predictor:
             num_bytes = max((body.output_bytes.at(samples) for body in ends), default=0.0)
             self._crossing[division, samples] = num_bytes
         stride = plan.layout.world_size // plan.layout.pipeline
-        parts = share.tensor if share.sequence else 1
-        return self._network.seconds("send", num_bytes / parts, self._network.hop(plan.layout.pipeline, stride))
+        parts = share.tensor if share.sequence or self.program.scatter_messages else 1
+        seconds = self._network.seconds("send", num_bytes / parts, self._network.hop(plan.layout.pipeline, stride))
+        if parts > 1 and not share.sequence:
+            seconds += self._network.seconds("all_gather", num_bytes, self._network.group(parts, 1))
+        return seconds
 
     def _makespan(self, plan: Plan, ranks: Ranks, message: float) -> float:
         pipeline, per = plan.layout.pipeline, plan.pipeline.stages_per_rank

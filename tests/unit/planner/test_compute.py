@@ -120,13 +120,15 @@ def test_equal_operations_of_a_body_cost_the_same_and_others_their_own():
 
 
 def test_layers_of_blocks_are_cast_where_the_device_multiplies_fewer_bits():
-    """Twice the rate for products of blocks with a weight, and 2 bytes an operand's element at 1e12 a second."""
+    """Twice the rate for products of blocks with a weight, and 2 bytes at 1e12 a second for what is cast."""
     device = replace(DEVICE, flops={"bfloat16": 1e12, "float8": 2e12}, memory_bytes_per_second=1e12)
     layer = replace(matmul("x", 1000, 1000, 1000), dtype="bfloat16")
     scores = replace(layer, batch=Amount(0, 4))
     computer = Computer(device, layers="float8")
     found = [cost.device for cost in computer.each(Body((layer, scores), repeated=True), Share(1))]
-    assert found == pytest.approx([1e-3 + 2 * 2e6 / 1e12, 8e-3])
+    assert found == pytest.approx([1e-3 + 2 * 1e6 / 1e12, 8e-3])
+    (of_weight,) = computer.each(Body((replace(layer, phase=Phase.BACKWARD_WEIGHT),), repeated=True), Share(1))
+    assert of_weight.device == pytest.approx(1e-3 + 2 * 2e6 / 1e12)
     (head,) = computer.each(Body((layer,)), Share(1))
     assert head.device == pytest.approx(2e-3)
     older = Computer(replace(device, flops={"bfloat16": 1e12}), layers="float8")

@@ -68,6 +68,15 @@ def test_a_pipeline_waits_for_its_first_and_last_microbatch():
     assert terms["bubble"] == pytest.approx(3 * BLOCK + 6 * 4e6 / 1e10)
 
 
+def test_tensor_ranks_may_send_a_part_of_a_message_each():
+    """Both send 4 MB between two hosts at 1e9 a second, or half of it, and then 2 MB from the neighbour at 1e10."""
+    divided, hosts = plan(1, layout={"tensor": 2, "pipeline": 2}), cluster(2, hosts=2, device=ROOMY)
+    whole = predict(divided, work(), hosts, QUIET).terms["pipeline"]
+    parts = predict(divided, work(), hosts, replace(QUIET, scatter_messages=True)).terms["pipeline"]
+    assert whole == pytest.approx(2 * 8 * 2 * 4e6 / 1e9)
+    assert parts == pytest.approx(2 * 8 * (2 * 2e6 / 1e9 + 2e6 / 1e10))
+
+
 def test_a_zero_bubble_schedule_waits_less():
     some = seconds(4, plan(1, layout={"pipeline": 4}))["bubble"]
     less = seconds(4, plan(1, layout={"pipeline": 4}, pipeline={"schedule": "zero_bubble"}))["bubble"]
