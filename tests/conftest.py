@@ -120,7 +120,6 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_bad_input.py", "test_three_beats_and_exit_code_2"): _MISTAKES,
     ("test_damage.py", "test_all_damaged"): ("2",),
     ("test_damage.py", "test_a_flipped_bit_in_the_newest"): ("model.safetensors", "manifest.json"),
-    ("test_nonfinite.py", "test_rollback_over_several_steps"): (),
     ("test_nonfinite.py", "test_skip_leaves_the_step_out"): ("exact",),
     ("test_nonfinite.py", "test_skip_changes_neither_parameters_nor_statistics"): ("exact",),
     ("test_preempted.py", "test_asked_to_stop"): ("SIGTERM-2-3",),
@@ -142,8 +141,17 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the others slow. Raises: pytest.UsageError for a case of the table that is not there any more."""
+    cases: dict[tuple[str, str], set[str]] = {}
     for item in items:
-        usual = USUAL.get((item.path.name, getattr(item, "originalname", "")))
-        if usual is not None and item.name.partition("[")[2].removesuffix("]") not in usual:
+        key = item.path.name, getattr(item, "originalname", "")
+        case = item.name.partition("[")[2].removesuffix("]")
+        cases.setdefault(key, set()).add(case)
+        if key in USUAL and case not in USUAL[key]:
             item.add_marker(pytest.mark.slow)
+    if any("::" in argument for argument in config.args):
+        return
+    gone = [f"{key}: {case}" for key in USUAL.keys() & cases.keys() for case in USUAL[key] if case not in cases[key]]
+    if gone:
+        raise pytest.UsageError(f"tests/conftest.py names cases that are not there: {gone}")

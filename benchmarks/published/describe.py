@@ -39,10 +39,13 @@ class Framework:
     """What a framework's program does that a row does not say.
 
     `fused_kernels`: bias and activation, bias and dropout and addition, scale and mask and softmax are one kernel each.
+    `fused_attention`: where a row does not say. `time_first`: activations lie as [T, B, hidden].
     """
 
     fused_kernels: bool = False
     dropout: float = 0.0
+    fused_attention: bool = True
+    time_first: bool = False
     program: Program = _USUAL
     reduce: str | None = None  # dtype of the gradients' sums; None: the compute dtype
     master: bool = True  # a float32 copy of parameters of a narrow dtype
@@ -53,6 +56,8 @@ class Framework:
 _MEGATRON = Framework(
     fused_kernels=True,
     dropout=0.1,
+    fused_attention=False,  # there was none before 2023
+    time_first=True,
     program=Program(
         cut="equal",
         selective="all_but_attention",
@@ -64,9 +69,12 @@ _MEGATRON = Framework(
     ),
 )
 # Megatron-Core and what is built on it (NeMo, Megatron Bridge): no dropout, cuDNN's attention, which is as fast as
-# FlashAttention-3 on Hopper (arXiv 2407.08608, figure 5).
+# FlashAttention-3 on Hopper (arXiv 2407.08608, figure 5); messages are divided under sequence parallelism only.
 _MEGATRON_CORE = dataclasses.replace(
-    _MEGATRON, dropout=0.0, program=dataclasses.replace(_MEGATRON.program, attention="flash3")
+    _MEGATRON,
+    dropout=0.0,
+    fused_attention=True,
+    program=dataclasses.replace(_MEGATRON.program, attention="flash3", scatter_messages=False),
 )
 FRAMEWORKS = (
     ("nemo", _MEGATRON_CORE),
@@ -96,7 +104,7 @@ FRAMEWORKS = (
     ),
     # llm-foundry: FSDP keeps float32 parameters; MP=PURE sums gradients in the compute dtype, DEFAULT in float32
     # (composer, mosaic_fsdp). Its release of these figures required flash-attn 1.0.x.
-    ("foundry", Framework(False, 0.0, Program(attention="flash1", **_OTHERS), master=False)),
+    ("foundry", Framework(program=Program(attention="flash1", **_OTHERS), master=False)),
 )
 
 
@@ -109,12 +117,18 @@ def framework(row: Row) -> Framework:
     return found
 
 
+def kind(row: Row) -> str:
+    """fp32, tf32, fp16, bf16, fp8 or fp4: in what the row's products are computed."""
+    told = (row.get("precision_kind") or row.get("precision", "")).lower()
+    found = re.search(r"(bf|fp|tf|f)(?:loat)?(\d+)", told)
+    if found is None:
+        return "fp16" if "amp" in told else "fp32"
+    return ("fp" if found[1] == "f" else found[1]) + found[2]
+
+
 def precision(row: Row, facts: Framework) -> PrecisionSection:
     """Parameters and products of one narrow dtype, as all of these programs have them by the time they multiply."""
-    kind = row.get("precision_kind") or row.get("precision", "")
-    dtype = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16", "fp4": "bfloat16"}.get(kind[:4], "float32")
-    if dtype == "float32" and ("16" in kind or "amp" in kind):
-        dtype = "bfloat16" if "bf16" in kind else "float16"
+    dtype = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16", "fp4": "bfloat16"}.get(kind(row), "float32")
     return PrecisionSection(parameters=dtype, compute=dtype, reduce=facts.reduce or dtype)  # type: ignore[arg-type]
 
 
@@ -130,13 +144,10 @@ def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
     facts, told = framework(row), row.get("arch_family", "").lower()
     hidden, name = integer(row, "hidden"), row.get("model", "").lower()
     heads = integer(row, "n_heads", max(1, hidden // 128))
-    is_megatron = "megatron" in row.get("framework", "").lower()
     family = next((f for f in ("mpt", "llama", "bert", "gpt") if f in told or f in name), "gpt")
     if any(word in told or word in name for word in ("swiglu", "mistral", "qwen", "rmsnorm")):
         family = "llama"
-    # Megatron-LM had no fused attention before 2023, and where a row does not say, it is of before.
-    is_old = is_megatron and facts is not _MEGATRON_CORE
-    unfused = row.get("attention_kind") == "unfused" or (not row.get("attention_kind") and is_old)
+    attention = row.get("attention_kind")
     dimensions: dict[str, Any] = {
         "layers": integer(row, "n_layers"),
         "hidden": hidden,
@@ -146,9 +157,9 @@ def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
         "vocab": integer(row, "vocab", 51200),
         "seq_len": integer(row, "seq_len"),
         "tied": row.get("tied_embeddings") != "0",
-        "fused_attention": not unfused,
+        "fused_attention": attention != "unfused" if attention else facts.fused_attention,
         "fused_kernels": facts.fused_kernels,
-        "time_first": is_megatron,
+        "time_first": facts.time_first,
         "dropout": facts.dropout,
     }
     if family == "bert":
@@ -202,7 +213,7 @@ def program(row: Row) -> Program:
     facts = framework(row)
     narrow = precision(row, facts).parameters != "float32"
     found = dataclasses.replace(facts.program, master_bytes=_MASTER_BYTES if narrow else 0.0, fused_optimizer=True)
-    layers = {"fp8": "float8", "fp4": "float4"}.get(row.get("precision_kind", ""))
+    layers = {"fp8": "float8", "fp4": "float4"}.get(kind(row))
     if layers is not None:
         found = dataclasses.replace(found, layers=layers)
     if row.get("gradient_overlap") == "0":
@@ -212,6 +223,8 @@ def program(row: Row) -> Program:
 
 # A row's `gpu` as the catalogue calls it.
 _PCIE = re.compile(r"pcie", re.IGNORECASE)
+_NVL = re.compile(r"nvl(?!ink)", re.IGNORECASE)
+_HBM2E = re.compile(r"hbm2e|9[4-6] ?gb", re.IGNORECASE)
 
 
 def cluster(row: Row) -> Cluster:
@@ -235,8 +248,10 @@ def device_name(gpu: str, gib: str) -> str:
         return f"A100-{'40' if gib == '40' else '80'}-{form}"
     if family == "V100":
         return f"V100-SXM2-{'16' if gib == '16' else '32'}"
-    if family == "H100" and form == "SXM" and ("HBM2e" in gpu or gib.partition(".")[0] in ("94", "95", "96")):
-        return "H100-NVL" if "NVL" in gpu.upper().split("NVLINK")[0] else "H100-SXM-96-HBM2e"
+    if family == "H100" and _NVL.search(gpu):
+        return "H100-NVL"
+    if family == "H100" and form == "SXM" and (_HBM2E.search(gpu) or gib.partition(".")[0] in ("94", "95", "96")):
+        return "H100-SXM-96-HBM2e"
     if family == "H100":
         return f"H100-{form}"
     return family

@@ -83,8 +83,11 @@ def test_outcomes_are_not_seen(tmp_path, predictors):
     [
         ("H100-SXM", "80", "H100-SXM-80"),
         ("H100-SXM", "96", "H100-SXM-96-HBM2e"),
-        ("H100-96GB-HBM2e", "", "H100-SXM-96-HBM2e"),
+        ("H100-hbm2e", "", "H100-SXM-96-HBM2e"),
+        ("H100-SXM-96GB", "", "H100-SXM-96-HBM2e"),
+        ("H100 SXM (NVLink)", "80", "H100-SXM-80"),
         ("H100 NVL", "94", "H100-NVL"),
+        ("H100-NVL", "", "H100-NVL"),
         ("H100-PCIe", "80", "H100-PCIe"),
         ("A100-SXM", "40", "A100-40-SXM"),
     ],
@@ -92,6 +95,37 @@ def test_outcomes_are_not_seen(tmp_path, predictors):
 def test_parts_of_one_family_are_told_apart(gpu, gib, device):
     row = {**published.described(MPT[0]), "gpu": gpu, "gpu_mem_gb": gib}
     assert describe.cluster(row).device.name == device
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "dropout", "reduce"),
+    [
+        ("Megatron-DeepSpeed", "flash2", 0.1, None),
+        ("NeMo 24.09", "flash3", 0.0, None),
+        ("Megatron-Core r0.9", "flash3", 0.0, None),
+        ("torchtitan", "flash2", 0.0, "float32"),
+        ("nanotron", "flash2", 0.0, "float32"),
+        ("something else", "flash2", 0.0, None),
+    ],
+)
+def test_what_is_known_of_a_framework(name, attention, dropout, reduce):
+    found = describe.framework({"framework": name})
+    assert (found.program.attention, found.dropout, found.reduce) == (attention, dropout, reduce)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"precision_kind": "bf16", "precision": "fp8"}, "bf16"),
+        ({"precision": "FP8 mixed"}, "fp8"),
+        ({"precision": "bfloat16"}, "bf16"),
+        ({"precision": "float32"}, "fp32"),
+        ({"precision": "AMP"}, "fp16"),
+        ({}, "fp32"),
+    ],
+)
+def test_the_kind_of_a_rows_products(row, kind):
+    assert describe.kind(row) == kind
 
 
 def test_layers_of_eight_bits_are_faster_on_what_multiplies_them(predictors):

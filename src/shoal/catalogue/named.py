@@ -36,13 +36,13 @@ def cluster(text: str) -> Cluster:
     if parts is None:
         raise unknown("cluster", text, names(devices()))
     first, second, name, modifiers = parts.groups()
+    host = _host(name)
     if any(count and not int(count) for count in (first, second)):
         raise HardwareError(
             given=f"cluster {text!r}",
             conflict="it has no device",
             remedy=f"write how many there are, from 1 on: 8x{name}",
         )
-    host = _host(name)
     num_hosts, per_host = _counts(text, host, find(name, devices()) is not None, (first, second))
     found = _built(text, host, num_hosts, per_host)
     for modifier in filter(None, modifiers.split("@")):

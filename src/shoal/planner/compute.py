@@ -25,7 +25,8 @@ _SMALL_TILES: Final = ((128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.6))
 K_FILL: Final = 96
 _SPLITS: Final = (1, 2, 4, 8, 16)
 # A layer's input and its output's gradient are operands of two products each, and cast for both at once: 16 bits of an
-# element are read, and 8 are written as they lie and 8 transposed (Transformer Engine). Weights are cast once a step.
+# element are read, and 8 are written as they lie and 8 transposed (Transformer Engine). Weights are cast once a step,
+# which is not counted, and float4 counts as 8 bits wherever bytes are.
 _CAST: Final = ("float8", "float4")
 _CAST_BYTES: Final = (2 + 1 + 1) / 2
 _ALMOST: Final = 1 - 1e-9  # of a bound that is compared: what rounding may take from it
@@ -175,6 +176,7 @@ class Computer:
                 m, n, k, batch = sizes
                 num_bytes = (m * k + k * n + m * n) * batch * ITEMSIZE.get(operation.dtype, 4)
                 if operation.dtype in _CAST:
+                    num_bytes += m * n  # the product itself has 16 bits
                     gradient = k * n if operation.phase is Phase.BACKWARD_WEIGHT else 0.0
                     cast = self.moved(_CAST_BYTES * (m * k + gradient), self.held.at(samples))
         elif operation.kind is Kind.ATTENTION:
@@ -254,12 +256,15 @@ class Computer:
         """Each operation of a body; equal ones are computed once."""
         if body not in self._alike:
             places: dict[Operation, int] = {}
-            operations = map(self._narrowed, body.operations) if body.repeated else body.operations
-            alike = [places.setdefault(self._priced(o), len(places)) for o in operations]
+            alike = [places.setdefault(self._priced(o), len(places)) for o in self.operations(body)]
             self._alike[body] = list(places), alike
         distinct, alike = self._alike[body]
         costs = [self.operation(operation, share) for operation in distinct]
         return [costs[place] for place in alike]
+
+    def operations(self, body: Body) -> Iterable[Operation]:
+        """The operations of a body in the dtypes in which they are computed."""
+        return map(self._narrowed, body.operations) if body.repeated else body.operations
 
     def _narrowed(self, operation: Operation) -> Operation:
         """A layer's product in the dtype that the program casts it to, where the device multiplies that."""
@@ -303,8 +308,8 @@ def _way(phase: Phase) -> str:
 # Lavin and Gray, arXiv 1509.09308: 3 x 3 convolutions with 2.25 times fewer products, of which transforms take a part.
 WINOGRAD: Final = 1.7
 # Rates of other fused attentions relative to FlashAttention-2's, where a device has no figure of its own: from those of
-# Dao, arXiv 2307.08691 (causal, A100), and Shah et al., arXiv 2407.08608.
-_FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.5}
+# Dao, arXiv 2307.08691 (causal, A100). Version 3 is of Hopper; elsewhere it is version 2 that runs.
+_FUSED: Final = {"flash1": 0.55, "flash2": 1.0, "flash3": 1.0}
 # Key positions whose time a row of attention loses at its ends, and how its rate falls with heads narrower than 128:
 # from the figures of Dao, FlashAttention-2, arXiv 2307.08691 (causal, A100, 512 to 16k positions, heads of 64 and 128).
 _ATTENTION_FILL: Final = 512.0

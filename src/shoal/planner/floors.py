@@ -45,7 +45,7 @@ class Floors:
         return tuple((count, self._body(body, of[body])) for body, count in counts.items())
 
     def _body(self, body: Body, share: Share) -> float:
-        work = sum(ideal(self.computer, o) / divided(o, share) for o in body.operations) / share.context
+        work = sum(ideal(self.computer, o) / divided(o, share) for o in self.computer.operations(body)) / share.context
         return work + (self._tensor(body, share) + self._context(body, share)) / share.context
 
     def _tensor(self, body: Body, share: Share) -> float:

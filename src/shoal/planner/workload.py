@@ -91,7 +91,7 @@ class Prediction:
     `kept_bytes`: what autograd keeps at its peak between forwards and backwards, by the rank of a pipeline.
     `split`: the first unit of each stage after the first, as the stages were cut.
     `mfu`: these FLOPs, as far as they are executed (Winograd's algorithm does with fewer), over the peak of the dtype
-    that multiplies them (tf32 where that serves for float32).
+    that multiplies them (tf32 where that serves for float32; not that which layers are cast to).
     """
 
     step_seconds: float

@@ -23,6 +23,18 @@ def floors(cluster: Cluster) -> Floors:
     return Floors(Computer(cluster.device), Network(cluster), Program(), made.work(blocks=4).profile.units)
 
 
+def test_a_floor_lies_below_layers_that_are_cast() -> None:
+    device = replace(gpus().device, flops={"bfloat16": 1e12, "float8": 2e12})
+    units = made.work(blocks=4).profile.units
+    narrow = [replace(o, dtype="bfloat16") for o in units[0].body.operations]
+    body = replace(units[0].body, operations=tuple(narrow))
+    computer = Computer(device, layers="float8")
+    program = Program(layers="float8")
+    floor = Floors(computer, Network(made.cluster(8)), program, [replace(units[0], body=body)]).seconds(64.0, 1, 1, 1)
+    taken = sum(cost.device for cost in computer.each(body, Share(64.0)))
+    assert 0.5 * taken < floor <= taken * ALMOST
+
+
 def test_the_busiest_rank_has_its_part_and_a_whole_number_of_equal_units() -> None:
     of_blocks = floors(made.cluster(8))
     assert of_blocks.seconds(1.0, 1, 1, 1) == pytest.approx(48e-3)
