@@ -1,8 +1,6 @@
 """Published rows: predicted from what describes them alone, and scored by source."""
 
 import csv
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -10,6 +8,7 @@ from statistics import median
 import pytest
 from benchmarks.published import describe, score
 from benchmarks.published import rows as published
+from benchmarks.published.__main__ import main
 from benchmarks.published.predict import Predictors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,9 +67,8 @@ def test_outcomes_are_not_seen(tmp_path, predictors):
             writer = csv.DictWriter(file, list(row))
             writer.writeheader()
             writer.writerow(row)
-        command = [sys.executable, "-m", "benchmarks.published", "predict"]
-        command += ["--rows", str(tmp_path / f"{name}.csv"), "--out", str(tmp_path / f"{name}.out.csv")]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        files = ["--rows", str(tmp_path / f"{name}.csv"), "--out", str(tmp_path / f"{name}.out.csv")]
+        assert main(["predict", *files]) == 0
         lines.append((tmp_path / f"{name}.out.csv").read_text())
     assert lines[0] == lines[1] == lines[2]
     assert lines[0].splitlines()[0] == "row_id,step_time_s,peak_mem_gib,fits,note"
