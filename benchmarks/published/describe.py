@@ -248,13 +248,12 @@ def device_name(gpu: str, gib: str) -> str:
         return f"A100-{'40' if gib == '40' else '80'}-{form}"
     if family == "V100":
         return f"V100-SXM2-{'16' if gib == '16' else '32'}"
-    if family == "H100" and _NVL.search(gpu):
+    if family != "H100":
+        return family
+    if _NVL.search(gpu):
         return "H100-NVL"
-    if family == "H100" and form == "SXM" and (_HBM2E.search(gpu) or gib.partition(".")[0] in ("94", "95", "96")):
-        return "H100-SXM-96-HBM2e"
-    if family == "H100":
-        return f"H100-{form}"
-    return family
+    is_large = _HBM2E.search(gpu) or gib.partition(".")[0] in ("94", "95", "96")
+    return "H100-SXM-96-HBM2e" if is_large and form == "SXM" else f"H100-{form}"
 
 
 # Of a host's printed rate, what a collective reaches: nccl-tests on InfiniBand HDR and NDR reach 0.85 to 0.95 of it.

@@ -12,6 +12,11 @@ from functools import cached_property
 from math import log
 
 
+def kind_of(device_type: str) -> str:
+    """A device's kind, "gpu" or "cpu", from the type that torch gives it."""
+    return "gpu" if device_type == "cuda" else "cpu"
+
+
 @dataclass(frozen=True)
 class Curve:
     """A fraction over a size: linear between its points in the size's logarithm, constant beyond them."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.grains import Grain, microbatches, share
+from shoal.hardware import kind_of
 from shoal.holding import Holding, local
 from shoal.memory import Gathered, MemoryMeter
 from shoal.observation import Observer
@@ -187,7 +188,7 @@ def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
     by_rank, kind = plan.prediction.get("kept_bytes"), plan.prediction.get("device_kind")
     if plan.memory.recompute == "selective" or not by_rank or len(by_rank) != plan.layout.pipeline:
         return None
-    if kind != ("gpu" if device == "cuda" else "cpu"):
+    if kind != kind_of(device):
         return None
     return int(by_rank[plan.degrees.coordinate(rank).pipeline])
 

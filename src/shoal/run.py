@@ -26,6 +26,7 @@ from shoal.engine import Engine, Options, build
 from shoal.environment import Environment
 from shoal.errors import ExitCode, JobMismatchError, ShoalError, StorageError
 from shoal.faults import as_shoal_error, to_json, user_error
+from shoal.hardware import kind_of
 from shoal.job_file import LoadedJob, load
 from shoal.keeper import RunState
 from shoal.mesh import alone, open_mesh
@@ -169,7 +170,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
         outcome, served = _trained(engine, (state, num_steps), around, records, course.crew)
         predicted = {} if served is not None else engine.plan.prediction  # the planner knows no servers
-        kind = "gpu" if mesh.device.type == "cuda" else "cpu"
+        kind = kind_of(mesh.device.type)
         compared = beside(predicted, course.recent, course.peak_bytes, kind) if predicted.get("terms") else None
         result = replace(
             _result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared, server=served

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.collectives.base import Collective, Handle, Operation, Team, Threaded, check, check_parts
-from shoal.collectives.region import place_of_process
+from shoal.collectives.region import exchanged, place_of_process
 from shoal.collectives.ring import Ring
 from shoal.collectives.shared_memory import SharedMemory
 
@@ -152,10 +152,7 @@ def _hosts() -> list[int]:
         network = 0
     place = place_of_process()
     # Where memory cannot be shared every rank is a host by itself.
-    own = torch.tensor([*place, network] if place[0] else [0, dist.get_rank(), 0, 0], dtype=torch.int64)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
-    places = [tuple(row.tolist()) for row in rows]
+    places = exchanged([*place, network] if place[0] else [0, dist.get_rank(), 0, 0])
     return [places.index(place) for place in places]
 
 

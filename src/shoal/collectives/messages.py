@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.collectives.base import DTYPES, OPERATIONS, Handle, Operation, Team, Threaded, check, check_parts
 from shoal.collectives.peers import has_ended
-from shoal.collectives.region import place_of_process
+from shoal.collectives.region import exchanged, place_of_process
 from shoal.errors import CollectiveError, PeerError
 from shoal.planner.algorithms import HEADER_BYTES
 
@@ -29,10 +29,7 @@ class Messages:
     def __init__(self, team: Team, timeout: timedelta) -> None:
         self._group = team.new_group(team.parts, timeout)
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        own = torch.tensor([*place_of_process(), os.getpid()], dtype=torch.int64)
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(rows, own, group=self._group)
-        self._processes = [row.tolist() for row in rows]
+        self._processes = exchanged([*place_of_process(), os.getpid()], self._group)
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Message:
         """Starts to send; the tensor is left alone until the message has been waited for."""

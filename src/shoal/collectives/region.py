@@ -120,12 +120,17 @@ def place_of_process() -> list[int]:
         return [0, 0, 0]
 
 
+def exchanged(row: list[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """The row of each rank, as long on all. Collective: all ranks of the group (the run where None), an all-gather."""
+    own = torch.tensor(row, dtype=torch.int64)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, own, group=group)
+    return [told.tolist() for told in rows]
+
+
 def places() -> list[list[int]]:
     """`place_of_process` of every rank. Collective: all ranks of the run, an all-gather of three numbers."""
-    own = torch.tensor(place_of_process(), dtype=torch.int64)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
-    return [row.tolist() for row in rows]
+    return exchanged(place_of_process())
 
 
 def _refuse_sizes(sizes: list[int]) -> None:

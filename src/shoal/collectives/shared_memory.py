@@ -22,12 +22,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Handle, Operation, Team, check, check_parts
 from shoal.collectives.peers import FINISHED, NUM_HEADERS, POSTED, Peers
-from shoal.collectives.region import Region, open_region, place_of_process
+from shoal.collectives.region import Region, exchanged, open_region, place_of_process
 from shoal.collectives.staging import CONTROL_BYTES, MAX_CACHED, ONE_SHOT_BYTES, Workplace
 from shoal.errors import LaunchError
 
@@ -343,10 +342,7 @@ class SharedMemory(Collective):
         return (*found, offset) if found is not None and offset is not None else None
 
     def _exchange(self, row: list[int]) -> list[list[int]]:
-        own = torch.tensor(row, dtype=torch.int64)
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(rows, own, group=self.group)
-        return [r.tolist() for r in rows]
+        return exchanged(row, self.group)
 
 
 def _is_small(tensor: Tensor) -> bool:

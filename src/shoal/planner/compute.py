@@ -167,8 +167,7 @@ class Computer:
             return Cost(0.0, host)
         samples, parts = share.local_samples, divided(operation, share)
         num_bytes = (operation.read_bytes.at(samples) + operation.written_bytes.at(samples)) / parts
-        compute = 0.0
-        cast = 0.0
+        compute = cast = 0.0
         if operation.kind in (Kind.MATMUL, Kind.CONVOLUTION):
             sizes = _sizes(operation, share)
             compute = self._product(operation, sizes)
