@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -46,11 +46,19 @@ class RunState:
 
     def advance(self, sums: StepSums, skipped: str | None) -> None:
         """Counts a step of these sums; `skipped` says why its update was left out, as in Update."""
+        self.adapt(skipped)
+        self.count(sums, skipped)
+
+    def adapt(self, skipped: str | None) -> None:
+        """The loss scale after an update."""
+        if skipped in (None, "overflow"):
+            self.loss_scale = self.loss_scale.after(skipped == "overflow")
+
+    def count(self, sums: StepSums, skipped: str | None) -> None:
+        """Counts a step, and its samples."""
         self.samples += sums.num_samples
         self.digest = chain_digest(self.digest, sums.digest)
         self.loss = sums.loss if math.isfinite(sums.loss) else None
-        if skipped in (None, "overflow"):
-            self.loss_scale = self.loss_scale.after(skipped == "overflow")
         if skipped is not None:
             self.skipped_steps += 1
         elif self.step > max(self.bad_steps, default=-1):  # not while replaying what came before a bad step
@@ -81,14 +89,25 @@ class RunState:
         )
 
 
+class Kept(Protocol):
+    """What else a checkpoint keeps, the same on all ranks."""
+
+    def state(self) -> Any:
+        """A JSON value."""
+
+    def restore(self, saved: Any) -> None:
+        """From `state`. Raises: JobMismatchError."""
+
+
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint is of."""
+    """What a checkpoint is of. `schedulers` of a loop of one's own."""
 
     holding: Holding
     optimizer: torch.optim.Optimizer
     loader: Loader
     strategy: Strategy
+    schedulers: Kept | None = None
 
 
 class Keeper:
@@ -151,10 +170,35 @@ class Keeper:
         compressed = self._compressed
         if compressed is not None:
             document[GROUP] = compressed.document()
-        if self._trained.holding.divides_state or (compressed is not None and compressed.compression.carries):
+        document = self._with_schedulers(document)
+        if self._is_divided(compressed):
             self._write_together(state.step, document)
         else:
             together(self._mesh, lambda: self._hand_over(state.step, document))
+
+    def _is_divided(self, compressed: CompressedState | None) -> bool:
+        """Whether a checkpoint needs more than rank 0 has."""
+        return self._trained.holding.divides_state or (compressed is not None and compressed.compression.carries)
+
+    def save_alone(self, state: RunState) -> str | None:
+        """Writes what rank 0 has after the other ranks are gone; why there is no checkpoint, or None."""
+        compressed, places = self._compressed, self._trained.loader.state()
+        if self._store is None:
+            return "no checkpoints were asked for"
+        if compressed is not None or places or self._is_divided(compressed):
+            return "each rank has a part of the state"
+        if self._writer is None:
+            return "rank 0 has the state"
+        if state.step != self._newest:
+            document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": [places]}
+            self._hand_over(state.step, self._with_schedulers(document))
+            self._newest = state.step
+        self._writer.wait()
+        return str(self._writer.failure) if self._writer.failure is not None else None
+
+    def _with_schedulers(self, document: dict[str, Any]) -> dict[str, Any]:
+        schedulers = self._trained.schedulers
+        return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 
     def _held(self, copy: bool) -> tuple[dict[str, Held], dict[str, Any]]:
         """This rank's tensors by group, the optimizer's as copies or themselves, and the optimizer's document."""
@@ -251,6 +295,8 @@ class Keeper:
         compressed = self._compressed
         self._notes = compressed.restore(saved) if compressed is not None else left_behind(saved)
         trained.loader.restore(document["streams"])
+        if trained.schedulers is not None:
+            trained.schedulers.restore(document.get("schedulers", []))
         self._newest = saved.step
         if self._writer is not None:
             self._writer.failure = None  # that of a snapshot that is no longer the newest

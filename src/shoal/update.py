@@ -66,13 +66,7 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             conflict="the engine steps a torch.optim.Optimizer",
             remedy="return one, for example torch.optim.SGD(parameters, lr=0.1)",
         )
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
-        raise JobError(
-            given=f"optimizer {type(optimizer).__name__}",
-            conflict="it evaluates the loss several times a step, and a step's samples are read once",
-            remedy="use an optimizer whose step() needs no closure: SGD, Adam, AdamW ...",
-        )
+    refuse_closure(optimizer)
     known = set(map(id, parameters))
     strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strangers:
@@ -82,6 +76,17 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             remedy="build it from the list that the optimizer function is given",
         )
     return optimizer
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: JobError for an optimizer that evaluates the loss itself."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
+        raise JobError(
+            given=f"optimizer {type(optimizer).__name__}",
+            conflict="it evaluates the loss several times a step, and a step's samples are read once",
+            remedy="use an optimizer whose step() needs no closure: SGD, Adam, AdamW ...",
+        )
 
 
 def _empty(make: Callable[[Any], Any]) -> Any:
@@ -136,8 +141,8 @@ class Stepper:
                 remedy="leave the schedule out, or use an optimizer with a learning rate",
             )
 
-    def set_rates(self, progress: Progress) -> float:
-        """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
+    def multiplier(self, progress: Progress) -> float:
+        """The schedule's; one where there is none. Raises: UserCodeError."""
         multiplier = 1.0
         if self._job.schedule is not None:
             try:
@@ -150,6 +155,11 @@ class Stepper:
                     conflict="a schedule gives the learning rate's multiplier: finite and not negative",
                     remedy="mend the schedule, a function of progress in [0, 1]",
                 )
+        return multiplier
+
+    def set_rates(self, progress: Progress) -> float:
+        """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
+        multiplier = self.multiplier(progress)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if isinstance(group.get("lr"), Tensor):
                 group["lr"].fill_(rate * multiplier)
@@ -159,7 +169,7 @@ class Stepper:
 
     def seed(self, step: int) -> None:
         """Seeds the generators for optimizers that may add noise: the same on all ranks."""
-        if _may_draw(self._optimizer):
+        if may_draw(self._optimizer):
             seed_everything(random_key(self._job.seed, "optimizer", step))
 
     def step(self, *, refuse_noise: bool = False) -> None:
@@ -178,7 +188,7 @@ class Stepper:
             )
 
 
-def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
+def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step may draw at random: none of torch's own classes does, but what hooks into it may."""
     return not is_torchs(optimizer) or is_hooked(optimizer)
 
@@ -195,14 +205,15 @@ class Updater:
         holding: Holding,
         *,
         exact: bool = False,
+        stepper: Stepper | None = None,
     ) -> None:
-        """`exact`: the optimizer's kernels are those of its own defaults."""
+        """`exact`: the optimizer's kernels are those of its own defaults. `stepper`: how it is stepped otherwise."""
         self.optimizer, self._strategy, self._holding = optimizer, strategy, holding
         for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
             del optimizer.state[parameter]
         self._parameters = [(p, holding.counts(name)) for name, p in holding.parameters() if p.requires_grad]
         self._job, self._observer, self._judged = job, observer, False
-        self.stepper = Stepper(optimizer, job, exact=exact)
+        self.stepper = stepper or Stepper(optimizer, job, exact=exact)
 
     def step(self, loss: float, weight: float, loss_scale: LossScale, progress: Progress) -> Update:
         """Divides the summed gradients by `weight` and by the loss's factor, clips their norm, and steps.

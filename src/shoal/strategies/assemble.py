@@ -230,7 +230,10 @@ def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_gra
         strategy = ExactDataParallel(parameters, mesh, tree, mark)
     else:
         strategy = DataParallel(parameters, mesh, reduce, mark, Summing.of(plan))
-    return ShardedOptimizer(strategy, parameters, mesh, mark) if plan.layout.shard > 1 else strategy
+    if plan.layout.shard == 1:
+        return strategy
+    trained = [p for _, p in holding.parameters() if p.requires_grad]  # `parameters` may be one of several optimizers'
+    return ShardedOptimizer(strategy, parameters, mesh, mark, trained)
 
 
 def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -70,6 +70,7 @@ class GradientBuckets:
         self._fired = [0] * len(self._parameters)
         self._fired_before: list[int] | None = None
         self._armed = False
+        self._open = False  # between begin and finish; another strategy may use the same parameters outside of that
         self._launched = 0
         # Not before a whole step has shown that each parameter's gradient is complete when its hook first fires:
         # under reentrant checkpointing a shared parameter's fires more than once.
@@ -144,6 +145,7 @@ class GradientBuckets:
             bucket.pending, bucket.work = bucket.size, None
         self._fired = [0] * len(self._parameters)
         self._fired_before, self._armed, self._launched = None, False, 0
+        self._open = True
 
     def arm(self) -> None:
         """From now on a bucket is sent as soon as all its parameters have fired: this is the last backward."""
@@ -152,6 +154,8 @@ class GradientBuckets:
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
+            if not self._open:
+                return
             bucket, view = self._place[index]
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
@@ -208,6 +212,7 @@ class GradientBuckets:
 
         `extras`, float32 on the device, comes back summed over the ranks, on the CPU.
         """
+        self._open = False
         if self._plain:
             for parameter in self._parameters:
                 if parameter.grad is not None and parameter.grad.is_sparse:

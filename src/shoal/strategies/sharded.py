@@ -51,12 +51,21 @@ class ShardedOptimizer(Strategy):
     After the update their owners broadcast the new values within the group.
     """
 
-    def __init__(self, inner: Strategy, parameters: Sequence[Tensor], mesh: Mesh, mark: Mark) -> None:
+    def __init__(
+        self,
+        inner: Strategy,
+        parameters: Sequence[Tensor],
+        mesh: Mesh,
+        mark: Mark,
+        among: Sequence[Tensor] | None = None,
+    ) -> None:
+        """`among`: all that are divided over the ranks, where other strategies update the rest of them."""
         self._inner, self._parameters, self._mesh, self._mark = inner, list(parameters), mesh, mark
         self.compression = inner.compression
         self._ranks = mesh.ranks("shard")
-        owners = divide([p.numel() * p.itemsize for p in self._parameters], len(self._ranks))
-        self._root = {id(p): self._ranks[owner] for p, owner in zip(self._parameters, owners, strict=True)}
+        divided = self._parameters if among is None else list(among)
+        owners = divide([p.numel() * p.itemsize for p in divided], len(self._ranks))
+        self._root = {id(p): self._ranks[owner] for p, owner in zip(divided, owners, strict=True)}
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
         """As the inner strategy."""

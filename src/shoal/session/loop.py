@@ -1,0 +1,372 @@
+"""The loop: the steps of one `Session.steps`, and how all ranks come out of it together."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+import weakref
+from collections.abc import Generator, Iterator
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from shoal.agreement import raise_together
+from shoal.data.loader import Loader, MapLoader
+from shoal.data.order import Order
+from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCodeError
+from shoal.faults import as_shoal_error, is_lost_peer
+from shoal.job import Progress
+from shoal.keeper import RunState
+from shoal.microbatch import Microbatch, StepData
+from shoal.precision import LossScale
+from shoal.session.asked import Asked
+from shoal.session.meeting import Meeting, Word, groups_differ, meet
+from shoal.session.passes import Pass, Passes
+from shoal.session.prepared import Prepared
+from shoal.session.rates import group_values, number_of
+from shoal.session.saving import Saving
+from shoal.session.ways import Base, Chosen
+from shoal.strategies.base import StepSums
+from shoal.update import Update
+
+
+class Step:
+    """One step. Iterate it for this rank's batches and call `backward` once for each; the optimizer then updates.
+
+    With several optimizers, or several updates a step, iterate `batches(optimizer)` once for each update instead.
+    After an iteration `loss` is the mean over the global batch, `grad_norm` the norm before clipping, `learning_rate`
+    that of the first group; `number` counts from 1.
+    """
+
+    def __init__(self, loop: Loop, data: StepData) -> None:
+        self._loop = loop
+        self.number = data.step + 1
+        self.epoch = data.epoch
+        self.loss = math.nan
+        self.grad_norm = math.nan
+        self.learning_rate = math.nan
+
+    def backward(self, total: Tensor, weight: Tensor | float) -> None:
+        """Takes the loss of the batch at hand: a sum over its samples or tokens, and how many they were."""
+        self._loop.passes.backward(self.number, total, weight)
+
+    def batches(self, *optimizers: Any) -> Iterator[Any]:
+        """A pass over this rank's batches of the step, after which these optimizers update; all where none is given.
+
+        Raises: JobError for an optimizer that was not prepared.
+        """
+        return self._loop.turn(self, optimizers, alone=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loop.turn(self, (), alone=True)
+
+
+class Loop:
+    """What is behind the steps: passes, checkpoints, and what the ranks tell each other."""
+
+    def __init__(self, base: Base, prepared: Prepared, loader: Loader, order: Order) -> None:
+        """Collective: all ranks. Raises: JobError, PlanError; as the checkpoints."""
+        self._base, self._prepared, self._loader, self._order = base, prepared, loader, order
+        self._mesh, training, plan = base.mesh, base.training, base.plan
+        self.passes = Passes(base, prepared)
+        self._saving = Saving(base, prepared, self.passes.holding, loader, self.passes.ways.strategy)
+        scale = LossScale.of(plan.precision.loss_scale, base.precision.compute)
+        self.state = (self._saving.load(scale) if training.resume else None) or RunState(loss_scale=scale)
+        fuse = training.fuse and not (base.replay and base.replay.grain_by_grain)
+        loader.seek(self.state.step, plan.batch.grains_per_microbatch if fuse else 1)
+        self.passes.watch()
+        self._asked = Asked()
+        self._turns: list[Chosen] = []  # the passes of the step at hand
+        self._known: set[tuple[Chosen, ...]] = set()  # with which steps have ended
+        self._alone = False
+        self._over = False
+        self._pass: weakref.ReferenceType[Generator[Any]] | None = None
+        self._open = False
+        self._held: list[Microbatch] | None = None
+        self._sums: StepSums | None = None
+        self._skipped: str | None = None
+
+    def run(self) -> Generator[Step]:
+        """The steps. All ranks leave together: where one does not come to the next step, the others raise."""
+        try:
+            with self._asked.noted(self._saving.keeps):
+                while (data := self._next()) is not None:
+                    step = Step(self, data)
+                    self._data, self._held = data, None
+                    try:
+                        yield step
+                    except GeneratorExit:
+                        self._leave()
+                        return
+                    self._conclude(step)
+                self._end()
+        finally:
+            self._over = True
+            self._saving.close()
+            self._loader.close()
+            self.passes.close()
+
+    def _next(self) -> StepData | None:
+        """The next step on this rank; None at the end."""
+        replay = self._base.replay
+        num_steps = min(self._order.num_steps, replay.num_steps) if replay else self._order.num_steps
+        if self.state.step >= num_steps:
+            return None
+        self._saving.mark()
+        if isinstance(self._loader, MapLoader):
+            return self._loader.step(self.state.step)
+        data, error = None, None
+        try:
+            data = self._loader.step(self.state.step)
+        except Exception as caught:
+            error = as_shoal_error(caught)
+        meeting = self._meet(self._word(error=error is not None, has_data=data is not None))
+        if any(word.error for word in meeting.words):
+            self._over = True
+            try:
+                raise_together(self._mesh, error)
+            finally:
+                self._save()
+        if not any(word.has_data for word in meeting.words):
+            return None
+        return data or StepData(self.state.step, 0, 0, iter(()))
+
+    def turn(self, step: Step, optimizers: tuple[Any, ...], alone: bool) -> Iterator[Any]:
+        """A pass of the step at hand."""
+        every = tuple(range(len(self._prepared.optimizers)))
+        if alone and len(every) > 1:
+            raise _which_optimizer(len(every))
+        chosen = tuple(sorted({self._prepared.index(optimizer) for optimizer in optimizers})) or every
+        if step.number != self.state.step + 1 or self._over or self._open or (self._alone and self._turns):
+            raise _not_now(step.number, self._open)
+        self._alone = alone
+        found = self._batches(step, chosen)
+        self._pass = weakref.ref(found)
+        return found
+
+    def _batches(self, step: Step, chosen: Chosen) -> Generator[Any]:
+        """This rank's batches, then the update."""
+        self._agree(step, chosen)
+        self.passes.begin(Pass(self.state.step, chosen, len(self._turns), self.state.loss_scale))
+        self._open = True
+        try:
+            yield from self.passes.batches(self._microbatches(), self._data.num_microbatches)
+        except GeneratorExit:
+            with contextlib.suppress(Exception):  # what took this rank out of its loop is what is told of here
+                self._sum(_left_within(step.number, self._mesh.rank))
+            return
+        except BaseException:
+            self._over = True  # Ctrl-C in the midst of what the ranks do together
+            raise
+        sums = self._sum(self.passes.error)
+        self._open = False
+        self._update(step, chosen, sums)
+
+    def _agree(self, step: Step, chosen: Chosen) -> None:
+        """Before a pass: whether all go on, with the same optimizers and rates; and whether a checkpoint is due."""
+        values = group_values(self._prepared.optimizers) if self._mesh.world_size > 1 else []
+        due = not self._turns and self._saving.due(self.state.step)
+        bits = float(sum(1 << number for number in chosen))
+        meeting = self._meet(self._word(checkpoint=due, passes=bits, groups=number_of(values)))
+        if meeting.differ("passes"):
+            self._fail(_other_passes(step.number))
+        if meeting.differ("groups"):
+            self._fail(groups_differ(self._mesh, values, step.number))
+        if meeting.words[0].checkpoint:
+            self._saving.regular(self.state)
+
+    def _microbatches(self) -> Iterator[Microbatch]:
+        """Those of the step at hand; kept where another pass may read them again."""
+        if self._held is None:
+            kept: list[Microbatch] = []
+            for microbatch in self._data.microbatches:
+                if not self._alone:
+                    kept.append(microbatch)
+                yield microbatch
+            self._held = kept
+        else:
+            yield from self._held
+
+    def _sum(self, error: ShoalError | None) -> StepSums:
+        """The sums of a pass. Raises: on every rank, where any has an error. Collective: all ranks."""
+        try:
+            sums = self.passes.finish(error)
+        except Exception as caught:
+            raise self._lost(caught) from caught
+        if sums.flags.errors:
+            self.passes.restore()
+            self._over = True
+            try:
+                raise_together(self._mesh, error)
+            finally:
+                self._save()
+        return sums
+
+    def _update(self, step: Step, chosen: Chosen, sums: StepSums) -> None:
+        progress = Progress(self.state.step, self._order.num_steps, self.state.samples)
+        try:
+            update = self.passes.update(sums, progress)
+        except BaseException:
+            self._over = True  # in the midst of an update: what the parameters are now is the state after no step
+            raise
+        step.loss, step.grad_norm, step.learning_rate = sums.loss, update.grad_norm, update.learning_rate
+        if update.skipped == "nonfinite" and not self._base.training.skip_nonfinite:
+            self._fail(_not_finite(step.number, sums, update))
+        self._turns.append(chosen)
+        self._sums, self._skipped = sums, self._skipped or update.skipped
+        self.state.adapt(update.skipped)
+
+    def _conclude(self, step: Step) -> None:
+        """Counts a step that its loop's body has gone through. Raises: UserCodeError for one without its batches."""
+        begun = self._pass() if self._pass is not None else None
+        if begun is not None and self._open:
+            begun.close()
+        if self._over:
+            raise _not_iterated(step.number)
+        if not self._turns:
+            self._leave()
+            raise _not_iterated(step.number)
+        self._count()
+
+    def _count(self) -> None:
+        assert self._sums is not None
+        self._known.add(tuple(self._turns))
+        self._loader.commit()
+        self.state.count(self._sums, self._skipped)
+        self._turns, self._skipped = [], None
+
+    def _is_finished(self) -> bool:
+        """Whether a step that was left in its body had all its updates, as far as one can tell."""
+        if not self._turns or self._alone or self._known:
+            return bool(self._turns) and (self._alone or tuple(self._turns) in self._known)
+        updated = {number for chosen in self._turns for number in chosen}
+        return len(updated) == len(self._prepared.optimizers)
+
+    def _leave(self) -> None:
+        """This rank's loop ends here; it tells the others, and all save what was finished. Collective: all ranks."""
+        begun = self._pass() if self._pass is not None else None
+        if begun is not None and self._open:
+            begun.close()
+        if self._over:
+            return
+        live = self._is_finished()
+        if live:
+            self._count()
+        try:
+            self._meet(self._word(leaves=True))
+            self._over = True
+            self._save(live=live)
+        except ShoalError as error:  # nobody would see it raised: the generator is being closed
+            self._over = True
+            warnings.warn(f"the loop was left after {self.state.step} steps: {error}", RuntimeWarning, stacklevel=2)
+
+    def _end(self) -> None:
+        """After the last step. Collective: all ranks."""
+        self._saving.mark()
+        self._meet(self._word(leaves=True))
+        self._over = True
+        self._save(live=True)
+        if self._asked.received:
+            raise self._asked.end()
+
+    def _word(self, **said: Any) -> Word:
+        return Word(asked=bool(self._asked.received), clean=not self._turns, step=self.state.step, **said)
+
+    def _meet(self, word: Word) -> Meeting:
+        """What all say. Raises: PeerError where another has left, what ends a rank that was asked to stop."""
+        try:
+            meeting = meet(self._mesh, word)
+        except Exception as error:
+            raise self._lost(error) from error
+        if word.leaves or not meeting.ends:
+            return meeting
+        self._over = True
+        if meeting.clean:
+            self._save()
+        if any(other.leaves for other in meeting.words):
+            raise meeting.left(self.state.step)
+        raise self._asked.end()
+
+    def _save(self, live: bool = False) -> None:
+        """The last checkpoint. Collective: all ranks."""
+        if self._turns:
+            numbers = sorted({number for chosen in self._turns for number in chosen})
+            self._saving.torn(self.state, [type(self._prepared.optimizers[n]).__name__ for n in numbers])
+            return
+        try:
+            self._saving.last(self.state, live=live)
+        except Exception as error:
+            if isinstance(error, ShoalError) or not is_lost_peer(error):
+                raise
+            self._saving.alone(self.state)
+
+    def _fail(self, error: ShoalError) -> NoReturn:
+        """Raises an error that all ranks have alike, after the last checkpoint. Collective: all ranks."""
+        self._over = True
+        self.passes.restore()
+        self._save()
+        raise error
+
+    def _lost(self, error: Exception) -> Exception:
+        """The error where a collective failed: another rank is gone without a word."""
+        self._over = True
+        if isinstance(error, ShoalError) or not is_lost_peer(error):
+            return error
+        self.passes.restore()
+        torn = "the step was left between its updates, and is not saved"
+        said = torn if self._turns else self._saving.alone(self.state)
+        return PeerError(
+            given=f"step {self.state.step + 1} on rank {self._mesh.rank}",
+            conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}",
+            remedy=f"look at what the other rank said; {said}",
+        )
+
+
+def _which_optimizer(count: int) -> JobError:
+    return JobError(
+        given=f"for batch in step, with {count} optimizers",
+        conflict="each update has its own loss, so that it has to be said which of them a pass over the batches is for",
+        remedy="write: for batch in step.batches(optimizer): ... step.backward(total, weight), once for each update; "
+        "step.batches() where one loss is for all of them",
+    )
+
+
+def _not_now(number: int, is_open: bool) -> JobError:
+    return JobError(
+        given=f"the batches of step {number} " + ("within a pass over them" if is_open else "after its update"),
+        conflict="a pass over a step's batches ends with an update, and passes follow each other",
+        remedy="write step.batches(optimizer) for each of several updates of a step, one after the other",
+    )
+
+
+def _other_passes(number: int) -> JobError:
+    return JobError(
+        given=f"step {number}, in which ranks update different optimizers at a time",
+        conflict="the gradients of a pass are summed over all ranks",
+        remedy="choose optimizers by what is the same on all ranks, as step.number is",
+    )
+
+
+def _left_within(number: int, rank: int) -> UserCodeError:
+    return UserCodeError(
+        given=f"rank {rank} left the loop within step {number} (a break, a return or an exception of its own)",
+        conflict="the batches of all ranks belong to the step's update, which did not take place",
+        remedy="look at what that rank said",
+    )
+
+
+def _not_finite(number: int, sums: StepSums, update: Update) -> NonFiniteError:
+    return NonFiniteError(
+        given=f"step {number}: loss {sums.loss}, gradient norm {update.grad_norm}",
+        conflict="one of them is not finite; the parameters are those before the step",
+        remedy="mend the data, or write Session(skip_nonfinite=True)",
+    )
+
+
+def _not_iterated(number: int) -> UserCodeError:
+    return UserCodeError(
+        given=f"step {number} was not iterated to its end",
+        conflict="its batches belong to the training",
+        remedy="write: for batch in step: ... step.backward(total, weight)",
+    )

@@ -1,0 +1,107 @@
+"""Saving: the checkpoints of a loop of one's own, also of one that is left early."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from pathlib import Path
+
+from shoal.checkpoint.store import Store
+from shoal.data.loader import Loader
+from shoal.errors import StorageError
+from shoal.holding import Holding
+from shoal.keeper import Keeper, RunState, Trained
+from shoal.precision import LossScale
+from shoal.session.prepared import Prepared
+from shoal.session.rates import Groups, as_one
+from shoal.session.schedulers import Schedulers
+from shoal.session.ways import Base
+from shoal.strategies.base import Strategy
+
+
+class Saving:
+    """Checkpoints are of the state after a finished step, whatever its successor has changed of groups already."""
+
+    def __init__(self, base: Base, prepared: Prepared, holding: Holding, loader: Loader, strategy: Strategy) -> None:
+        """Raises: JobError for schedulers whose state no checkpoint can keep."""
+        folder = base.training.checkpoints if base.replay is None else None  # a verification leaves the user's alone
+        store = None if folder is None else Store(Path(folder))
+        if store is not None and base.mesh.rank == 0:
+            store.clean()
+        self._rank = base.mesh.rank
+        self._prepared, self._schedulers = prepared, Schedulers(prepared.schedulers)
+        every = as_one(prepared.optimizers, base.plan.execution.exact)
+        trained = Trained(holding, every, loader, strategy, self._schedulers)
+        self._keeper = Keeper(base.mesh, store, trained, None)
+        self.keeps = store is not None
+        if self.keeps:
+            self._schedulers.state()
+        self.mark()
+
+    def load(self, scale: LossScale) -> RunState | None:
+        """The state of the newest good checkpoint. Collective: all ranks. Raises: as Keeper.load."""
+        state, complaints = self._keeper.load(scale)
+        for complaint in complaints if self._rank == 0 else ():
+            warnings.warn(complaint, RuntimeWarning, stacklevel=2)
+        self.mark()
+        return state
+
+    def mark(self) -> None:
+        """Notes groups and schedulers, before a step's own changes of them."""
+        if self.keeps:
+            self._groups, self._noted = Groups(self._prepared.optimizers), self._schedulers.state()
+
+    def due(self, step: int) -> bool:
+        """As Keeper.due."""
+        return self._keeper.due(step)
+
+    def regular(self, state: RunState) -> None:
+        """A checkpoint in the midst of the training. Collective: all ranks."""
+        if not self.keeps:
+            return
+        groups, noted = Groups(self._prepared.optimizers), self._schedulers.state()
+        self._put_back()
+        self._keeper.save(state)
+        groups.put_back()
+        self._schedulers.restore(noted)
+
+    def last(self, state: RunState, *, live: bool) -> None:
+        """The last checkpoint; of groups and schedulers as they are, or as they were marked. Collective: all ranks."""
+        if not self.keeps or state.step == 0:
+            return
+        if not live:
+            self._put_back()
+        with contextlib.suppress(StorageError):  # the writer has warned; what comes after the loop is the user's
+            self._keeper.save(state, wait=True)
+
+    def alone(self, state: RunState) -> str:
+        """The last checkpoint after other ranks are gone, where rank 0 has it all; what came of it, in words."""
+        if state.step == 0:
+            return "no step was finished"
+        if not self.keeps:
+            return "no checkpoints were asked for"
+        self._put_back()
+        why = self._keeper.save_alone(state)
+        if why is None:
+            return f"step {state.step} was saved, and Session(resume=True) goes on from it"
+        return (
+            f"step {state.step} could not be saved here ({why}); Session(resume=True) goes on from the newest there is"
+        )
+
+    def torn(self, state: RunState, names: list[str]) -> None:
+        """Warns that a step was left between its updates."""
+        if self.keeps and self._rank == 0:
+            warnings.warn(
+                f"step {state.step + 1} was left after the update of {', '.join(names)} and before its others: that is "
+                "the state after no step, and is not saved; the newest checkpoint is that of an earlier step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _put_back(self) -> None:
+        self._groups.put_back()
+        self._schedulers.restore(self._noted)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._keeper.close()

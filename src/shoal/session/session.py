@@ -1,0 +1,211 @@
+"""Session: what a training loop of one's own is given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.agreement import together
+from shoal.data.loader import Loader, MapLoader, Place
+from shoal.data.order import Order
+from shoal.data.source import MapSource, open_source
+from shoal.data.stream import StreamLoader
+from shoal.environment import Environment, joined
+from shoal.errors import JobError, PlanError
+from shoal.evaluation import Evaluator
+from shoal.job import Epochs, Length
+from shoal.mesh import open_mesh
+from shoal.plan import AXES, Plan
+from shoal.plan.resolve import Wishes, apply_wishes, complete, refuse_unsupported
+from shoal.precision import Precision
+from shoal.replay import Replay
+from shoal.session.loop import Loop, Step
+from shoal.session.prepared import Prepared
+from shoal.session.training import Training
+from shoal.session.ways import Base
+from shoal.startup import prepare_process
+from shoal.strategies.compiled import compile_blocks
+from shoal.strategies.recompute import recompute
+
+# A stream's length is unknown: one pass that no training comes to the end of by counting.
+_ENDLESS = 1 << 62
+
+
+class Session:
+    """Parallel training for a loop of your own: one process alone, or one of many under torchrun.
+
+    `plan` and the keyword arguments `exact` and `precision` say how; everything else is a field of `Training`.
+    Raises: JobError, PlanError, LaunchError as `shoal run` does. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self, plan: Plan | None = None, *, exact: bool | None = None, precision: str | None = None, **training: Any
+    ) -> None:
+        if plan is not None and not isinstance(plan, Plan):
+            raise PlanError(
+                given=f"Session({plan!r:.60})",
+                conflict="the first argument of a Session is its plan",
+                remedy="write shoal.Session(shoal.Plan(), global_batch=256), or leave the plan out",
+            )
+        self.training = Training.given(training)
+        self._job = self.training.job()
+        environment = joined(os.environ) or Environment()
+        wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
+        plan = apply_wishes(plan or Plan(), wishes, from_file=False)
+        self.replay = Replay.told(os.environ)
+        if self.replay and self.replay.of is not None:  # the same loop on one process
+            plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
+        if self.replay:  # compressed sums are not those of one process
+            plan = plan.uncompressed
+        self.plan = complete(plan, self._job.grains, self._job.grain_size)
+        refuse_unsupported(self.plan)
+        _refuse_divided(self.plan)
+        prepare_process(self.plan.execution.exact, num_threads=None)
+        self._exit = contextlib.ExitStack()
+        self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
+        self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
+        self._prepared = Prepared()
+        self._steps: weakref.ReferenceType[Generator[Step]] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's number; rank 0 prints."""
+        return self.mesh.rank
+
+    def prepare(self, *objects: Any) -> Any:
+        """The same objects, one or a tuple in the same order: models, optimizers and torch's schedulers, any number.
+
+        Models are on their device in the plan's dtype, with rank 0's values on every rank. Schedulers are yours to
+        step, as in plain torch. Raises: JobError for anything else, with what to write instead.
+        """
+        if self._steps is not None:
+            raise JobError(
+                given="session.prepare() after session.steps()",
+                conflict="what is trained is divided among the ranks before the first step",
+                remedy="prepare everything first; freeze what comes later with requires_grad, or add a param group",
+            )
+        taken, models = self._prepared.take(objects)
+        for model in models:
+            self._place(model)
+        return taken[0] if len(taken) == 1 else tuple(taken)
+
+    def _place(self, model: nn.Module) -> None:
+        kind = self._precision.parameters
+        model.to(self.mesh.device) if kind == torch.float32 else model.to(self.mesh.device, kind)
+        self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+        if not any(p.requires_grad for p in model.parameters()):
+            return
+        recompute(model, self.plan.memory.recompute)
+        compile_blocks(model, self.plan, self._precision)
+
+    def steps(self, dataset: Any, length: Length | None = None, *, epochs: float | None = None) -> Iterator[Step]:
+        """The steps of a training on a dataset or a stream; iterate each for this rank's batches.
+
+        Raises: on every rank, where a batch of any rank cannot be read or computed by shoal. Where one rank leaves the
+        loop (a break, an exception), the others raise a PeerError at its next step, and all save the last one that was
+        finished.
+        """
+        if self._steps is not None:
+            raise JobError(
+                given="session.steps() a second time",
+                conflict="a Session is one training: its order, schedule and checkpoints go on through all epochs",
+                remedy="write one loop over session.steps(dataset, epochs=N); step.epoch tells which it is in",
+            )
+        self._prepared.check()
+        source = together(self.mesh, lambda: open_source("dataset", dataset, self.training.collate))
+        goal = length if length is not None else Epochs(epochs if epochs is not None else 1)
+        given = length if length is not None else epochs
+        _check_length(given, goal, source)
+        base = Base(self.mesh, self.plan, self._precision, self.training, self._job, self.replay)
+        order = self._order(source, goal)
+        loader = together(self.mesh, lambda: self._loader(source, order))
+        found = Loop(base, self._prepared, loader, order).run()
+        self._steps = weakref.ref(found)
+        return found
+
+    def _order(self, source: MapSource | Iterable[Any], goal: Length) -> Order:
+        job = self._job
+        count = len(source) if isinstance(source, MapSource) else _ENDLESS
+        return Order(count, job.global_batch, job.grains, job.seed, job.shuffle, goal)
+
+    def _loader(self, source: MapSource | Iterable[Any], order: Order) -> Loader:
+        place = Place(self.mesh.data_rank, self.mesh.num_data_ranks)
+        if isinstance(source, MapSource):
+            return MapLoader(source, order, place, self.plan.data.workers, self.mesh.device.type == "cuda")
+        return StreamLoader(source, order, place, self.training.collate)
+
+    def evaluate(
+        self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]], model: nn.Module | None = None
+    ) -> tuple[dict[str, float], int]:
+        """Each metric's sum over its count on every sample once, and how many samples that were. Collective: all.
+
+        `model`: which of several prepared ones. Raises: JobError.
+        """
+        models = self._prepared.models
+        if model is None and len(models) != 1:
+            raise JobError(
+                given=f"session.evaluate() with {len(models)} prepared models",
+                conflict="a metric is called with one",
+                remedy="write session.evaluate(dataset, metrics, model=generator)"
+                if models
+                else "write first: model, optimizer = session.prepare(model, optimizer)",
+            )
+        source = open_source("dataset", dataset, self.training.collate)
+        evaluator = Evaluator(self._job, self.mesh, self._precision, source, metrics)
+        return evaluator.evaluate(models[0] if model is None else model)
+
+    def close(self) -> None:
+        """Ends the process group; a loop that was left is saved first."""
+        steps = self._steps() if self._steps is not None else None
+        if steps is not None:
+            steps.close()
+        self._exit.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_length(given: Any, goal: Length, source: MapSource | Iterable[Any]) -> None:
+    """Raises: JobError for what is no length, and for epochs of a stream."""
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if isinstance(goal, Epochs) and not isinstance(source, MapSource):
+        raise JobError(
+            given="a stream as the dataset of a Session" + ("" if given is None else f", with epochs={goal.count}"),
+            conflict="a stream has no length, and so no epochs",
+            remedy="write session.steps(stream, shoal.Steps(1000)) or shoal.Samples(10**6)",
+        )
+    wrong = goal is given and number
+    if wrong or not hasattr(goal, "count") or not goal.count > 0:
+        raise JobError(
+            given=f"session.steps(dataset, {given!r})",
+            conflict="a length says what it counts, and is positive",
+            remedy="write session.steps(dataset, epochs=3), shoal.Steps(1000) or shoal.Samples(10**6)",
+        )
+
+
+def _refuse_divided(plan: Plan) -> None:
+    if plan.serves:
+        raise PlanError(
+            given=f'a Session with server.mode = "{plan.server.mode}"',
+            conflict="a loop of your own updates the parameters itself, which servers would do",
+            remedy='use shoal run with a job file, or server.mode = "none"',
+        )
+    if plan.divides_model:
+        degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
+        raise PlanError(
+            given=f"a Session with {degrees}" + (f", shard.level = {plan.shard.level!r}" if plan.shards_model else ""),
+            conflict="a Session is given a model and an optimizer that are whole, and each rank of it keeps them so",
+            remedy='use data, or shard with shard.level = "optimizer"; or a Job and shoal run, which divide the model',
+        )
