@@ -51,7 +51,7 @@ def introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: Ru
         f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
         f"model of {engine.num_parameters:,} parameters"
     )
-    for note in engine.holding.division.notes:
+    for note in (*engine.notes, *engine.holding.division.notes):
         reporter.note(f"  {note}")
     if request.steps is not None and request.steps > engine.order.num_steps:
         reporter.note(

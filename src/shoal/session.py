@@ -21,8 +21,9 @@ from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
 from shoal.computation import check_pair
 from shoal.data.loader import MapLoader, Place
+from shoal.data.opened import Opened, in_new_orders, open_data
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource
 from shoal.environment import Environment, joined
 from shoal.errors import JobError, NonFiniteError, PlanError, ShoalError, StorageError, UserCodeError
 from shoal.evaluation import Evaluator
@@ -62,7 +63,7 @@ class Training:
     clip_norm: float | None = None
     schedule: Callable[[Progress], float] | None = None
     collate: Callable[[list[Any]], Any] | None = None
-    shuffle: bool = True
+    shuffle: bool | None = None
     fuse: bool = True
     skip_nonfinite: bool = False
     checkpoints: str | os.PathLike[str] | None = None
@@ -81,6 +82,7 @@ class Session:
     ) -> None:
         self.training = Training(**training)
         self._job = _check(self.training)
+        self.says_workers = plan is not None and "workers" in plan.data.model_fields_set
         environment = joined(os.environ) or Environment()
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
@@ -128,7 +130,8 @@ class Session:
                 conflict="the session does not know the model",
                 remedy="write: model, optimizer = session.prepare(model, optimizer)",
             )
-        source = open_source("dataset", dataset, self.training.collate)
+        data = open_data("dataset", dataset, self.training.collate, self.training.global_batch)
+        source, shuffle = data.source, in_new_orders("dataset", data, self.training.shuffle)
         if not isinstance(source, MapSource):
             raise JobError(
                 given="a stream as the dataset of a Session",
@@ -136,7 +139,7 @@ class Session:
                 remedy="give a dataset with a length, or use shoal run",
             )
         goal = length if length is not None else Epochs(epochs if epochs is not None else 1)
-        order = Order(len(source), self._job.global_batch, self._job.grains, self._job.seed, self._job.shuffle, goal)
+        order = Order(len(source), self._job.global_batch, self._job.grains, self._job.seed, shuffle, goal)
         if self._stepped:
             raise JobError(
                 given="session.steps() a second time",
@@ -144,13 +147,14 @@ class Session:
                 remedy="write one loop over session.steps(dataset, epochs=N); step.epoch tells which it is in",
             )
         self._stepped = True
-        yield from _Loop(self, self._job, source, order).run(self._model, self._optimizer)
+        yield from _Loop(self, self._job, data, order).run(self._model, self._optimizer)
 
     def evaluate(self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]]) -> tuple[dict[str, float], int]:
         """Each metric's sum over its count on every sample once, and how many samples that were. Collective: all."""
         assert self._model is not None, "prepare() comes first"
-        source = open_source("dataset", dataset, self.training.collate)
-        return Evaluator(self._job, self.mesh, self._precision, source, metrics).evaluate(self._model)
+        data = open_data("dataset", dataset, self.training.collate)
+        evaluator = Evaluator(self._job, self.mesh, self._precision, data.source, metrics, collate=data.collate)
+        return evaluator.evaluate(self._model)
 
     def close(self) -> None:
         """Ends the process group."""
@@ -229,12 +233,14 @@ class Step:
 class _Loop:
     """The engine behind the steps of one `Session.steps`."""
 
-    def __init__(self, session: Session, job: Job, source: MapSource, order: Order) -> None:
+    def __init__(self, session: Session, job: Job, data: Opened, order: Order) -> None:
         self._session, self._job, self._order = session, job, order
         self._mesh, self._plan, self._precision = session.mesh, session.plan, session._precision
         place = Place(self._mesh.data_rank, self._mesh.num_data_ranks)
         cuda = self._mesh.device.type == "cuda"
-        self._loader = MapLoader(source, order, place, self._plan.data.workers, cuda)
+        assert isinstance(data.source, MapSource)
+        workers = data.workers if data.workers is not None and not session.says_workers else self._plan.data.workers
+        self._loader = MapLoader(data.source, order, place, workers, cuda, reading=data.reading)
         self._microbatch: Microbatch | None = None
         self._last = False
         self._error: ShoalError | None = None
