@@ -183,7 +183,11 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
         kind = kind_of(mesh.device.type)
         compared = beside(predicted, course.recent, course.peak_bytes, kind) if predicted.get("terms") else None
         result = replace(
-            _result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared, server=served
+            _result(engine, outcome, request, course),
+            **_measured(engine, outcome),
+            prediction=compared,
+            server=served,
+            ended_early=_ended_early(engine, outcome, num_steps),
         )
         unsaved = outcome.unsaved
         try:
@@ -289,6 +293,14 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         certificate=course.certificate,
         versions=versions(),
     )
+
+
+def _ended_early(engine: Engine, outcome: Outcome, num_steps: int) -> dict[str, int] | None:
+    """What the run's length wanted of a stream and what it gave, where that is less; a dataset always has it."""
+    wanted, state = engine.order.samples_before(num_steps), outcome.state
+    if engine.num_train_samples is not None or outcome.status != "completed" or state.samples >= wanted:
+        return None
+    return {"steps": state.step, "wanted_steps": num_steps, "samples": state.samples, "wanted_samples": wanted}
 
 
 def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
