@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.data.source import MapSource, open_source
+from shoal.data.opened import training_data
+from shoal.data.source import MapSource
 from shoal.errors import LaunchError
 from shoal.facts import facts_of
 from shoal.faults import as_shoal_error, to_json, user_error
@@ -80,7 +81,7 @@ def _facts(job: Job, plan: Plan, model: nn.Module | None) -> ModelFacts:
 
 def one_grain(job: Job) -> Any:
     """A batch of the first samples, for the length of their sequences; None of a stream, which is not begun."""
-    source = open_source("train_data", job.train_data, job.collate)
+    source = training_data(job).source
     if not isinstance(source, MapSource):
         return None
     return source.fetch([np.arange(min(len(source), job.grain_size))], [0])

@@ -51,7 +51,7 @@ def introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: Ru
         f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
         f"model of {engine.num_parameters:,} parameters"
     )
-    for note in engine.holding.division.notes:
+    for note in (*engine.notes, *engine.holding.division.notes):
         reporter.note(f"  {note}")
     if request.steps is not None and request.steps > engine.order.num_steps:
         reporter.note(
@@ -73,7 +73,14 @@ def conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None
     """How it ended, beside what was predicted, and how to go on."""
     values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
-    reporter.note(f"{result.status} after step {result.steps}, {result.wall_seconds:.1f} s{evaluated}")
+    early = result.ended_early
+    of = f" of {early['wanted_steps']}" if early is not None else ""
+    reporter.note(f"{result.status} after step {result.steps}{of}, {result.wall_seconds:.1f} s{evaluated}")
+    if early is not None:
+        reporter.note(
+            f"warning: train_data ended after {early['samples']} of {early['wanted_samples']} samples; its items are "
+            "taken for single samples: a stream of batches is to give them one by one"
+        )
     if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
         reporter.note(f"  {told(result.prediction)}")
     if result.status == "preempted":

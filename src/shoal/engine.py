@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
 from shoal.computation import Computation, Computer, Evaluate, Pair
 from shoal.data.loader import Loader, MapLoader, Place
+from shoal.data.opened import Opened, open_data, opened
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source, small_batch
+from shoal.data.source import MapSource, Source, small_batch
 from shoal.data.stream import StreamLoader, no_lockstep
 from shoal.errors import JobError, ShoalError
 from shoal.evaluation import Evaluator
@@ -74,6 +75,7 @@ class Engine:
     store: Store | None
     num_train_samples: int | None
     records: RecordWriter
+    notes: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -153,13 +155,15 @@ class Engine:
 class Options:
     """What surrounds a training and changes nothing in it.
 
-    `checkpoints` is their directory, None for none; `eval_samples` the most that an evaluation reads, None for all.
+    `checkpoints` is their directory, None for none; `eval_samples` the most that an evaluation reads, None for all;
+    `take_workers`: a DataLoader's num_workers becomes the plan's data.workers.
     """
 
     checkpoints: Path | None = None
     checkpoint_every: int | None = None
     telemetry: bool = True
     eval_samples: int | None = None
+    take_workers: bool = False
     observer: Observer = field(default_factory=Observer)
 
 
@@ -167,9 +171,12 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
     refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
-    source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
+    job = together(mesh, lambda: opened(job))
+    data: Opened = job.train_data
+    source = data.source
     together(mesh, lambda: _refuse_streams(source, plan))
-    holding, pipeline = _hold(job, plan, mesh, precision, source)
+    plan, notes = _with_workers(plan, data, options)
+    holding, pipeline = _hold(job, plan, mesh, precision, data)
     model = holding.model
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
@@ -179,16 +186,9 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     strategy = assemble(plan, holding, parameters, job.grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, holding, exact=plan.execution.exact)
-    evaluation = together(mesh, lambda: _evaluation_source(job))
-    order = Order(
-        len(source) if isinstance(source, MapSource) else _ENDLESS,
-        job.global_batch,
-        job.grains,
-        job.seed,
-        job.shuffle,
-        job.length,
-    )
-    loader = together(mesh, lambda: _loader(job, plan, mesh, source, order))
+    evaluation = together(mesh, lambda: _evaluation_data(job))
+    order = _order(job, source)
+    loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     store = Store(options.checkpoints) if options.checkpoints is not None else None
     keeper = Keeper(mesh, store, Trained(holding, optimizer, loader, strategy), options.checkpoint_every)
     return Engine(
@@ -208,9 +208,10 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
             job,
             mesh,
             precision,
-            evaluation,
+            evaluation.source if evaluation is not None else None,
             {"loss": job.loss, **job.metrics},
             most_samples=options.eval_samples,
+            collate=evaluation.collate if evaluation is not None else None,
             divided=holding.divided,
             lockstep=strategy.lockstep,
             evaluate=pipeline.evaluate if pipeline is not None else None,
@@ -221,22 +222,23 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
         store=store,
         num_train_samples=order.num_samples if isinstance(source, MapSource) else None,
         records=RecordWriter(None),
+        notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
     )
 
 
-def _refuse_streams(source: MapSource | Iterable[Any], plan: Plan) -> None:
+def _refuse_streams(source: Source, plan: Plan) -> None:
     if plan.shards_model and not isinstance(source, MapSource):
         raise no_lockstep()
 
 
-def _hold(
-    job: Job, plan: Plan, mesh: Mesh, precision: Precision, source: MapSource | Iterable[Any]
-) -> tuple[Holding, Pipeline | None]:
+def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) -> tuple[Holding, Pipeline | None]:
     """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
     if plan.divides_model:
         key = random_key(job.seed, "initial values")
         pair = Pair(job.loss, precision)
-        made = Made(functools.partial(make_model, job), key, job.loss, pair, lambda: small_batch(source, job.collate))
+        made = Made(
+            functools.partial(make_model, job), key, job.loss, pair, lambda: small_batch(data.source, data.collate)
+        )
         return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
     model = together(mesh, lambda: build_model(job, precision))
     together(mesh, lambda: recompute(model, plan.memory.recompute))
@@ -268,18 +270,41 @@ def make_model(job: Job) -> nn.Module:
     return model
 
 
-def _evaluation_source(job: Job) -> MapSource | Iterable[Any] | None:
-    return None if job.eval_data is None else open_source("eval_data", job.eval_data, job.collate)
+def _order(job: Job, source: Source) -> Order:
+    num_samples = len(source) if isinstance(source, MapSource) else _ENDLESS
+    return Order(num_samples, job.global_batch, job.grains, job.seed, job.shuffle is not False, job.length)
 
 
-def _loader(job: Job, plan: Plan, mesh: Mesh, source: MapSource | Iterable[Any], order: Order) -> Loader:
-    place = Place(mesh.data_rank, mesh.num_data_ranks)
+def _evaluation_data(job: Job) -> Opened | None:
+    if job.eval_data is None:
+        return None
+    found = open_data("eval_data", job.eval_data, job.collate)
+    if not found.workers or not isinstance(found.source, MapSource):
+        return found
+    said = f"eval_data: num_workers={found.workers} has no effect: an evaluation reads in the rank itself"
+    return replace(found, notes=(*found.notes, said))
+
+
+def _with_workers(plan: Plan, data: Opened, options: Options) -> tuple[Plan, tuple[str, ...]]:
+    """The plan with as many data workers as a DataLoader has, where nobody said how many; and what has no effect."""
+    wanted, have = data.workers, plan.data.workers
+    if wanted is None or wanted == have or not isinstance(data.source, MapSource):
+        return plan, data.notes
+    if options.take_workers and not plan.serves:
+        return plan.with_sections(data={"workers": wanted}), data.notes
+    said = f"train_data: num_workers={wanted} has no effect: the plan has data.workers = {have}"
+    return plan, (*data.notes, said)
+
+
+def _loader(job: Job, plan: Plan, mesh: Mesh, data: Opened, order: Order) -> Loader:
+    place, source = Place(mesh.data_rank, mesh.num_data_ranks), data.source
     if isinstance(source, MapSource):
-        return MapLoader(source, order, place, plan.data.workers, mesh.device.type == "cuda")
+        workers, on_gpu = plan.data.workers, mesh.device.type == "cuda"
+        return MapLoader(source, order, place, workers, on_gpu, reading=data.reading)
     if isinstance(job.length, Epochs):
         raise JobError(
             given=f"length={job.length} with a stream as train_data",
             conflict="a stream has no length, and so no epochs",
             remedy="write length=shoal.Steps(...) or shoal.Samples(...)",
         )
-    return StreamLoader(source, order, place, job.collate)
+    return StreamLoader(source, order, place, data.collate)

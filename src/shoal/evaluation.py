@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from shoal.agreement import collectively
 from shoal.computation import Evaluate, Pair
 from shoal.data.loader import Place
-from shoal.data.source import MapSource, collate_samples
+from shoal.data.source import Collate, MapSource, collate_samples
 from shoal.errors import DataError
 from shoal.grains import random_key
 from shoal.job import Job
@@ -44,14 +44,17 @@ class Evaluator:
         divided: bool = False,
         lockstep: bool = False,
         evaluate: Evaluate | None = None,
+        collate: Collate | None = None,
     ) -> None:
         """`divided`: the model computes with other ranks; `lockstep`: also with those that have other samples.
 
-        `evaluate` computes a pair where the model's stages are on several ranks.
+        `evaluate` computes a pair where the model's stages are on several ranks. `collate`: of a stream's samples, the
+        job's where it is None.
         """
         self._evaluate = evaluate
         self._divided, self._lockstep = divided, lockstep
         self._job, self._mesh, self._precision, self._source = job, mesh, precision, source
+        self._collate = collate or job.collate or default_collate
         self._metrics = dict(metrics)
         self._most = most_samples
         self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
@@ -133,16 +136,15 @@ class Evaluator:
                 key = random_key(self._job.seed, "evaluation", start)
                 yield start // self._chunk, len(ids), self._source.fetch([ids], [key])
         else:
-            collate = self._job.collate or default_collate
             own, number, first = 0, -1, None
             for number, samples in enumerate(self._read(self._source or ())):
                 first = first or samples
                 if number % place.num_ranks == place.rank:
                     own += 1
                     seed_everything(random_key(self._job.seed, "evaluation", number))
-                    yield number, len(samples), collate_samples(collate, samples, "eval_data")
+                    yield number, len(samples), collate_samples(self._collate, samples, "eval_data")
             if self._lockstep and own < -(-(number + 1) // place.num_ranks):
-                yield 0, 0, collate_samples(collate, first or [], "eval_data")
+                yield 0, 0, collate_samples(self._collate, first or [], "eval_data")
 
 
 def _fsum(values: Iterable[float]) -> float:

@@ -97,7 +97,8 @@ class Job:
     grains: groups that the global batch is divided into; also the largest possible number of data ranks.
     length: Epochs, Steps or Samples. schedule: multiplies every learning rate; a function of progress in [0, 1].
     clip_norm: largest global gradient norm, None for no clipping. seed: of everything random.
-    collate: list of samples -> batch, torch's default where None. shuffle: a new order each epoch.
+    collate: list of samples -> batch, torch's default where None. shuffle: a new order each epoch; None: as
+        a DataLoader says, new ones where there is none.
     on_nonfinite: what a NaN or infinite loss or gradient does: skip the step, rollback to the last checkpoint and go
         on without the bad step, or stop.
     fuse: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
@@ -117,7 +118,7 @@ class Job:
     clip_norm: float | None = None
     seed: int = 0
     collate: Callable[[list[Any]], Any] | None = None
-    shuffle: bool = True
+    shuffle: bool | None = None
     on_nonfinite: Literal["skip", "rollback", "stop"] = "stop"
     fuse: bool = True
 
@@ -136,7 +137,10 @@ class Job:
         return grain_size(self.global_batch, self.grains)
 
     def describe(self) -> dict[str, Any]:
-        """The numbers that define the training, as JSON: what a resume compares."""
+        """The numbers that define the training, as JSON: what a resume compares.
+
+        `shuffle` is what happens once the data are opened (`shoal.data.opened`); until then None counts as True.
+        """
         length = {"kind": type(self.length).__name__.lower(), "count": self.length.count}
         return {
             "global_batch": self.global_batch,
@@ -144,7 +148,7 @@ class Job:
             "length": length,
             "clip_norm": self.clip_norm,
             "seed": self.seed,
-            "shuffle": self.shuffle,
+            "shuffle": self.shuffle is not False,
             "on_nonfinite": self.on_nonfinite,
         }
 
@@ -215,6 +219,6 @@ def _others(job: Job) -> list[Mistake]:
         )
     for name in ("shuffle", "fuse"):
         value = getattr(job, name)
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and not (name == "shuffle" and value is None):
             found.append((f"{name}={value!r}", f"{name} is True or False", f"write {name}=True"))
     return found

@@ -107,6 +107,7 @@ class RunRecord:
     first_step_seconds: float | None = None  # from the command's start to the end of its first step
     resumed_from: int | None = None
     skipped_steps: int = 0
+    ended_early: dict[str, int] | None = None  # a stream that gave less than the run's length wanted
     error: dict[str, Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
     certificate: str | None = None  # the SHA-256 of the certificate that the run demanded

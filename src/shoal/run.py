@@ -22,6 +22,7 @@ from shoal.certificate import Certificate
 from shoal.checkpoint import weights_sha256
 from shoal.checkpoint.state import sha256_of
 from shoal.computation import Computation
+from shoal.data.opened import opened
 from shoal.engine import Engine, Options, build
 from shoal.environment import Environment
 from shoal.errors import ExitCode, JobMismatchError, ShoalError, StorageError
@@ -96,10 +97,18 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
     if plan.serves:
         return _train_served(loaded, plan, request, environment, signals=signals, course=course)
     with open_mesh(environment, plan.degrees) as mesh:
+        job = together(mesh, lambda: opened(loaded.job))
+        loaded = replace(loaded, job=job)
         shake_hands(mesh, loaded, plan)
         directory = RunDirectory(request.out)
         meter = StepMeter()
-        options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry, observer=meter)
+        options = Options(
+            checkpoints=directory.checkpoints,
+            checkpoint_every=request.checkpoint_every,
+            telemetry=request.telemetry,
+            take_workers=not request.says_workers,
+            observer=meter,
+        )
         engine = build(loaded.job, plan, mesh, options)
         try:
             if request.telemetry:
@@ -139,6 +148,7 @@ def _train_served(
 
 def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals: Signals, course: _Course) -> ExitCode:
     mesh, directory = engine.mesh, RunDirectory(request.out)
+    loaded = replace(loaded, job=engine.job)  # with its data opened
     description = _describe(loaded, engine, request)
     saved = read_json(directory.job) if request.resume else None
     together(mesh, lambda: _refuse_other_job(saved, description) if saved else None)
@@ -173,7 +183,11 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
         kind = kind_of(mesh.device.type)
         compared = beside(predicted, course.recent, course.peak_bytes, kind) if predicted.get("terms") else None
         result = replace(
-            _result(engine, outcome, request, course), **_measured(engine, outcome), prediction=compared, server=served
+            _result(engine, outcome, request, course),
+            **_measured(engine, outcome),
+            prediction=compared,
+            server=served,
+            ended_early=_ended_early(engine, outcome, num_steps),
         )
         unsaved = outcome.unsaved
         try:
@@ -279,6 +293,14 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         certificate=course.certificate,
         versions=versions(),
     )
+
+
+def _ended_early(engine: Engine, outcome: Outcome, num_steps: int) -> dict[str, int] | None:
+    """What the run's length wanted of a stream and what it gave, where that is less; a dataset always has it."""
+    wanted, state = engine.order.samples_before(num_steps), outcome.state
+    if engine.num_train_samples is not None or outcome.status != "completed" or state.samples >= wanted:
+        return None
+    return {"steps": state.step, "wanted_steps": num_steps, "samples": state.samples, "wanted_samples": wanted}
 
 
 def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:

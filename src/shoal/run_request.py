@@ -21,7 +21,10 @@ from shoal.run_directory import RunDirectory, default_directory, read_json
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One call of `shoal run`; `plan` has every wish written into it but is not completed for the job yet."""
+    """One call of `shoal run`; `plan` has every wish written into it but is not completed for the job yet.
+
+    `says_workers`: whether the command or a plan file says how many data workers a rank has.
+    """
 
     job: JobRequest
     plan: Plan
@@ -34,6 +37,7 @@ class RunRequest:
     started_at: float
     plan_from_file: bool
     certificate: Path | None = None
+    says_workers: bool = False
 
     @classmethod
     def from_options(cls, options: argparse.Namespace, started_at: float) -> RunRequest:
@@ -56,6 +60,7 @@ class RunRequest:
             if options.plan or resumed_plan
             else Plan()
         )
+        says_workers = wishes.workers is not None or "workers" in plan.data.model_fields_set
         plan = apply_wishes(plan, wishes, from_file=bool(options.plan))
         refuse(conflicts(plan))
         refuse_unsupported(plan)
@@ -71,6 +76,7 @@ class RunRequest:
             started_at=started_at,
             plan_from_file=bool(options.plan) or resumed_plan,
             certificate=Path(options.require_certificate) if options.require_certificate else None,
+            says_workers=says_workers,
         )
 
     def check(self) -> None:

@@ -136,6 +136,7 @@ CASES = [
     job("empty_eval", "0 samples"),
     job("unequal_data", "first dims"),
     job("no_dataset", "int"),
+    job("loader_of_rank_batches", "write batch_size=16"),
     job("data_function_raises", "no such disk"),
     job("data_raises", "lost disk"),
     job("data_ragged", "collat"),

@@ -9,6 +9,7 @@ from typing import Any
 import tiny
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 
@@ -54,6 +55,10 @@ def empty_eval() -> shoal.Job:
 
 def unequal_data() -> shoal.Job:
     return bad(train_data=(torch.zeros(5, 6), torch.zeros(4)))
+
+
+def loader_of_rank_batches() -> shoal.Job:
+    return bad(train_data=DataLoader(TensorDataset(*tiny.vectors(40)), batch_size=8))
 
 
 def no_dataset() -> shoal.Job:

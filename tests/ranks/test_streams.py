@@ -32,6 +32,7 @@ def test_one_process_or_three_and_a_resume_in_the_middle(kind: str, tmp_path: Pa
         for key in ("weights_sha256", "sample_digest", "metrics", "steps", "samples"):
             assert ended.result[key] == one.result[key], key
     assert one.result["samples"] == 96
+    assert one.result["ended_early"] is cut.result["ended_early"] is None
 
 
 @pytest.mark.parametrize("devices", [1, 3])
@@ -42,6 +43,9 @@ def test_a_stream_that_ends_before_the_steps_do(devices: int, tmp_path: Path) ->
     wanted = Run(f"{JOBS / 'streams.py'}:endless", tmp_path / "run", devices, environment={"TEST_IDS": str(ids)})
     ended = run(wanted).expect(0)
     assert (ended.result["steps"], ended.result["samples"]) == (9, 100)
+    assert ended.result["ended_early"] == {"steps": 9, "wanted_steps": 50, "samples": 100, "wanted_samples": 600}
+    assert "completed after step 9 of 50" in ended.output
+    assert "train_data ended after 100 of 600 samples" in ended.output
     assert ended.records[-1]["num_samples"] == 4
     told = [int(i) for path in ids.glob("train-*.txt") for i in path.read_text(encoding="utf-8").split()]
     assert sorted(told) == list(range(100))

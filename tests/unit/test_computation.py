@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from shoal.buffers import StepBuffers
 from shoal.computation import Computation, Computer, RedoError, check_pair
 from shoal.data.loader import MapLoader, Place
+from shoal.data.opened import open_data
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource
 from shoal.errors import LossError, UserCodeError
 from shoal.job import Job, Steps
 from shoal.microbatch import Microbatch
@@ -34,7 +35,7 @@ def plain(model: nn.Module, batch: Any) -> Any:
 
 
 def first_batch() -> Microbatch:
-    source = open_source("train_data", (X, X.sum(1, keepdim=True)), None)
+    source = open_data("train_data", (X, X.sum(1, keepdim=True)), None).source
     assert isinstance(source, MapSource)
     order = Order(32, 16, 4, seed=0, shuffle=True, length=Steps(4))
     data = MapLoader(source, order, Place(0, 1), 0, pin_memory=False).step(0)

@@ -53,7 +53,7 @@ def test_every_mistake_is_told_at_once() -> None:
         *[("length", v) for v in (None, 3, Steps(0), Steps(2.5), Samples(-1), Epochs(0.0), Epochs(math.nan))],
         *[("length", v) for v in (Epochs(math.inf), Steps(True), Epochs("3"))],
         *[("metrics", v) for v in ([print], {"loss": print}, None)],
-        *[("shuffle", v) for v in (0, None)],
+        *[("shuffle", v) for v in (0, "no")],
     ],
 )
 def test_a_wrong_field_is_refused(name: str, value: Any) -> None:

@@ -11,8 +11,9 @@ from torch import nn
 import shoal
 from shoal.computation import Computation, Computer
 from shoal.data.loader import MapLoader, Place
+from shoal.data.opened import open_data
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource
 from shoal.job import Job, Steps
 from shoal.mesh import alone
 from shoal.nonfinite import Search
@@ -27,7 +28,7 @@ def found(make: Callable[[], nn.Module], bad: int, break_at: int | None = None) 
     inputs = torch.ones(16, 6)
     inputs[bad] = torch.nan
     labels = torch.zeros(16, dtype=torch.int64)
-    source = open_source("train_data", (inputs, labels), None)
+    source = open_data("train_data", (inputs, labels), None).source
     assert isinstance(source, MapSource)
     loader = MapLoader(source, Order(16, 16, 4, 0, shuffle=False, length=Steps(1)), Place(0, 1), 0, pin_memory=False)
     microbatches = list(loader.step(0).microbatches)

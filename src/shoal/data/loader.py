@@ -5,12 +5,13 @@ A loader is told the step; it has no position of its own that could differ from 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shoal.data.order import Order
 from shoal.data.source import MapSource
@@ -94,12 +95,29 @@ class _Careful(Dataset[Any]):
             return error
 
 
+def _started(own: Callable[[int], object], data: Any, worker: int) -> None:
+    """Calls a user's worker_init_fn in a worker process, where it finds its dataset as under torch's own loader."""
+    object.__setattr__(get_worker_info(), "dataset", data)
+    own(worker)
+
+
 class MapLoader:
     """Steps of a map-style source: everything but the samples themselves is arithmetic."""
 
     looks_ahead = True
 
-    def __init__(self, source: MapSource, order: Order, place: Place, workers: int, pin_memory: bool) -> None:
+    def __init__(
+        self,
+        source: MapSource,
+        order: Order,
+        place: Place,
+        workers: int,
+        pin_memory: bool,
+        *,
+        reading: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`reading`: further arguments of torch's DataLoader, for its worker processes."""
+        self._reading = dict(reading or {})
         self._order, self._place = order, place
         self._workers, self._pin_memory = workers, pin_memory
         self._fetcher = _Fetcher(source, order.seed)
@@ -185,13 +203,16 @@ class MapLoader:
     def _data_loader(self, first: _Request) -> DataLoader[Any]:
         ahead = itertools.chain.from_iterable(map(self.requests, itertools.count(first.step)))
         wanted = itertools.dropwhile(lambda r: (r.step, r.grains) != (first.step, first.grains), ahead)
+        start = self._reading.get("worker_init_fn")
+        if start is not None:
+            start = functools.partial(_started, start, self._fetcher.source.data)
         return DataLoader(
             _Careful(self._fetcher),
             sampler=wanted,
             batch_size=None,
             num_workers=self._workers,
             pin_memory=self._pin_memory,
-            timeout=WORKER_TIMEOUT_SECONDS,
+            **{"timeout": WORKER_TIMEOUT_SECONDS, **self._reading, "worker_init_fn": start},
         )
 
     def commit(self) -> None:

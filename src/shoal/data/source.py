@@ -25,8 +25,8 @@ class MapSource(ABC):
 
     draws = True  # whether reading a sample may draw random numbers
 
-    def __init__(self, name: str, length: int) -> None:
-        self.name = name
+    def __init__(self, name: str, length: int, data: Any) -> None:
+        self.name, self.data = name, data
         self._length = length
 
     def __len__(self) -> int:
@@ -42,13 +42,16 @@ class MapSource(ABC):
         """
 
 
+# What steps are read from: samples by their ids, or one after the other.
+Source = MapSource | Iterable[Any]
+
+
 class TensorSource(MapSource):
     """Tensors that share their first dim: a batch is one index operation on each."""
 
     draws = False
 
     def __init__(self, name: str, data: Any) -> None:
-        self._data = data
         lengths = {len(t) for t in _leaves(data)}
         if len(lengths) != 1:
             raise DataError(
@@ -56,12 +59,12 @@ class TensorSource(MapSource):
                 conflict="the tensors of a dataset hold one row per sample",
                 remedy="give tensors whose first dims are equal",
             )
-        super().__init__(name, lengths.pop())
+        super().__init__(name, lengths.pop(), data)
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
         """The rows of all the grains."""
         index = torch.from_numpy(np.concatenate(grains) if len(grains) > 1 else grains[0])
-        data = self._data
+        data = self.data
         if isinstance(data, Mapping):
             return {name: _rows(tensor, index) for name, tensor in data.items()}
         if isinstance(data, tuple):
@@ -73,8 +76,7 @@ class SampleSource(MapSource):
     """Any dataset with `__len__` and `__getitem__` or `__getitems__`, and a collate function."""
 
     def __init__(self, name: str, data: Any, collate: Collate | None) -> None:
-        super().__init__(name, len(data))
-        self._data = data
+        super().__init__(name, len(data), data)
         self._collate = collate or default_collate
         self._get_many = getattr(data, "__getitems__", None)
 
@@ -95,7 +97,7 @@ class SampleSource(MapSource):
         samples = []
         for i in ids:
             try:
-                samples.append(self._data[i])
+                samples.append(self.data[i])
             except Exception as error:
                 raise _failed_sample(self.name, f"sample {i}", error) from error
         return samples
@@ -115,7 +117,7 @@ def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
         ) from error
 
 
-def small_batch(source: MapSource | Iterable[Any], collate: Collate | None) -> Any:
+def small_batch(source: Source, collate: Collate | None) -> Any:
     """The first two samples as a batch; a stream is left as it was.
 
     Raises: DataError for what it cannot be had from.
@@ -136,24 +138,29 @@ def small_batch(source: MapSource | Iterable[Any], collate: Collate | None) -> A
     return collate_samples(collate or default_collate, found, "train_data")
 
 
-def open_source(name: str, data: Any, collate: Collate | None) -> MapSource | Iterable[Any]:
-    """The source behind `data`; a stream (an iterable without a length) is returned as it is.
-
-    Raises: DataError where it is empty or none of the kinds that can be read, or where building it raised.
-    """
+def built(name: str, data: Any) -> Any:
+    """The data, from the function that builds them where that was given. Raises: DataError where it raised."""
     is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
-    if isinstance(data, type) or (callable(data) and not is_data):  # a class has its instances' methods
-        try:
-            data = data()
-        except ShoalError:
-            raise
-        except Exception as error:
-            raise DataError(
-                given=f"{name}: a function that builds the dataset",
-                conflict=f"it raised {type(error).__name__}: {_first_line(error)}",
-                remedy=f"mend the function (try it alone: job().{name}())",
-            ) from error
-    if _is_stream(data):
+    if not isinstance(data, type) and (is_data or not callable(data)):  # a class has its instances' methods
+        return data
+    try:
+        return data()
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise DataError(
+            given=f"{name}: a function that builds the dataset",
+            conflict=f"it raised {type(error).__name__}: {_first_line(error)}",
+            remedy=f"mend the function (try it alone: job().{name}())",
+        ) from error
+
+
+def source_of(name: str, data: Any, collate: Collate | None) -> Source:
+    """The source behind data that are built; a stream (an iterable without a length) is returned as it is.
+
+    Raises: DataError where it is empty or none of the kinds that can be read.
+    """
+    if is_stream(data):
         stream: Iterable[Any] = data
         return stream
     source = _map_source(name, data, collate)
@@ -201,7 +208,8 @@ class _Rows:
         return tuple(tensor[i] for tensor in self._data) if isinstance(self._data, tuple) else self._data[i]
 
 
-def _is_stream(data: Any) -> bool:
+def is_stream(data: Any) -> bool:
+    """Whether the data are an iterable without a length, of which only the next sample can be had."""
     if isinstance(data, IterableDataset):
         return True
     return hasattr(data, "__iter__") and not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))

@@ -10,8 +10,9 @@ import numpy as np
 from shoal.admission import one_grain, outline
 from shoal.catalogue import cluster as find_cluster
 from shoal.catalogue.sums import fastest_on
+from shoal.data.opened import opened, training_data
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource
 from shoal.facts import facts_of
 from shoal.job import Epochs, Job, Samples
 from shoal.plan.legal import ModelFacts
@@ -65,7 +66,7 @@ def _facts(job: Job) -> ModelFacts:
 
 def _sample_seconds(job: Job) -> float:
     """Seconds in which this machine fetches a sample: the fastest of some grains; 0 of a stream, which is not begun."""
-    source = open_source("train_data", job.train_data, job.collate)
+    source = training_data(job).source
     if not isinstance(source, MapSource):
         return 0.0
     rows = min(len(source), job.grain_size)
@@ -79,9 +80,10 @@ def _sample_seconds(job: Job) -> float:
 
 
 def _num_steps(job: Job) -> int | None:
-    source = open_source("train_data", job.train_data, job.collate)
+    job = opened(job)
+    source = job.train_data.source
     if isinstance(source, MapSource):
-        order = Order(len(source), job.global_batch, job.grains, job.seed, job.shuffle, job.length)
+        order = Order(len(source), job.global_batch, job.grains, job.seed, bool(job.shuffle), job.length)
         return order.num_steps
     if isinstance(job.length, Epochs):
         return None

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shoal.data.source import MapSource, open_source, small_batch
+from shoal.data.opened import training_data
+from shoal.data.source import MapSource, small_batch
 from shoal.deferred import deferred
 from shoal.job import Job
 from shoal.plan.plan import Plan
@@ -56,12 +57,13 @@ class Batches:
     """Batches of any number of samples like those of one grain of a job."""
 
     def __init__(self, job: Job) -> None:
-        self._source = open_source("train_data", job.train_data, job.collate)
+        data = training_data(job)
+        self._source = data.source
         if isinstance(self._source, MapSource):
             self._rows = min(len(self._source), job.grain_size)
             self._one = self._fetch(self._rows)
         else:
-            self._one = small_batch(self._source, job.collate)
+            self._one = small_batch(data.source, data.collate)
             self._rows = 2
 
     def __call__(self, samples: int) -> Any:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.agreement import together
-from shoal.data.loader import Loader, MapLoader, Place
-from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
-from shoal.data.stream import StreamLoader
+from shoal.data.opened import open_data
 from shoal.environment import Environment, joined
 from shoal.errors import JobError, PlanError
 from shoal.evaluation import Evaluator
-from shoal.job import Epochs, Length
+from shoal.job import Length
 from shoal.mesh import open_mesh
 from shoal.plan import AXES, Plan
 from shoal.plan.resolve import Wishes, apply_wishes, complete, refuse_unsupported
@@ -28,14 +24,12 @@ from shoal.precision import Precision
 from shoal.replay import Replay
 from shoal.session.loop import Loop, Step
 from shoal.session.prepared import Prepared
+from shoal.session.reading import open_loader
 from shoal.session.training import Training
 from shoal.session.ways import Base
 from shoal.startup import prepare_process
 from shoal.strategies.compiled import compile_blocks
 from shoal.strategies.recompute import recompute
-
-# A stream's length is unknown: one pass that no training comes to the end of by counting.
-_ENDLESS = 1 << 62
 
 
 class Session:
@@ -56,6 +50,7 @@ class Session:
             )
         self.training = Training.given(training)
         self._job = self.training.job()
+        self._says_workers = plan is not None and "workers" in plan.data.model_fields_set
         environment = joined(os.environ) or Environment()
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
@@ -119,27 +114,19 @@ class Session:
                 remedy="write one loop over session.steps(dataset, epochs=N); step.epoch tells which it is in",
             )
         self._prepared.check()
-        source = together(self.mesh, lambda: open_source("dataset", dataset, self.training.collate))
-        goal = length if length is not None else Epochs(epochs if epochs is not None else 1)
-        given = length if length is not None else epochs
-        _check_length(given, goal, source)
-        base = Base(self.mesh, self.plan, self._precision, self.training, self._job, self.replay)
-        order = self._order(source, goal)
-        loader = together(self.mesh, lambda: self._loader(source, order))
+        base = Base(
+            mesh=self.mesh,
+            plan=self.plan,
+            precision=self._precision,
+            training=self.training,
+            job=self._job,
+            replay=self.replay,
+            says_workers=self._says_workers,
+        )
+        loader, order = open_loader(base, dataset, length, epochs)
         found = Loop(base, self._prepared, loader, order).run()
         self._steps = weakref.ref(found)
         return found
-
-    def _order(self, source: MapSource | Iterable[Any], goal: Length) -> Order:
-        job = self._job
-        count = len(source) if isinstance(source, MapSource) else _ENDLESS
-        return Order(count, job.global_batch, job.grains, job.seed, job.shuffle, goal)
-
-    def _loader(self, source: MapSource | Iterable[Any], order: Order) -> Loader:
-        place = Place(self.mesh.data_rank, self.mesh.num_data_ranks)
-        if isinstance(source, MapSource):
-            return MapLoader(source, order, place, self.plan.data.workers, self.mesh.device.type == "cuda")
-        return StreamLoader(source, order, place, self.training.collate)
 
     def evaluate(
         self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]], model: nn.Module | None = None
@@ -157,8 +144,8 @@ class Session:
                 if models
                 else "write first: model, optimizer = session.prepare(model, optimizer)",
             )
-        source = open_source("dataset", dataset, self.training.collate)
-        evaluator = Evaluator(self._job, self.mesh, self._precision, source, metrics)
+        data = open_data("dataset", dataset, self.training.collate)
+        evaluator = Evaluator(self._job, self.mesh, self._precision, data.source, metrics, collate=data.collate)
         return evaluator.evaluate(models[0] if model is None else model)
 
     def close(self) -> None:
@@ -175,24 +162,6 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _check_length(given: Any, goal: Length, source: MapSource | Iterable[Any]) -> None:
-    """Raises: JobError for what is no length, and for epochs of a stream."""
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if isinstance(goal, Epochs) and not isinstance(source, MapSource):
-        raise JobError(
-            given="a stream as the dataset of a Session" + ("" if given is None else f", with epochs={goal.count}"),
-            conflict="a stream has no length, and so no epochs",
-            remedy="write session.steps(stream, shoal.Steps(1000)) or shoal.Samples(10**6)",
-        )
-    wrong = goal is given and number
-    if wrong or not hasattr(goal, "count") or not goal.count > 0:
-        raise JobError(
-            given=f"session.steps(dataset, {given!r})",
-            conflict="a length says what it counts, and is positive",
-            remedy="write session.steps(dataset, epochs=3), shoal.Steps(1000) or shoal.Samples(10**6)",
-        )
 
 
 def _refuse_divided(plan: Plan) -> None:

@@ -43,7 +43,7 @@ class Training:
     clip_norm: float | None = None
     schedule: Callable[[Progress], float] | None = None
     collate: Callable[[list[Any]], Any] | None = None
-    shuffle: bool = True
+    shuffle: bool | None = None
     fuse: bool = True
     skip_nonfinite: bool = False
     checkpoints: str | os.PathLike[str] | None = None

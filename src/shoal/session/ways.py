@@ -37,6 +37,7 @@ class Base:
     training: Training
     job: Job
     replay: Replay | None
+    says_workers: bool = False  # the plan, how many processes read the data
 
 
 @dataclass(frozen=True)

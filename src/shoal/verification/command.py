@@ -6,8 +6,10 @@ import os
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from shoal.data.opened import opened
 from shoal.errors import ExitCode, PlanError
 from shoal.faults import as_shoal_error
 from shoal.job import Job
@@ -67,6 +69,7 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
     prepare_process(planned.execution.exact, cores_here())
     loaded, plan = made(planned)
+    loaded = replace(loaded, job=opened(loaded.job))
     verdict = judge_traces(loaded.job, plan, folder)
     verdict.notes += left_out(request.plan)
     _print(verdict, plan, parallel_seconds)

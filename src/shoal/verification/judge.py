@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from shoal.computation import Computation
+from shoal.data.opened import open_data, opened
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource
 from shoal.errors import JobError, NotDeterministicError, ShoalError
 from shoal.evaluation import Evaluator
 from shoal.job import Job
@@ -137,7 +138,8 @@ class _Judges:
     """The references of one verification."""
 
     def __init__(self, job: Job, plan: Plan, traced: Traced, device: torch.device, notes: list[str]) -> None:
-        source = open_source("train_data", job.train_data, job.collate)
+        job = opened(job)
+        source = job.train_data.source
         if not isinstance(source, MapSource):
             raise JobError(
                 given="a job that trains on a stream",
@@ -145,7 +147,7 @@ class _Judges:
                 remedy="verify with a map-style dataset of some of its samples",
             )
         self._job, self._plan, self._traced, self._device, self._notes = job, plan, traced, device, notes
-        self._order = Order(len(source), job.global_batch, job.grains, job.seed, job.shuffle, job.length)
+        self._order = Order(len(source), job.global_batch, job.grains, job.seed, bool(job.shuffle), job.length)
         self.world_size = traced.world_size
         self._computation = Computation.from_json(traced.computation) if traced.computation else Computation(1)
         ranks = plan.layout.data * plan.layout.shard
@@ -275,15 +277,16 @@ class _Judges:
         if not self._traced.eval_samples or self._job.eval_data is None:
             return []
         self._plain.set_state(last)
-        source = open_source("eval_data", self._job.eval_data, self._job.collate)
+        data = open_data("eval_data", self._job.eval_data, self._job.collate)
         functions = {"loss": self._job.loss, **self._job.metrics}
         evaluator = Evaluator(
             self._job,
             alone(self._device),
             self._precision,
-            source,
+            data.source,
             functions,
             most_samples=self._traced.most_eval_samples,
+            collate=data.collate,
         )
         threads = torch.get_num_threads()
         try:

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.loader import MapLoader, Place
+from shoal.data.opened import open_data
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource
 from shoal.errors import DataError
 from shoal.job import Epochs, Length, Samples
 from shoal.microbatch import Microbatch
@@ -37,7 +38,7 @@ def order(num_samples: int, batch: int, grains: int, length: Length | None = Non
 
 
 def loader(data: Any, how: Order, rank: int = 0, ranks: int = 1, workers: int = 0) -> MapLoader:
-    source = open_source("train_data", data, None)
+    source = open_data("train_data", data, None).source
     assert isinstance(source, MapSource)
     return MapLoader(source, how, Place(rank, ranks), workers, pin_memory=False)
 

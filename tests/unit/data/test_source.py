@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from shoal.data.source import MapSource, SampleSource, TensorSource, open_source
+from shoal.data.opened import open_data
+from shoal.data.source import MapSource, SampleSource, TensorSource
 from shoal.errors import DataError, DatasetNotFoundError
 from shoal.grains import random_key
 
@@ -18,7 +19,7 @@ IDS = [np.array([3, 0]), np.array([11])]
 
 
 def opened(data: Any, collate: Callable[[list[Any]], Any] | None = None) -> MapSource:
-    source = open_source("train_data", data, collate)
+    source = open_data("train_data", data, collate).source
     assert isinstance(source, MapSource)
     return source
 
@@ -81,7 +82,7 @@ def test_a_tensor_alone_and_tensors_by_name() -> None:
 
 def test_a_batch_is_no_view_of_the_data() -> None:
     data = np.arange(12.0)
-    batch = open_source("d", data, None).fetch([np.array([0, 1])], [0])  # type: ignore[union-attr]
+    batch = open_data("d", data, None).source.fetch([np.array([0, 1])], [0])  # type: ignore[union-attr]
     batch.fill_(-1)
     assert data.min() == 0.0
 
@@ -156,9 +157,9 @@ def test_a_stream_comes_back_as_it_is() -> None:
         yield from range(3)
 
     stream, generator = Stream(), generate()
-    assert open_source("d", stream, None) is stream
-    assert open_source("d", generator, None) is generator
-    found = open_source("d", generate, None)
+    assert open_data("d", stream, None).source is stream
+    assert open_data("d", generator, None).source is generator
+    found = open_data("d", generate, None).source
     assert not isinstance(found, MapSource)
     assert list(found) == [0, 1, 2]
 

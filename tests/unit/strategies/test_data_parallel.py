@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from shoal.data.loader import MapLoader, Place
+from shoal.data.opened import open_data
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource
 from shoal.errors import PlanError
 from shoal.holding import Holding
 from shoal.job import Steps
@@ -35,7 +36,7 @@ def strategy(model: nn.Module, exact: bool) -> Strategy:
 
 
 def computed(model: nn.Module, how: Strategy, step: int, per: int, flags: Flags = Flags()) -> StepSums:  # noqa: B008
-    source = open_source("d", (X, Y), None)
+    source = open_data("d", (X, Y), None).source
     assert isinstance(source, MapSource)
     loader = MapLoader(source, ORDER, Place(0, 1), 0, pin_memory=False)
     loader.seek(step, per)
@@ -76,7 +77,7 @@ def test_exact_sums_do_not_depend_on_the_order_of_the_grains() -> None:
     how = strategy(model, exact=True)
     computed(model, how, 0, 1)
     first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    source = open_source("d", (X, Y), None)
+    source = open_data("d", (X, Y), None).source
     assert isinstance(source, MapSource)
     loader = MapLoader(source, ORDER, Place(0, 1), 0, pin_memory=False)
     (whole,) = loader.step(0).microbatches

@@ -1,0 +1,74 @@
+"""Data opened: the source behind what a job or a session was given, and what came with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.data.source import Collate, Source, built, source_of
+from shoal.data.taken_apart import is_loader, refuse_batches, take_apart
+from shoal.errors import DataError
+from shoal.job import Job
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source, and how it is read. `collate` is for a stream's samples; a map-style source has its own.
+
+    `shuffle`, `workers` and `reading` (arguments for worker processes) are what a DataLoader said; None where the data
+    say nothing. `notes`: what it said and has no effect, a sentence each.
+    """
+
+    source: Source
+    collate: Collate | None = None
+    shuffle: bool | None = None
+    workers: int | None = None
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def open_data(name: str, data: Any, collate: Collate | None, global_batch: int | None = None) -> Opened:
+    """The data behind a dataset, tensors, a stream, a DataLoader, or a function that returns one of them.
+
+    `global_batch` is what the batch size of a DataLoader has to be; None where that is no matter.
+    Raises: DataError where they are empty, of a kind that cannot be read, say what cannot be done, or were not built.
+    """
+    if isinstance(data, Opened):
+        return data
+    data = built(name, data)
+    if not is_loader(data):
+        refuse_batches(name, data)
+        return Opened(source_of(name, data, collate), collate)
+    parts = take_apart(name, data, collate, global_batch)
+    collate = parts.collate or collate
+    source = source_of(name, parts.dataset, collate)
+    return Opened(source, collate, parts.shuffle, parts.workers, parts.reading, parts.notes)
+
+
+def opened(job: Job) -> Job:
+    """The job with its training data opened, and `shuffle` as it and they say. Raises: DataError, as `open_data`."""
+    found = open_data("train_data", job.train_data, job.collate, job.global_batch)
+    return replace(job, train_data=found, shuffle=in_new_orders("train_data", found, job.shuffle))
+
+
+def training_data(job: Job) -> Opened:
+    """A job's training data. Raises: DataError, as `open_data`."""
+    found: Opened = opened(job).train_data
+    return found
+
+
+def in_new_orders(name: str, found: Opened, shuffle: bool | None) -> bool:
+    """Whether each epoch has a new order, as the data and `shuffle` say; new ones where neither says anything.
+
+    Raises: DataError where they differ.
+    """
+    if None not in (found.shuffle, shuffle) and found.shuffle != shuffle:
+        kind = "shuffles" if found.shuffle else "reads in order"
+        raise DataError(
+            given=f"shuffle={shuffle}, and {name}: a DataLoader that {kind}",
+            conflict="samples have one order",
+            remedy=f"write DataLoader(..., shuffle={shuffle}), or leave shuffle={shuffle} out beside the DataLoader",
+        )
+    said = shuffle if shuffle is not None else found.shuffle
+    return said is not False
