@@ -57,29 +57,33 @@ class _RefusalError(Exception):
 
 def _parse(given: list[str]) -> argparse.Namespace:
     parser = _parser()
+    command: str | None = None
     try:
         options, unknown = parser.parse_known_args(given)
         if unknown:
-            raise _RefusalError(f"{parser.prog} {options.command}", f"unknown: {' '.join(unknown)}")
+            command = options.command
+            raise _RefusalError(f"{parser.prog} {command}", f"unknown: {' '.join(unknown)}")
         return options
     except _RefusalError as refusal:
-        from shoal.errors import nearest
+        from shoal.hints import hints
 
         prog, message = refusal.args
-        words = [word.split("=")[0] for word in given if word.startswith("--")]
-        known = [*_RUN_OPTIONS, *_PLAN_OPTIONS]
-        hints = {nearest(word, known) for word in words if word not in known}
+        known = _options(parser)
+        command = command or next((word for word in given if word in known), None)
         raise CommandError(
-            given=f"shoal {' '.join(given)}", conflict=message, remedy=f"see {prog} --help{''.join(sorted(hints))}"
+            given=f"shoal {' '.join(given)}",
+            conflict=message,
+            remedy=f"see {prog} --help{hints(command, known, given)}",
         ) from None
 
 
-_RUN_OPTIONS = [
-    *("--plan", "--devices", "--exact", "--precision", "--set", "--steps", "--resume", "--out"),
-    *("--checkpoint-every", "--max-microbatch", "--workers", "--no-telemetry", "--help", "--version"),
-    "--require-certificate",
-]
-_PLAN_OPTIONS = ["--cluster", "--aim", "--max-devices", "--output", "--html", "--mtbf", "--learn"]
+def _options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Of each command the options that it has."""
+    found = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {
+        name: [word for action in own._actions for word in action.option_strings if word.startswith("--")]
+        for name, own in found.choices.items()
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
