@@ -102,7 +102,7 @@ class Pair:
                 raise
             if any(sign in str(error) for sign in _PAST_THE_MODEL):
                 raise _past_the_model(self.what) from error
-            raise user_error("the model or loss" if self.what == "loss" else self.what, error) from error
+            raise user_error("the model or loss" if self.what == "loss" else self.what, error, batch) from error
         return check_pair(self.what, pair)
 
 
