@@ -186,7 +186,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, given: list[str], started_at: float) -> int:
     from shoal.environment import LAUNCHER_PID, STARTED_AT, Environment, joined
-    from shoal.plan.legal import World, check, other_world, refuse
+    from shoal.plan.legal import World, other_world, refuse
     from shoal.run_request import RunRequest, devices_here
 
     environment = joined(os.environ)
@@ -194,7 +194,7 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
     if environment is None:
         request.check()
         request = request.with_devices(devices_here).with_own_sums()
-        check(request.plan)
+        request.check_plan()
         if request.num_processes > 1:
             for note in request.notes():
                 print(f"note: {note}", file=sys.stderr)
@@ -223,7 +223,6 @@ def _plan(options: argparse.Namespace, given: list[str], started_at: float) -> i
 
 def _verify(options: argparse.Namespace, given: list[str], started_at: float) -> int:
     from shoal.job_file import parse_target
-    from shoal.plan.legal import check
     from shoal.run_request import RunRequest, devices_here
 
     steps = options.steps
@@ -233,7 +232,7 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
     request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)
     request = request.with_devices(devices_here).with_own_sums()
     request.check()  # a directory that holds a run is not written to
-    check(request.plan)
+    request.check_plan()
     code = _refused(request) if request.world_size > 1 else 0
     if code:
         return int(ExitCode.USER)

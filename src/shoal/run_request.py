@@ -13,7 +13,7 @@ from shoal.errors import CommandError
 from shoal.job_file import JobRequest, parse_target
 from shoal.job_source import least_grains
 from shoal.plan import Plan
-from shoal.plan.legal import conflicts, refuse
+from shoal.plan.legal import check, conflicts, refuse
 from shoal.plan.resolve import Wishes, apply_wishes, refuse_unsupported
 from shoal.plan.toml import read
 from shoal.run_directory import RunDirectory, default_directory, read_json
@@ -21,7 +21,10 @@ from shoal.run_directory import RunDirectory, default_directory, read_json
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One call of `shoal run`; `plan` has every wish written into it but is not completed for the job yet."""
+    """One call of `shoal run`; `plan` has every wish written into it but is not completed for the job yet.
+
+    `plan_resumed`: it is the one that the run directory keeps, of which this call says nothing.
+    """
 
     job: JobRequest
     plan: Plan
@@ -34,6 +37,7 @@ class RunRequest:
     started_at: float
     plan_from_file: bool
     certificate: Path | None = None
+    plan_resumed: bool = False
 
     @classmethod
     def from_options(cls, options: argparse.Namespace, started_at: float) -> RunRequest:
@@ -56,6 +60,8 @@ class RunRequest:
             if options.plan or resumed_plan
             else Plan()
         )
+        if resumed_plan and options.exact and not plan.execution.exact:
+            plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
         plan = apply_wishes(plan, wishes, from_file=bool(options.plan))
         refuse(conflicts(plan))
         refuse_unsupported(plan)
@@ -70,6 +76,7 @@ class RunRequest:
             telemetry=not options.no_telemetry,
             started_at=started_at,
             plan_from_file=bool(options.plan) or resumed_plan,
+            plan_resumed=resumed_plan,
             certificate=Path(options.require_certificate) if options.require_certificate else None,
         )
 
@@ -78,6 +85,16 @@ class RunRequest:
         RunDirectory(self.out).check(self.resume)
         if self.certificate is not None:
             Certificate.read(self.certificate)
+
+    def check_plan(self) -> None:
+        """Warns of settings without effect, of a plan that this call gives. Raises: PlanError with every conflict.
+
+        What a run keeps was completed by it: a resume on other devices would tell of choices that nobody wrote.
+        """
+        if self.plan_resumed:
+            refuse(conflicts(self.plan))
+        else:
+            check(self.plan)
 
     def with_devices(self, count: Callable[[], int]) -> RunRequest:
         """The request with a number of devices, counted where neither plan nor option says."""
