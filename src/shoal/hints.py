@@ -63,7 +63,9 @@ def hints(command: str | None, options: Mapping[str, Sequence[str]], given: Sequ
         meant = _COMMANDS.get(word)
         return f"; did you mean 'shoal {meant}'?" if meant else nearest(word, list(options))
     known = set(options[command])
-    words = [number for number, word in enumerate(given) if word.startswith("--") and word.partition("=")[0] not in known]
+    words = [
+        number for number, word in enumerate(given) if word.startswith("--") and word.partition("=")[0] not in known
+    ]
     return "".join(dict.fromkeys(_of(command, options, given, number) for number in words))
 
 

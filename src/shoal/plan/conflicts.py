@@ -276,8 +276,10 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
     ),
     Idle(
         # A tensor axis goes through shared memory too, and by no other algorithm of these.
-        lambda plan: plan.degrees.divides_grains == 1
-        and not (plan.collectives.all_reduce == "shared_memory" and _wide(plan, "tensor")),
+        lambda plan: (
+            plan.degrees.divides_grains == 1
+            and not (plan.collectives.all_reduce == "shared_memory" and _wide(plan, "tensor"))
+        ),
         ("collectives.all_reduce",),
         _NO_SUMS,
     ),
