@@ -57,29 +57,33 @@ class _RefusalError(Exception):
 
 def _parse(given: list[str]) -> argparse.Namespace:
     parser = _parser()
+    command: str | None = None
     try:
         options, unknown = parser.parse_known_args(given)
         if unknown:
-            raise _RefusalError(f"{parser.prog} {options.command}", f"unknown: {' '.join(unknown)}")
+            command = options.command
+            raise _RefusalError(f"{parser.prog} {command}", f"unknown: {' '.join(unknown)}")
         return options
     except _RefusalError as refusal:
-        from shoal.errors import nearest
+        from shoal.hints import hints
 
         prog, message = refusal.args
-        words = [word.split("=")[0] for word in given if word.startswith("--")]
-        known = [*_RUN_OPTIONS, *_PLAN_OPTIONS]
-        hints = {nearest(word, known) for word in words if word not in known}
+        known = _options(parser)
+        command = command or next((word for word in given if word in known), None)
         raise CommandError(
-            given=f"shoal {' '.join(given)}", conflict=message, remedy=f"see {prog} --help{''.join(sorted(hints))}"
+            given=f"shoal {' '.join(given)}",
+            conflict=message,
+            remedy=f"see {prog} --help{hints(command, known, given)}",
         ) from None
 
 
-_RUN_OPTIONS = [
-    *("--plan", "--devices", "--exact", "--precision", "--set", "--steps", "--resume", "--out"),
-    *("--checkpoint-every", "--max-microbatch", "--workers", "--no-telemetry", "--help", "--version"),
-    "--require-certificate",
-]
-_PLAN_OPTIONS = ["--cluster", "--aim", "--max-devices", "--output", "--html", "--mtbf", "--learn"]
+def _options(parser: argparse.ArgumentParser) -> dict[str, list[str]]:
+    """Of each command the options that it has."""
+    found = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {
+        name: [word for action in own._actions for word in action.option_strings if word.startswith("--")]
+        for name, own in found.choices.items()
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -182,7 +186,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, given: list[str], started_at: float) -> int:
     from shoal.environment import LAUNCHER_PID, STARTED_AT, Environment, joined
-    from shoal.plan.legal import World, check, other_world, refuse
+    from shoal.plan.legal import World, other_world, refuse
     from shoal.run_request import RunRequest, devices_here
 
     environment = joined(os.environ)
@@ -190,7 +194,7 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
     if environment is None:
         request.check()
         request = request.with_devices(devices_here).with_own_sums()
-        check(request.plan)
+        request.check_plan()
         if request.num_processes > 1:
             for note in request.notes():
                 print(f"note: {note}", file=sys.stderr)
@@ -219,7 +223,6 @@ def _plan(options: argparse.Namespace, given: list[str], started_at: float) -> i
 
 def _verify(options: argparse.Namespace, given: list[str], started_at: float) -> int:
     from shoal.job_file import parse_target
-    from shoal.plan.legal import check
     from shoal.run_request import RunRequest, devices_here
 
     steps = options.steps
@@ -229,7 +232,7 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
     request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)
     request = request.with_devices(devices_here).with_own_sums()
     request.check()  # a directory that holds a run is not written to
-    check(request.plan)
+    request.check_plan()
     code = _refused(request) if request.world_size > 1 else 0
     if code:
         return int(ExitCode.USER)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.buffers import StepBuffers
+from shoal.coupling import compare, meaning
 from shoal.errors import JobError, LossError, ShoalError
 from shoal.faults import is_lost_peer, is_out_of_memory, user_error
 from shoal.grains import random_key
@@ -35,12 +36,16 @@ FUSION_TOLERANCE_UNITS = 64
 
 @dataclass(frozen=True)
 class Computation:
-    """`fuse`: neighbouring grains may share a forward. `buffers`: names of those that the forward changes."""
+    """`fuse`: neighbouring grains may share a forward. `buffers`: names of those that the forward changes.
+
+    `coupled`: why they may not, in words, as far as that was found.
+    """
 
     grains_per_microbatch: int
     randomness: str = "none"
     fuse: bool = True
     buffers: tuple[str, ...] = ()
+    coupled: str = ""
 
     @property
     def effective_grains(self) -> int:
@@ -63,6 +68,7 @@ class Computation:
             max(self.randomness, other.randomness, key=RANDOMNESS.index),
             self.fuse and other.fuse,
             tuple(sorted({*self.buffers, *other.buffers})),
+            self.coupled or other.coupled,
         )
 
 
@@ -102,7 +108,7 @@ class Pair:
                 raise
             if any(sign in str(error) for sign in _PAST_THE_MODEL):
                 raise _past_the_model(self.what) from error
-            raise user_error("the model or loss" if self.what == "loss" else self.what, error) from error
+            raise user_error("the model or loss" if self.what == "loss" else self.what, error, batch) from error
         return check_pair(self.what, pair)
 
 
@@ -139,7 +145,8 @@ class _Again(contextlib.AbstractContextManager[None]):
 class Computer:
     """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
 
-    `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype.
+    `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
+    has the whole model.
     """
 
     def __init__(
@@ -151,9 +158,10 @@ class Computer:
         evaluate: Evaluate | None = None,
         *,
         cut: bool = False,
+        divided: bool = False,
     ) -> None:
         self._job, self._model, self._precision, self._evaluate = job, model, precision, evaluate
-        self._cut = cut
+        self._cut, self._divided = cut, divided or cut or evaluate is not None
         self.pair = Pair(job.loss, precision)
         self.computation = computation
 
@@ -198,6 +206,12 @@ class Computer:
         """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
         return self.pair(self._model, batch)
 
+    def why_not_fused(self, agreed: Computation) -> str:
+        """Why grains do not share a forward, and what that means, in a line for people."""
+        if not agreed.coupled:
+            return "the loss of a batch is not the sum of its grains', or could not be seen to be"
+        return f"{agreed.coupled}; {meaning(agreed.coupled, self._job.grains, self._job.grain_size)}"
+
     def check_buffers(self, buffers: StepBuffers) -> None:
         """Raises: RedoError where a forward has changed buffers that were not known to change."""
         unknown = buffers.changed().difference(buffers.names)
@@ -215,11 +229,11 @@ class Computer:
             return self._probe(microbatch, buffers)
         if not self._cut:
             # Suppressed for a model that computes in its own dtype only, or one that raises in any.
-            with contextlib.suppress(ShoalError), _widened(self._model):
+            with contextlib.suppress(ShoalError), _widened(self._model, torch.float32):
                 wide = self._precision.wide()
-                return Computer(self._job, self._model, wide, self.computation, self._evaluate)._probe(
-                    microbatch, buffers
-                )
+                return Computer(
+                    self._job, self._model, wide, self.computation, self._evaluate, divided=self._divided
+                )._probe(microbatch, buffers)
         found = self._probe(microbatch, buffers)
         return Finding(replace(found.computation, fuse=False), conclusive=True)
 
@@ -227,22 +241,47 @@ class Computer:
         buffers.watch()
         buffers.begin()
         fuse: bool | None = False
-        randomness = "opaque"
+        randomness, coupled = "opaque", ""
         # What the model warns of here it warns of in the step as well, or only because of no_grad.
         with _restoring(buffers), _quiet(), _without_tf32(self._precision.device), contextlib.suppress(NotFusibleError):
             fused, calls, leaked = self._scoped(microbatch)
             parts = []
-            for part in microbatch.split():
+            split = microbatch.split()
+            for part in split:
                 buffers.restore()
                 parts.append(self._scoped(part))
             if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
                 randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
                 fuse = _same(fused, [pair for pair, _, _ in parts])
+                if fuse is False and not self._divided:
+                    fuse, coupled = self._looked_at_again(microbatch, split, buffers)
         # Opaque models run without a scope, and torch's own batch_norm leaves no trace on the buffers that it writes.
         changed = buffers.names if randomness == "opaque" else tuple(sorted(buffers.changed()))
         buffers.watch(changed)
         computation = replace(self.computation, randomness=randomness, fuse=fuse is not False, buffers=changed)
-        return Finding(computation, conclusive=fuse is not None)
+        return Finding(replace(computation, coupled=coupled), conclusive=fuse is not None)
+
+    def _looked_at_again(
+        self, microbatch: Microbatch, split: list[Microbatch], buffers: StepBuffers
+    ) -> tuple[bool | None, str]:
+        """Whether grains may share a forward after all, and where samples are mixed, where not.
+
+        In float64, in which totals that are small differences of large terms show no rounding; where the model
+        computes in its own dtype only, in that.
+        """
+        double = Precision(torch.float64, torch.float64, torch.float64, self._precision.device)
+        for precision in (double, self._precision):
+
+            def loss(part: Microbatch, precision: Precision = precision) -> tuple[float, float]:
+                buffers.restore()
+                return Computer(self._job, self._model, precision, self.computation)._scoped(part)[0]
+
+            kind = precision.parameters
+            with contextlib.suppress(Exception), _widened(self._model, kind):
+                fused, parts, coupled = compare(self._model, loss, microbatch, split, kind.itemsize)
+                fuse = _same(fused, parts)
+                return fuse, "" if fuse else coupled
+        return False, ""
 
     def _scoped(self, microbatch: Microbatch) -> tuple[tuple[float, float], int, bool]:
         with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
@@ -275,15 +314,20 @@ def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Any
 
 
 @contextlib.contextmanager
-def _widened(model: nn.Module) -> Iterator[None]:
-    """A context in which parameters and buffers of fewer bits than float32 are float32 copies of themselves."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.itemsize < 4]
+def _widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A context in which parameters and buffers of fewer bits than the dtype's are copies of themselves in it."""
+    # A forward may put another tensor in a buffer's place.
+    homes = [(m._buffers, key, buffer) for m in model.modules() for key, buffer in m._buffers.items()]
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    tensors = [t for t in tensors if t.itemsize < dtype.itemsize]
     narrow = [t.data for t in tensors]
     try:
         for tensor in tensors:
-            tensor.data = tensor.data.float()
+            tensor.data = tensor.data.to(dtype)
         yield
     finally:
+        for home, key, buffer in homes:
+            home[key] = buffer
         for tensor, data in zip(tensors, narrow, strict=True):
             tensor.data = data
 

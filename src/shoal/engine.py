@@ -135,7 +135,13 @@ class Engine:
             loader=self.loader,
             transfer=Transfer(self.mesh.device, self.precision.inputs),
             computer=Computer(
-                self.job, self.model, self.precision, computation, self._evaluate, cut=self.plan.shards_model
+                self.job,
+                self.model,
+                self.precision,
+                computation,
+                self._evaluate,
+                cut=self.plan.shards_model,
+                divided=self.holding.divided,
             ),
             buffers=StepBuffers(self.model, self.holding.counts_buffer),
             clock=self.clock,

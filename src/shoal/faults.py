@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import CollectiveError, InternalError, OutOfMemoryError, PeerError, ShoalError, UserCodeError
+from shoal.remedies import remedy
 
 _OWN = str(Path(__file__).resolve().parent)
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
@@ -48,18 +49,19 @@ def out_of_memory(what: str, error: BaseException) -> OutOfMemoryError:
     )
 
 
-def user_error(what: str, error: BaseException) -> UserCodeError | OutOfMemoryError:
+def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeError | OutOfMemoryError:
     """An exception out of the job's own code, in three beats; its traceback is kept for the run directory.
 
-    That memory ran out is no fault of the code.
+    That memory ran out is no fault of the code. `batch`: what the code was given.
     """
     if is_out_of_memory(error):
         return out_of_memory(f"{what} of this job", error)
     text = next(iter(str(error).strip().splitlines()), "")[:300]
+    place = place_of(error)
     found = UserCodeError(
         given=f"{what} of this job",
-        conflict=f"it raised {type(error).__name__}: {text}{place_of(error)}",
-        remedy="mend that line; shapes and dtypes of the batch are those of the dataset after collation",
+        conflict=f"it raised {type(error).__name__}: {text}{place}",
+        remedy=remedy(error, has_line=bool(place), batch=batch),
     )
     found.traceback_text = "".join(traceback.format_exception(error))
     return found

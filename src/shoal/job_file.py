@@ -17,6 +17,7 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from shoal.errors import JobFileError, SettingError, ShoalError, nearest
 from shoal.job import Job
+from shoal.remedies import remedy
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,7 @@ def _raised(where: str, error: Exception) -> JobFileError:
     found = JobFileError(
         given=where,
         conflict=f"it raised {type(error).__name__}: {error}{place}",
-        remedy="mend that line; the file must run by itself under `python`",
+        remedy=f"{remedy(error, has_line=True)}; the file must run by itself under `python`",
     )
     found.traceback_text = "".join(traceback.format_exception(error))
     return found

@@ -32,6 +32,18 @@ def least_grains(path: Path) -> int | None:
     return min(found)
 
 
+def parameters_of(path: Path, function: str) -> list[str]:
+    """The parameters of a function of this file; none of a file, or a function, that is not there."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    found = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == function), None)
+    if found is None:
+        return []
+    return [argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+
+
 def _trees(path: Path, seen: set[Path]) -> Iterator[ast.Module]:
     """The file's syntax tree and those of the modules beside it that it imports; none of a file that is no Python."""
     if path in seen:

@@ -119,6 +119,7 @@ class RunRecord:
     compression: dict[str, Any] | None = (
         None  # its scheme, and since which step the guard fell back: docs/compression.md
     )
+    computation: dict[str, Any] | None = None  # how grains were computed, and why not together: docs/exactness.md
     prediction: dict[str, Any] | None = None  # what the plan predicted beside what was measured: docs/plan.md
 
     def to_json(self) -> str:

@@ -291,6 +291,7 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         skipped_steps=state.skipped_steps,
         compression=engine.strategy.compression.to_json() if engine.strategy.compression is not None else None,
         certificate=course.certificate,
+        computation=state.computation,
         versions=versions(),
     )
 

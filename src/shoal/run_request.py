@@ -13,7 +13,7 @@ from shoal.errors import CommandError
 from shoal.job_file import JobRequest, parse_target
 from shoal.job_source import least_grains
 from shoal.plan import Plan
-from shoal.plan.legal import conflicts, refuse
+from shoal.plan.legal import check, conflicts, refuse
 from shoal.plan.resolve import Wishes, apply_wishes, refuse_unsupported
 from shoal.plan.toml import read
 from shoal.run_directory import RunDirectory, default_directory, read_json
@@ -24,6 +24,7 @@ class RunRequest:
     """One call of `shoal run`; `plan` has every wish written into it but is not completed for the job yet.
 
     `says_workers`: whether the command or a plan file says how many data workers a rank has.
+    `plan_resumed`: it is the one that the run directory keeps, of which this call says nothing.
     """
 
     job: JobRequest
@@ -38,6 +39,7 @@ class RunRequest:
     plan_from_file: bool
     certificate: Path | None = None
     says_workers: bool = False
+    plan_resumed: bool = False
 
     @classmethod
     def from_options(cls, options: argparse.Namespace, started_at: float) -> RunRequest:
@@ -61,6 +63,8 @@ class RunRequest:
             else Plan()
         )
         says_workers = wishes.workers is not None or "workers" in plan.data.model_fields_set
+        if resumed_plan and options.exact and not plan.execution.exact:
+            plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
         plan = apply_wishes(plan, wishes, from_file=bool(options.plan))
         refuse(conflicts(plan))
         refuse_unsupported(plan)
@@ -75,6 +79,7 @@ class RunRequest:
             telemetry=not options.no_telemetry,
             started_at=started_at,
             plan_from_file=bool(options.plan) or resumed_plan,
+            plan_resumed=resumed_plan,
             certificate=Path(options.require_certificate) if options.require_certificate else None,
             says_workers=says_workers,
         )
@@ -84,6 +89,16 @@ class RunRequest:
         RunDirectory(self.out).check(self.resume)
         if self.certificate is not None:
             Certificate.read(self.certificate)
+
+    def check_plan(self) -> None:
+        """Warns of settings without effect, of a plan that this call gives. Raises: PlanError with every conflict.
+
+        What a run keeps was completed by it: a resume on other devices would tell of choices that nobody wrote.
+        """
+        if self.plan_resumed:
+            refuse(conflicts(self.plan))
+        else:
+            check(self.plan)
 
     def with_devices(self, count: Callable[[], int]) -> RunRequest:
         """The request with a number of devices, counted where neither plan nor option says."""

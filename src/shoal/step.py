@@ -190,9 +190,7 @@ class StepRunner:
         if agreed.randomness == "opaque" and self._parts.computer.computation.randomness != "opaque":
             self._parts.note("the model draws at random in ways that cannot be told apart by grain: grain by grain")
         elif not agreed.fuse and self._parts.computer.computation.fuse and agreed.grains_per_microbatch > 1:
-            self._parts.note(
-                "grain by grain: the loss of a batch is not the sum of its grains', or could not be seen to be"
-            )
+            self._parts.note(f"grain by grain: {self._parts.computer.why_not_fused(agreed)}")
         self._parts.computer.computation = agreed
         self._parts.buffers.watch(agreed.buffers)
         return agreed

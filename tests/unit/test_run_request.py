@@ -1,6 +1,8 @@
 """A call of `shoal run` becomes one request; what contradicts itself is refused before torch is loaded."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,11 @@ import pytest
 
 import shoal.run_request
 from shoal.cli import _parser
-from shoal.errors import CommandError, PlanError, RunDirectoryError, SettingError
+from shoal.errors import CommandError, PlanError, RunDirectoryError, SettingError, SettingWarning
 from shoal.plan import Plan
+from shoal.plan.layout import AXES
+from shoal.plan.legal import conflicts
+from shoal.plan.resolve import complete
 from shoal.plan.toml import write
 from shoal.run_directory import RunDirectory
 from shoal.run_request import RunRequest, cores_here, devices_here
@@ -136,6 +141,44 @@ def test_a_resume_may_change_devices_steps_and_settings(job: str) -> None:
     assert found.steps == 80
     Path("plan.toml").write_text(write(Plan()))
     assert request(job, "--resume", "--plan", "plan.toml").plan == Plan()
+
+
+def layouts() -> Iterator[dict[str, int]]:
+    for degrees in itertools.product((1, 2), repeat=len(AXES)):
+        yield dict(zip(AXES, degrees, strict=True))
+
+
+@pytest.mark.parametrize("sections", [{}, {"execution": {"exact": True}}, {"server": {"mode": "synchronous"}}])
+def test_of_what_nobody_wrote_nothing_is_said(job: str, sections: dict[str, Any]) -> None:
+    """Each layout by itself and as the complete plan that a run of it keeps, used again; warnings are errors."""
+    num = 0
+    for layout in layouts():
+        plan = Plan().with_sections(layout=layout, **sections)
+        if conflicts(plan):
+            continue
+        found = replace(request(job), plan=plan)
+        if not found.plan.serves:
+            found = found.with_own_sums()
+        found.check_plan()
+        kept = complete(found.plan, 8, 4)
+        Path("plan.toml").write_text(write(kept))
+        again = request(job, "--plan", "plan.toml")
+        again.with_devices(lambda: 9).with_own_sums().check_plan()
+        assert complete(again.plan, 8, 4) == kept
+        num += 1
+    assert num > 1
+
+
+def test_a_resume_on_other_devices_says_nothing_of_what_the_run_chose(job: str) -> None:
+    chosen = Plan().with_sections(
+        layout={"data": 2}, collectives={"all_reduce": "shared_memory"}, batch={"grains_per_microbatch": 4}
+    )
+    began(Path("runs/net_job"), plan=chosen)
+    request(job, "--resume", "--devices", "1").check_plan()
+    complete(request(job, "--resume", "--exact").plan, 8, 4)
+    Path("plan.toml").write_text(write(chosen.with_sections(layout={"data": 1})))
+    with pytest.warns(SettingWarning, match="all_reduce = .shared_memory.: no effect"):
+        request(job, "--plan", "plan.toml").check_plan()
 
 
 def test_a_setting_without_a_value_is_refused(job: str) -> None:

@@ -258,6 +258,8 @@ SERVED: tuple[Rule, ...] = (
     ),
 )
 
+_NO_SUMS = "one rank, or ranks that compute the same grains, have no gradients to sum over the data"
+
 # Each row is one warning, told where the settings are not what a plan says by default.
 WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.reduce", "shard.offload"), "layout.shard is 1"),
@@ -269,8 +271,17 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
     Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
     Idle(
         lambda plan: plan.degrees.divides_grains == 1,
-        ("collectives.all_reduce", "collectives.compression"),
-        "one rank, or ranks that compute the same grains, have no gradients to sum over the data",
+        ("collectives.compression",),
+        _NO_SUMS,
+    ),
+    Idle(
+        # A tensor axis goes through shared memory too, and by no other algorithm of these.
+        lambda plan: (
+            plan.degrees.divides_grains == 1
+            and not (plan.collectives.all_reduce == "shared_memory" and _wide(plan, "tensor"))
+        ),
+        ("collectives.all_reduce",),
+        _NO_SUMS,
     ),
     Idle(lambda plan: plan.server.mode != "bounded", ("server.staleness",), 'server.mode is not "bounded"'),
     Idle(lambda plan: not plan.serves, ("server.num_servers",), 'server.mode is "none"'),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shoal.coupling import MIXES
 from shoal.trace import StepTrace
 from shoal.verification.compare import STRAY, Check, References, parts_within, some
 from shoal.verification.reference import Computed
@@ -142,6 +143,10 @@ def _forward(case: _Case) -> Iterator[str]:
 def _loss(case: _Case) -> Iterator[str]:
     name, said = case.first.name, case.first.said or ""
     if name == "of all grains together":
+        _, _, coupled = said.partition(": ")
+        if coupled.startswith(MIXES):
+            yield f"{coupled}: a sample's loss depends on the others of its grain; where that is meant: Job(fuse=False)"
+            return
         yield "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
         yield "a loss that compares the samples of a batch with each other; only where that is meant: Job(fuse=False)"
         return

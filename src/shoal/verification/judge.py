@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from shoal.computation import Computation
+from shoal.coupling import MIXES, meaning
 from shoal.data.opened import open_data, opened
 from shoal.data.order import Order
 from shoal.data.source import MapSource
@@ -178,7 +179,10 @@ class _Judges:
         """Whether the loss of several grains is the sum of theirs, unless the job says that it is not."""
         computation = self._computation
         if not self._job.fuse:
-            self._notes.append("Job(fuse=False): nobody asked whether the loss of several grains is the sum of theirs")
+            self._notes.append(
+                "Job(fuse=False): nobody asked whether the loss of several grains is the sum of theirs; "
+                f"{meaning(MIXES, self._job.grains, self._job.grain_size)}"
+            )
         if computation.fuse or not self._job.fuse or computation.randomness == "opaque":
             return []
         try:
@@ -193,6 +197,8 @@ class _Judges:
         if math.isclose(together, apart, rel_tol=UNITS * UNIT):
             return []
         said = f"is {together:.6g}, and the sum of their losses {apart:.6g}"
+        if computation.coupled:
+            said += f": {computation.coupled}"
         return [Check(0, "loss", "of all grains together", None, math.inf, 0.0, said)]
 
     def step(self, before: StepTrace, parallel: StepTrace) -> tuple[list[Check], References]:

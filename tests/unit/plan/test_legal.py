@@ -395,6 +395,12 @@ def test_what_has_an_effect_is_silent() -> None:
     assert list(idle(Plan())) == []
 
 
+def test_a_tensor_axis_alone_sums_through_shared_memory() -> None:
+    plan = of(layout={"tensor": 2}, collectives={"all_reduce": "shared_memory"})
+    assert list(idle(plan)) == []
+    assert "no effect" in next(idle(plan.with_sections(collectives={"all_reduce": "ring"})))
+
+
 # ------------------------------------------------------------------------------------------------------ numbers
 
 degrees = st.integers(1, 6)

@@ -1,0 +1,100 @@
+"""Remedies: what a person does about an exception of the job's own code, by the exception's kind and words."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# What torch says of tensors that do not go together, each with what to do.
+_DEVICES = re.compile(r"same device|device type|on device|found at least two devices|expected device|is on cpu", re.I)
+_DTYPES = re.compile(r"dtype|scalar type|\b(Float|Double|Half|BFloat16|Long|Int)(Tensor)?\b|floating point", re.I)
+_SHAPES = re.compile(
+    r"\bshapes?\b|\bsizes?\b|\bdim(ension)?s?\b|dimensional|size of tensor|must match|out of bounds|broadcast"
+    r"|input\[|channels|numel|elements|normalized_shape|batch_size",
+    re.I,
+)
+_NUMBERED = re.compile(r"index out of range in self|Target -?\d+ is out of bounds|Assertion .*n_classes", re.I)
+_UNPACKED = re.compile(r"values to unpack|cannot unpack")
+_OF_THE_DATASET = "shapes and dtypes of the batch are those of the dataset after collation"
+
+
+def remedy(error: BaseException, *, has_line: bool, batch: Any = None) -> str:
+    """What to do about an exception; `has_line`: a line of the user's own is told beside it.
+
+    batch: what the code was given, where it was: told where shapes, or the parts of it, are what is wrong.
+    """
+    line = "that line" if has_line else "what raised it (the traceback is in errors/ of the run directory)"
+    text = str(error)
+    if _UNPACKED.search(text):
+        return f"mend {line}: unpack as many values as there are{_given(batch)}"
+    if _of_tensors(error):
+        if _NUMBERED.search(text):
+            return f"mend {line}: a label or a token is beyond what the layer or the loss has{_given(batch)}"
+        if _DEVICES.search(text):
+            return (
+                f"mend {line}: shoal moves the model and the batch; a tensor that the code makes itself needs "
+                "device=x.device of one of them, or is a buffer of the model (register_buffer)"
+            )
+        if _DTYPES.search(text) or _SHAPES.search(text):
+            return f"mend {line}; {_OF_THE_DATASET}{_given(batch)}"
+    return _of_kind(error, line)
+
+
+def _of_tensors(error: BaseException) -> bool:
+    """Whether torch objects to its operands, and no function of Python's or of the user's to something else."""
+    if isinstance(error, NotImplementedError | RecursionError):
+        return False
+    if isinstance(error, RuntimeError | IndexError):
+        return True
+    if not isinstance(error, ValueError | TypeError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    from_torch = bool(frames) and "torch" in Path(frames[-1].filename).parts
+    return "tensor" in str(error).lower() or (from_torch and isinstance(error, ValueError))
+
+
+def _of_kind(error: BaseException, line: str) -> str:
+    if isinstance(error, SystemExit):
+        return "let the job's code return, or raise what is wrong"
+    if isinstance(error, ImportError):
+        name = getattr(error, "name", None)
+        package = f" ({name.partition('.')[0]})" if name else ""
+        return f"install what is imported{package} in the environment that runs shoal, or put it beside the job file"
+    if isinstance(error, OSError) and getattr(error, "filename", None) is not None:
+        return (
+            "give a path that is there wherever a rank runs: a relative one begins in the folder in which shoal was "
+            "started, and one made from __file__ beside the job file"
+        )
+    if isinstance(error, NotImplementedError) and 'required "forward"' in str(error):
+        return "give that module a method forward"
+    if isinstance(error, AttributeError) and "'NoneType'" in str(error):
+        return f"mend {line}: a value there is None; what should have made it may lack a return"
+    if isinstance(error, TypeError) and "NoneType" in str(error):
+        return f"mend {line}: a value there is None; what should have made it may lack a return"
+    if isinstance(error, KeyError):
+        return f"mend {line}: ask for a key that is there"
+    if isinstance(error, AssertionError):
+        return f"mend what {line} asserts, or what it is asserted of"
+    return f"mend {line}"
+
+
+def _given(batch: Any) -> str:
+    return "" if batch is None else f"; the batch was {described(batch)}"
+
+
+def described(value: Any, depth: int = 0) -> str:
+    """A batch in a few words: the dtypes and shapes of its tensors in the order or under the names that it has."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is not None and dtype is not None:
+        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+    if depth < 2 and isinstance(value, Mapping):
+        parts = [f"{key!r}: {described(item, depth + 1)}" for key, item in list(value.items())[:8]]
+        return "{" + ", ".join(parts) + (", ..." if len(value) > 8 else "") + "}"
+    if depth < 2 and isinstance(value, list | tuple):
+        parts = [described(item, depth + 1) for item in value[:8]]
+        inside = ", ".join(parts) + (", ..." if len(value) > 8 else "")
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return type(value).__name__
