@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.adapters import adapted
-from shoal.agreement import Report, agree, raise_together
+from shoal.agreement import Report, agree, raise_together, together
 from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
 from shoal.computation import check_pair
@@ -252,8 +252,9 @@ class _Loop:
         self._buffers.watch()
         folder = training.checkpoints if replay is None else None  # a verification leaves the user's own alone
         store = None if folder is None else Store(Path(folder))
-        if store is not None and self._mesh.rank == 0:
-            store.clean()
+        held = self._session._exit.enter_context(contextlib.ExitStack())
+        if store is not None:
+            together(self._mesh, lambda: store.hold(held) if self._mesh.rank == 0 else None)
         self._keeper = Keeper(self._mesh, store, Trained(holding, optimizer, self._loader, self._strategy), None)
         self._scale = LossScale.of(self._plan.precision.loss_scale, self._precision.compute)
         loaded = self._keeper.load(self._scale)[0] if training.resume else None
@@ -279,6 +280,7 @@ class _Loop:
             self._keeper.close()
             self._loader.close()
             self._strategy.close()
+            held.close()
 
     def batches(self, step: Step, data: StepData) -> Iterator[Any]:
         """This rank's batches, then the update."""
