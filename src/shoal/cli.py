@@ -9,12 +9,15 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shoal.errors import CommandError, ExitCode, SettingWarning, ShoalError, from_json
 
 if TYPE_CHECKING:
+    from shoal.directory_lock import DirectoryLock
+    from shoal.environment import Environment
     from shoal.run_request import RunRequest
 
 
@@ -192,27 +195,32 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
     environment = joined(os.environ)
     request = RunRequest.from_options(options, float(os.environ.get(STARTED_AT, started_at)))
     if environment is None:
-        request.check()
         request = request.with_devices(devices_here).with_own_sums()
         request.check_plan()
-        if request.num_processes > 1:
-            for note in request.notes():
-                print(f"note: {note}", file=sys.stderr)
-            return _refused(request) or _launch(request, given)
-        environment = Environment()
+        with request.claim() as lock:
+            request = replace(request, out=lock.folder)
+            if request.num_processes > 1:
+                for note in request.notes():
+                    print(f"note: {note}", file=sys.stderr)
+                return _refused(request) or _launch(request, given, lock)
+            return _train(request, Environment(), claims=False)
     world_size = environment.world_size
     request = request.with_devices(lambda: world_size)
     if environment.single_host:
         request = request.with_own_sums()
     if LAUNCHER_PID not in os.environ:
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
+    return _train(request, environment, claims=LAUNCHER_PID not in os.environ)
+
+
+def _train(request: RunRequest, environment: Environment, *, claims: bool) -> int:
     from shoal.signals import Signals
 
     signals = Signals(impatient=True)
     with signals.handled():  # before torch is imported, which takes seconds
         from shoal.run import run
 
-        return run(request, environment, signals)
+        return run(request, environment, signals, claims=claims)
 
 
 def _plan(options: argparse.Namespace, given: list[str], started_at: float) -> int:
@@ -227,20 +235,25 @@ def _verify(options: argparse.Namespace, given: list[str], started_at: float) ->
 
     steps = options.steps
     run = {"resume": False, "checkpoint_every": None, "no_telemetry": True, "require_certificate": None}
+    numbered = None
     if options.out is None:
-        options.out = f"runs/{parse_target(options.job, options.set).name}-verify"
+        numbered = f"{parse_target(options.job, options.set).name}-verify"
+        options.out = f"runs/{numbered}"
     request = RunRequest.from_options(argparse.Namespace(**{**vars(options), **run}), started_at)
-    request = request.with_devices(devices_here).with_own_sums()
-    request.check()  # a directory that holds a run is not written to
+    request = replace(request, numbered=numbered).with_devices(devices_here).with_own_sums()
     request.check_plan()
-    code = _refused(request) if request.world_size > 1 else 0
-    if code:
-        return int(ExitCode.USER)
+    with request.claim() as lock:
+        request = replace(request, out=lock.folder)
+        code = _refused(request) if request.world_size > 1 else 0
+        return int(ExitCode.USER) if code else _verified(request, int(steps))
+
+
+def _verified(request: RunRequest, num_steps: int) -> int:
     from shoal.verification.command import verify
 
     handlers = {number: signal.signal(number, _leave) for number in _STOPS}  # in order: the traces are removed
     try:
-        return verify(request, int(steps))
+        return verify(request, num_steps)
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
         if error.traceback_text:
@@ -296,7 +309,7 @@ def _tell(request: RunRequest, error: dict[str, Any]) -> None:
         print(f"  traceback:      {Path(request.out) / 'errors'}", file=sys.stderr)
 
 
-def _launch(request: RunRequest, given: list[str]) -> int:
+def _launch(request: RunRequest, given: list[str], lock: DirectoryLock) -> int:
     from shoal.launch.local import LocalRun, launch
 
     arguments = [*given, "--out", str(request.out)]
@@ -310,6 +323,7 @@ def _launch(request: RunRequest, given: list[str]) -> int:
             request.started_at,
             request.out / "logs",
             replaceable=request.plan.worker_ranks,
+            lock=lock.descriptor,
         )
     )
     if error is not None:

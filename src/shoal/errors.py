@@ -93,6 +93,10 @@ class RunDirectoryError(ShoalError, FileExistsError):
     """The run directory already holds a run, or holds none to resume."""
 
 
+class InUseError(RunDirectoryError):
+    """A directory that another run has."""
+
+
 class DataError(ShoalError, RuntimeError):
     """A dataset is empty, raised, or returned something that cannot be trained on."""
 

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import deque
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,13 +67,17 @@ class _Course:
     recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
     peak_bytes: int | None = None
     crew: Crew | None = None  # with servers, the other processes
+    out: Path | None = None  # that of rank 0, where it took one
 
 
 _RECENT = 1000  # steps whose times are compared with the prediction
 
 
-def run(request: RunRequest, environment: Environment, signals: Signals) -> ExitCode:
-    """Trains and returns the exit code; errors are printed here, or handed to the launcher that started this rank."""
+def run(request: RunRequest, environment: Environment, signals: Signals, *, claims: bool = False) -> ExitCode:
+    """Trains and returns the exit code; errors are printed here, or handed to the launcher that started this rank.
+
+    `claims`: rank 0 takes the run directory, which nobody has done.
+    """
     die_with_launcher()
     course = _Course()
     error: ShoalError | None = None
@@ -80,7 +85,7 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
     try:
         if environment.rank == 0 or not request.plan.serves:  # others may come when the run is under way
             request.check()
-        code = _train(request, environment, signals, course)
+        code = _train(request, environment, signals, course, claims)
     except (Exception, SystemExit) as caught:
         error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
         code = error.exit_code
@@ -89,17 +94,22 @@ def run(request: RunRequest, environment: Environment, signals: Signals) -> Exit
     return code
 
 
-def _train(request: RunRequest, environment: Environment, signals: Signals, course: _Course) -> ExitCode:
+def _train(request: RunRequest, environment: Environment, signals: Signals, course: _Course, claims: bool) -> ExitCode:
     threads = max(1, cores_here() // environment.local_world_size)
     prepare_process(request.plan.execution.exact, threads)
     loaded = load(request.job)
     plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
     if plan.serves:
         return _train_served(loaded, plan, request, environment, signals=signals, course=course)
-    with open_mesh(environment, plan.degrees) as mesh:
+    with open_mesh(environment, plan.degrees) as mesh, contextlib.ExitStack() as held:
         job = together(mesh, lambda: opened(loaded.job))
         loaded = replace(loaded, job=job)
         shake_hands(mesh, loaded, plan)
+        if claims:
+            lock = together(mesh, lambda: request.claim() if mesh.rank == 0 else None)
+            held.callback(lock.release if lock is not None else lambda: None)
+            course.out = Path(mesh.gather_json(str(lock.folder if lock is not None else request.out))[0])
+            request = replace(request, out=course.out)
         directory = RunDirectory(request.out)
         meter = StepMeter()
         options = Options(
@@ -334,7 +344,7 @@ def _note_failure(request: RunRequest, environment: Environment, error: ShoalErr
     """The traceback of this rank, and on rank 0 a result file; only where the run had begun."""
     if error.rank is None and environment.world_size > 1:
         error.rank = environment.rank
-    directory = RunDirectory(request.out)
+    directory = RunDirectory(course.out or request.out)
     with contextlib.suppress(OSError):
         if error.traceback_text:
             directory.errors.mkdir(exist_ok=True, parents=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,13 @@ class RunDirectory:
             )
 
 
-def default_directory(name: str, resume: bool) -> Path:
-    """runs/NAME, or the first of runs/NAME-2, runs/NAME-3 ... that holds no run; for a resume the last that does."""
+def default_directory(name: str, resume: bool, in_use: Container[Path] = ()) -> Path:
+    """runs/NAME, or the first of runs/NAME-2, runs/NAME-3 ... that holds no run; for a resume the last that does.
+
+    Those `in_use` are passed over.
+    """
     number, path, newest = 1, Path("runs") / name, Path("runs") / name
-    while RunDirectory(path).holds_run():
+    while RunDirectory(path).holds_run() or path in in_use:
         newest = path
         number += 1
         path = Path("runs") / f"{name}-{number}"

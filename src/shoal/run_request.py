@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.certificate import Certificate
-from shoal.errors import CommandError
+from shoal.directory_lock import NAME, DirectoryLock, claim
+from shoal.errors import CommandError, InUseError
 from shoal.job_file import JobRequest, parse_target
 from shoal.job_source import least_grains
 from shoal.plan import Plan
@@ -25,6 +27,7 @@ class RunRequest:
 
     `says_workers`: whether the command or a plan file says how many data workers a rank has.
     `plan_resumed`: it is the one that the run directory keeps, of which this call says nothing.
+    `numbered`: the name of `out` where nobody gave a directory, so that another number serves as well.
     """
 
     job: JobRequest
@@ -40,6 +43,7 @@ class RunRequest:
     certificate: Path | None = None
     says_workers: bool = False
     plan_resumed: bool = False
+    numbered: str | None = None
 
     @classmethod
     def from_options(cls, options: argparse.Namespace, started_at: float) -> RunRequest:
@@ -82,6 +86,7 @@ class RunRequest:
             plan_resumed=resumed_plan,
             certificate=Path(options.require_certificate) if options.require_certificate else None,
             says_workers=says_workers,
+            numbered=None if options.out or options.resume else job.name,
         )
 
     def check(self) -> None:
@@ -99,6 +104,38 @@ class RunRequest:
             refuse(conflicts(self.plan))
         else:
             check(self.plan)
+
+    def claim(self) -> DirectoryLock:
+        """The directory for this process alone, until it is released: `out`, or of another number.
+
+        Raises: InUseError where another run has it, and as `check`.
+        """
+        self.check()
+        in_use: set[Path] = set()
+        request = self
+        while True:
+            try:
+                return request._claim()
+            except InUseError:
+                if self.numbered is None:
+                    raise
+            in_use.add(request.out)
+            request = replace(request, out=default_directory(str(self.numbered), False, in_use))
+
+    def _claim(self) -> DirectoryLock:
+        if not (self.out / NAME).exists():  # who has it is the better answer to what it holds
+            self.check()
+        lock = claim(self.out, lambda text: print(f"note: {text}", file=sys.stderr))
+        try:
+            if self.numbered is not None and RunDirectory(self.out).holds_run():
+                raise InUseError(
+                    given=str(self.out), conflict="another has trained here in between", remedy="take the next"
+                )
+            self.check()
+        except BaseException:
+            lock.release()
+            raise
+        return lock
 
     def with_devices(self, count: Callable[[], int]) -> RunRequest:
         """The request with a number of devices, counted where neither plan nor option says."""

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
-from shoal.environment import LAUNCHER_PID, REPORT_FILE, Environment
+from shoal.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, Environment
 from shoal.errors import ExitCode, PeerError, ShoalError
 from shoal.faults import to_json
 from shoal.run_directory import write_file
@@ -19,8 +19,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
-    """No worker of the local launcher outlives it, even one that was killed."""
-    launcher = os.environ.get(LAUNCHER_PID)
+    """No worker of the local launcher outlives it, even one that was killed, and no command of its holds the lock."""
+    launcher, lock = os.environ.get(LAUNCHER_PID), os.environ.pop(LOCK_FD, None)
+    if lock is not None:
+        os.set_inheritable(int(lock), False)
     if launcher is not None and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(launcher):  # it died before the line above; in a container it may be process 1 itself

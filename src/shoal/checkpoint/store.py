@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from shoal.checkpoint.manifest import (
     directory_name,
 )
 from shoal.checkpoint.tensor_file import chunks
+from shoal.directory_lock import claim
 from shoal.errors import IntegrityError
 
 _STATE_NAME, _TENSORS = "state.json", ".safetensors"
@@ -202,6 +204,11 @@ class Store:
     def damaged(self) -> list[Path]:
         """The directories that were kept aside."""
         return sorted(self.folder.glob("step-*.bad*")) if self.folder.is_dir() else []
+
+    def hold(self, until: contextlib.ExitStack) -> None:
+        """Takes the folder for this process alone until that closes, and cleans it. Raises: as `claim`."""
+        until.enter_context(claim(self.folder, lambda text: print(f"note: {text}", file=sys.stderr), mode=0o700))
+        self.clean()
 
     def clean(self) -> None:
         """Removes what a killed writer left half done, and puts back what it had moved aside last."""

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -27,7 +28,9 @@ def aside(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
         sys.stdout.flush()
         sys.stderr.flush()
         reader, writer = os.pipe()
-        child = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that are here
+            child = os.fork()
         if not child:
             _work(work, reader, writer)
         os.close(writer)

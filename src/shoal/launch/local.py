@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.environment import LAUNCHER_PID, REPORT_FILE, STARTED_AT, Environment
+from shoal.directory_lock import NAME
+from shoal.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, STARTED_AT, Environment
 from shoal.errors import ExitCode, LaunchError, RankLostError
 from shoal.signals import Signals
 
@@ -37,15 +38,17 @@ _MOST_REPLACED = 3
 class LocalRun:
     """What to start: the `shoal` arguments of each worker, how many, and the threads that each may use.
 
-    A rank in `replaceable` that dies without a word is started again, a few times.
+    A rank in `replaceable` that dies without a word is started again, a few times. `lock`: a descriptor that every
+    worker inherits, so that what it locks is locked until the last of them is gone.
     """
 
     arguments: list[str]
     num_processes: int
     num_threads: int
     started_at: float
-    logs: Path  # what ranks other than 0 print, where that is anything and the folder's parent exists
+    logs: Path  # what ranks other than 0 print, where that is anything and the folder's parent has anything
     replaceable: range = range(0)
+    lock: int | None = None
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
 
@@ -131,6 +134,7 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
     descriptor = listener.fileno() if rank == 0 else None
     key = run.key if run.replaceable else None
     environment = Environment(rank, number, rank, number, port=port, listen_fd=descriptor, key=key)
+    inherited = (*((descriptor,) if descriptor is not None else ()), *((run.lock,) if run.lock is not None else ()))
     variables = {
         **os.environ,
         **environment.variables(),
@@ -138,6 +142,7 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
         REPORT_FILE: str(report),
         LAUNCHER_PID: str(os.getpid()),
         STARTED_AT: repr(run.started_at),
+        **({LOCK_FD: str(run.lock)} if run.lock is not None else {}),
     }
     log = None if rank == 0 else folder / f"log-{rank}.txt"
     output = None if log is None else log.open("wb")
@@ -148,7 +153,7 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=(listener.fileno(),) if rank == 0 else (),
+            pass_fds=inherited,
             start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher only, which tells the workers once
         )
     finally:
@@ -240,7 +245,8 @@ def _keep_log(worker: _Worker, folder: Path) -> None:
     if worker.log is None or not folder.parent.is_dir():
         return
     with contextlib.suppress(OSError):
-        if worker.log.stat().st_size:
+        began = any(path.name != NAME for path in folder.parent.iterdir())
+        if began and worker.log.stat().st_size:
             folder.mkdir(exist_ok=True)
             shutil.copyfile(worker.log, folder / f"rank-{worker.rank}.txt")
 

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from pathlib import Path
 
+from shoal.agreement import together
 from shoal.checkpoint.store import Store
 from shoal.data.loader import Loader
 from shoal.errors import StorageError
@@ -26,8 +27,9 @@ class Saving:
         """Raises: JobError for schedulers whose state no checkpoint can keep."""
         folder = base.training.checkpoints if base.replay is None else None  # a verification leaves the user's alone
         store = None if folder is None else Store(Path(folder))
-        if store is not None and base.mesh.rank == 0:
-            store.clean()
+        self._held = contextlib.ExitStack()
+        if store is not None:
+            together(base.mesh, lambda: store.hold(self._held) if base.mesh.rank == 0 else None)
         self._rank = base.mesh.rank
         self._prepared, self._schedulers = prepared, Schedulers(prepared.schedulers)
         every = as_one(prepared.optimizers, base.plan.execution.exact)
@@ -103,5 +105,6 @@ class Saving:
         self._schedulers.restore(self._noted)
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for what is being written, and leaves the directory to others."""
         self._keeper.close()
+        self._held.close()

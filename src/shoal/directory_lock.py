@@ -1,0 +1,370 @@
+"""Directory lock: one run at a time in a directory, whoever shares it. Values only.
+
+The lock is a file that is put there whole, by a hard link, with an OS lock (flock) on it already. Within one kernel the
+OS lock decides: it is gone with the last process of the run. On a directory that several hosts share it may be local
+to each of them; there the file's mtime decides, which the holder renews.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import shlex
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shoal.errors import ExitCode, InUseError, RunDirectoryError
+
+NAME = "lock.json"
+# What the system answers where a file system has no OS locks, or no hard links.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds: between two signs of life of a holder; how many may be missed; and for what is ending to have ended."""
+
+    beat_seconds: float = 5.0
+    missed_beats: int = 6
+    ending_seconds: float = 20.0
+    settling_seconds: float = 2.0
+    poll_seconds: float = 0.05
+
+    @property
+    def limit_seconds(self) -> float:
+        """A holder elsewhere that was silent for so long is gone."""
+        return self.beat_seconds * self.missed_beats
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a directory. `boot` names its kernel, `process_started` tells it from a later pid."""
+
+    pid: int
+    host: str
+    boot: str
+    process_started: int
+    since: str
+    command: str
+    token: str
+
+    @classmethod
+    def here(cls) -> Holder:
+        """This process, from now on."""
+        started = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        pid = os.getpid()
+        return cls(pid, socket.gethostname(), _boot(), _started(pid) or 0, started, _command(), uuid.uuid4().hex)
+
+    @property
+    def local(self) -> bool:
+        """Whether it is, or was, a process of this kernel."""
+        return self.boot == _boot() and (bool(self.boot) or self.host == socket.gethostname())
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether a process of this host that can be seen from here is it."""
+        return self.local and self.host == socket.gethostname() and _started(self.pid) == self.process_started
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def _boot() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+def _started(pid: int) -> int | None:
+    """When a living process began, in clock ticks since boot; None where there is none, or it is dead already."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if after_name[0] in "ZX" else int(after_name[19])
+    return None
+
+
+def _command() -> str:
+    path = Path(sys.argv[0] if sys.argv else "")
+    name = path.parent.name if path.name == "__main__.py" else path.name
+    return shlex.join([name or platform.python_implementation(), *sys.argv[1:]])
+
+
+class DirectoryLock:
+    """A directory that is this process's, and that of the children that have `descriptor`, until `release`."""
+
+    def __init__(self, folder: Path, descriptor: int, holder: Holder, made: list[Path]) -> None:
+        self.folder, self.descriptor, self.holder = folder, descriptor, holder
+        self._made = made
+        self._over = threading.Event()
+        self._heart: threading.Thread | None = None
+
+    def beat(self, every_seconds: float) -> None:
+        """Renews the file's mtime from now on, for hosts on which the OS lock says nothing."""
+        self._heart = threading.Thread(target=self._beat, args=(every_seconds,), name="directory lock", daemon=True)
+        self._heart.start()
+
+    def _beat(self, every_seconds: float) -> None:
+        while not self._over.wait(every_seconds):
+            with contextlib.suppress(OSError):
+                os.utime(self.descriptor)
+                found = _read(self.folder / NAME)
+                if found is not None and found.token != self.holder.token:  # after a long standstill of this host
+                    print(f"{self.folder} was taken over by {found}: this run ends", file=sys.stderr, flush=True)
+                    os._exit(ExitCode.RANK_LOST)
+
+    def release(self) -> None:
+        """Removes the file, and what directories were made for it and are empty. Again: nothing."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        if self._heart is not None:
+            self._heart.join()
+        with contextlib.suppress(OSError):
+            if _same(self.folder / NAME, self.descriptor):
+                (self.folder / NAME).unlink()
+        os.close(self.descriptor)
+        _unmake(self._made)
+
+    def __enter__(self) -> DirectoryLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+def claim(
+    folder: Path, say: Callable[[str], None], *, mode: int = 0o777, patience: Patience | None = None
+) -> DirectoryLock:
+    """The directory for this process alone; made, in that mode, where it is not there.
+
+    Waits for a holder that seems to be gone, and says so. Raises: InUseError naming who has it; RunDirectoryError where
+    nothing can be written there.
+    """
+    patience = patience or Patience()
+    made: list[Path] = []
+    try:
+        lock = _claim(folder, Holder.here(), _Judge(folder, say, patience), mode, made)
+    except InUseError:
+        _unmake(made)
+        raise
+    except OSError as error:
+        _unmake(made)
+        raise RunDirectoryError(
+            given=str(folder),
+            conflict=f"nothing can be written there: {error.strerror or error}",
+            remedy="give a directory that can be written to",
+        ) from None
+    lock.beat(patience.beat_seconds)
+    return lock
+
+
+def _claim(folder: Path, holder: Holder, judge: _Judge, mode: int, made: list[Path]) -> DirectoryLock:
+    target, aside = folder / NAME, folder / f".{NAME}-{holder.token}"
+    descriptor = _begun(aside, mode, made)
+    try:
+        _fill(descriptor, holder)
+        while (taken := _put(aside, target, descriptor, holder)) is None:
+            other = _Other.at(target)
+            if other is None:
+                continue  # released in between
+            try:
+                if judge.is_gone(other, descriptor) and _same(target, other.descriptor):
+                    os.replace(aside, target)
+                    if not other.decided_here:
+                        judge.settle(holder)
+                    taken = descriptor
+                    break
+            finally:
+                os.close(other.descriptor)
+            time.sleep(judge.patience.poll_seconds)
+        if taken != descriptor:
+            os.close(descriptor)
+        return DirectoryLock(folder, taken, holder, made)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Other:
+    """A lock that is there. `locked`: whether its OS lock was free and is now this process's; None without such locks.
+
+    `holder` is None while it cannot be read.
+    """
+
+    descriptor: int
+    holder: Holder | None
+    locked: bool | None
+    mtime_ns: int
+
+    @classmethod
+    def at(cls, target: Path) -> _Other | None:
+        """That at a path, opened anew: only this makes a client of a network file system ask its server."""
+        try:
+            descriptor = os.open(target, os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        return cls(descriptor, _read(target), _lock(descriptor), os.fstat(descriptor).st_mtime_ns)
+
+    @property
+    def decided_here(self) -> bool:
+        """Whether the OS lock alone says who comes next: all who could are processes of this kernel."""
+        return bool(self.locked) and self.holder is not None and self.holder.local
+
+
+class _Judge:
+    """Whether a holder is gone, seen again and again until that is certain."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None], patience: Patience) -> None:
+        self.patience = patience
+        self._folder, self._say = folder, say
+        self._seen: tuple[str | None, int] | None = None
+        self._since = 0.0
+        self._said = False
+
+    def is_gone(self, other: _Other, probe: int) -> bool:
+        """False where that is not known yet; `probe` is a file of this process there. Raises: InUseError."""
+        holder = other.holder
+        token = holder.token if holder is not None else None
+        if self._seen is None or self._seen[0] != token:
+            self._seen, self._since, self._said = (token, other.mtime_ns), time.monotonic(), False
+        waited = time.monotonic() - self._since
+        if holder is not None and holder.local and other.locked is not None:
+            return other.locked or self._wait_for_the_last(holder, waited)
+        if holder is not None and holder.local and holder.host == socket.gethostname():
+            if holder.runs_here:
+                raise _in_use(self._folder, holder)
+            return True
+        if self._seen[1] != other.mtime_ns and holder is not None:
+            raise _in_use(self._folder, holder)
+        os.utime(probe)
+        silent = max(waited, (os.fstat(probe).st_mtime_ns - other.mtime_ns) / 1e9)  # in that file system's own clock
+        limit, who = self.patience.limit_seconds, holder or "a process that cannot be named"
+        if silent < limit:
+            self._tell(f"{self._folder} is held by {who}: waiting up to {limit:.0f} s for a sign of life")
+            return False
+        self._say(f"{self._folder}: {who} has shown no sign of life for {silent:.0f} s; its lock is taken over")
+        return True
+
+    def _wait_for_the_last(self, holder: Holder, waited: float) -> bool:
+        """A dead launcher's ranks end a moment after it."""
+        if holder.runs_here or waited > self.patience.ending_seconds:
+            raise _in_use(self._folder, holder)
+        if waited > 1.0:
+            self._tell(f"{self._folder}: waiting for the last processes of {holder} to end")
+        return False
+
+    def _tell(self, text: str) -> None:
+        if not self._said:
+            self._said = True
+            self._say(text)
+
+    def settle(self, own: Holder) -> None:
+        """Waits for whoever took the same lock over at the same moment on another host. Raises: InUseError."""
+        time.sleep(self.patience.settling_seconds)
+        found = _read(self._folder / NAME)
+        if found is not None and found.token != own.token:
+            raise _in_use(self._folder, found)
+
+
+def _in_use(folder: Path, holder: Holder) -> InUseError:
+    itself = holder.pid == os.getpid() and holder.runs_here
+    return InUseError(
+        given=str(folder),
+        conflict=f"it is in use by {holder} since {holder.since} ({holder.command})",
+        remedy="close the Session of this process that has it, or give another directory"
+        if itself
+        else f"wait until that has ended, or end it (kill {holder.pid} on {holder.host}), or give another directory",
+    )
+
+
+def _begun(aside: Path, mode: int, made: list[Path]) -> int:
+    """A new file there, in a directory that may have to be made; `made` gets those that were."""
+    for again in range(10):
+        made.extend(path for path in _absent(aside.parent) if path not in made)
+        aside.parent.mkdir(mode=mode, parents=True, exist_ok=True)
+        try:
+            return os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileNotFoundError:  # whoever had made it has just removed it
+            if again == 9:
+                raise
+    raise AssertionError("returned or raised")
+
+
+def _absent(folder: Path) -> list[Path]:
+    absent = []
+    for path in (folder, *folder.parents):
+        if path.exists():
+            break
+        absent.append(path)
+    return absent
+
+
+def _unmake(made: list[Path]) -> None:
+    for path in made:
+        with contextlib.suppress(OSError):  # it has something in it
+            path.rmdir()
+
+
+def _fill(descriptor: int, holder: Holder) -> None:
+    os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
+    _lock(descriptor)
+
+
+def _put(aside: Path, target: Path, descriptor: int, holder: Holder) -> int | None:
+    """The descriptor of the file at `target`, where that is this process's now; None where another is there."""
+    try:
+        os.link(aside, target)
+        return descriptor
+    except FileExistsError:
+        # A network file system may lose its answer to a link that it has made.
+        return descriptor if os.fstat(descriptor).st_nlink > 1 else None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+    try:
+        found = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        return None
+    _fill(found, holder)
+    return found
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Whether this process has the OS lock of the file now; None where the file system knows none."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True
+
+
+def _read(target: Path) -> Holder | None:
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        document = json.loads(target.read_text(encoding="utf-8"))
+        return Holder(**{field.name: document[field.name] for field in fields(Holder)})
+    return None
+
+
+def _same(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False
