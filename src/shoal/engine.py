@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.adapters import adapted
 from shoal.agreement import collectively, together
@@ -21,7 +23,7 @@ from shoal.data.loader import Loader, MapLoader, Place
 from shoal.data.order import Order
 from shoal.data.source import MapSource, open_source, small_batch
 from shoal.data.stream import StreamLoader, no_lockstep
-from shoal.errors import JobError, ShoalError
+from shoal.errors import JobError, SettingWarning, ShoalError
 from shoal.evaluation import Evaluator
 from shoal.faults import user_error
 from shoal.grains import random_key
@@ -169,6 +171,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
     together(mesh, lambda: _refuse_streams(source, plan))
+    if plan.execution.channels_last and mesh.rank == 0:
+        _warn_without_images(small_batch(source, job.collate) if isinstance(source, MapSource) else None)
     holding, pipeline = _hold(job, plan, mesh, precision, source)
     model = holding.model
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
@@ -222,6 +226,14 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
         num_train_samples=order.num_samples if isinstance(source, MapSource) else None,
         records=RecordWriter(None),
     )
+
+
+def _warn_without_images(batch: Any) -> None:
+    """Of no batch, as of a stream, which is not begun, nothing is known."""
+    if batch is None or any(isinstance(leaf, torch.Tensor) and leaf.ndim == 4 for leaf in tree_leaves(batch)):
+        return
+    reason = "no input is a batch of images, [batch, channels, height, width]"
+    warnings.warn(f"execution.channels_last = true: no effect, since {reason}", SettingWarning, stacklevel=3)
 
 
 def _refuse_streams(source: MapSource | Iterable[Any], plan: Plan) -> None:
@@ -282,4 +294,7 @@ def _loader(job: Job, plan: Plan, mesh: Mesh, source: MapSource | Iterable[Any],
             conflict="a stream has no length, and so no epochs",
             remedy="write length=shoal.Steps(...) or shoal.Samples(...)",
         )
+    if plan.data.workers and mesh.rank == 0:
+        message = f"data.workers = {plan.data.workers}: no effect, since a stream is read by the rank itself"
+        warnings.warn(message, SettingWarning, stacklevel=2)
     return StreamLoader(source, order, place, job.collate)

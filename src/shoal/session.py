@@ -35,7 +35,9 @@ from shoal.mesh import open_mesh
 from shoal.microbatch import Microbatch, StepData
 from shoal.observation import Observer
 from shoal.plan import AXES, Plan
+from shoal.plan.legal import check
 from shoal.plan.resolve import Wishes, apply_wishes, complete, refuse_unsupported
+from shoal.plan.unheeded import unheeded, warn_of
 from shoal.precision import LossScale, Precision
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.recorder import Recorder
@@ -85,6 +87,9 @@ class Session:
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
         self.replay = Replay.told(os.environ)
+        if environment.rank == 0 and not self.replay:
+            check(plan)
+            warn_of(unheeded(plan, self._job.grains, None if self.training.fuse else "fuse=False"))
         if self.replay and self.replay.of is not None:  # the same loop on one process
             plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
         if self.replay:  # compressed sums are not those of one process
@@ -183,6 +188,12 @@ def _refuse_divided(plan: Plan) -> None:
 
 def _check(training: Training) -> Job:
     """The numbers as a Job, which checks them."""
+    if training.resume and training.checkpoints is None:
+        raise JobError(
+            given="resume=True without checkpoints",
+            conflict="there is no directory to resume from",
+            remedy='write checkpoints="runs/mine" too, the directory that the first run kept them in',
+        )
 
     def unused(*_: Any) -> Any:
         raise AssertionError("a Session's loop computes its own loss")

@@ -122,6 +122,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "metrics named loss": {"metrics": {"loss": count}},
     "grains": {"grains": 4},
     "more grains than samples": {"grains": 64},
+    "one sample a grain": {"grains": 16},
     "length": {"length": shoal.Steps(2)},
     "length in epochs": {"length": shoal.Epochs(0.5)},
     "length in samples": {"length": shoal.Samples(40)},
@@ -157,6 +158,8 @@ def job(change: str = "", steps: int = 0, lr: float = 0.1) -> shoal.Job:
         "length": shoal.Steps(4),
     }
     fields |= CHANGES[change]
+    if "SUBJECT" in os.environ:  # the file was changed
+        fields["optimizer"] = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
     return shoal.Job(**(fields | ({"length": shoal.Steps(steps)} if steps else {})))
 
 
