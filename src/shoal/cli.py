@@ -210,6 +210,8 @@ def _run(options: argparse.Namespace, given: list[str], started_at: float) -> in
         request = request.with_own_sums()
     if LAUNCHER_PID not in os.environ:
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
+        if environment.rank == 0:  # the local launcher has told of what has no effect already
+            request.check_plan()
     return _train(request, environment, claims=LAUNCHER_PID not in os.environ)
 
 

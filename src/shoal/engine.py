@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.adapters import adapted
 from shoal.agreement import collectively, together
@@ -22,7 +24,7 @@ from shoal.data.opened import Opened, open_data, opened
 from shoal.data.order import Order
 from shoal.data.source import MapSource, Source, small_batch
 from shoal.data.stream import StreamLoader, no_lockstep
-from shoal.errors import JobError, ShoalError
+from shoal.errors import JobError, SettingWarning, ShoalError
 from shoal.evaluation import Evaluator
 from shoal.faults import user_error
 from shoal.grains import random_key
@@ -182,6 +184,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     source = data.source
     together(mesh, lambda: _refuse_streams(source, plan))
     plan, notes = _with_workers(plan, data, options)
+    if plan.execution.channels_last and mesh.rank == 0:
+        _warn_without_images(small_batch(source, data.collate) if isinstance(source, MapSource) else None)
     holding, pipeline = _hold(job, plan, mesh, precision, data)
     model = holding.model
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
@@ -230,6 +234,14 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
         records=RecordWriter(None),
         notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
     )
+
+
+def _warn_without_images(batch: Any) -> None:
+    """Of no batch, as of a stream, which is not begun, nothing is known."""
+    if batch is None or any(isinstance(leaf, torch.Tensor) and leaf.ndim == 4 for leaf in tree_leaves(batch)):
+        return
+    reason = "no input is a batch of images, [batch, channels, height, width]"
+    warnings.warn(f"execution.channels_last = true: no effect, since {reason}", SettingWarning, stacklevel=3)
 
 
 def _refuse_streams(source: Source, plan: Plan) -> None:
@@ -313,4 +325,7 @@ def _loader(job: Job, plan: Plan, mesh: Mesh, data: Opened, order: Order) -> Loa
             conflict="a stream has no length, and so no epochs",
             remedy="write length=shoal.Steps(...) or shoal.Samples(...)",
         )
+    if plan.data.workers and mesh.rank == 0:
+        message = f"data.workers = {plan.data.workers}: no effect, since a stream is read by the rank itself"
+        warnings.warn(message, SettingWarning, stacklevel=2)
     return StreamLoader(source, order, place, data.collate)

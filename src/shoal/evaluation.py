@@ -77,13 +77,14 @@ class Evaluator:
         count = sum(len_ for part in gathered for len_ in part["samples"])
         metrics = {}
         for name in self._metrics:
-            total = _fsum(t for part in gathered for t in part[name][0])
-            weight = _fsum(w for part in gathered for w in part[name][1])
+            total = _fsum(t for part in gathered for t in part["sums"][name][0])
+            weight = _fsum(w for part in gathered for w in part["sums"][name][1])
             metrics[name] = total / weight if weight else math.nan
         return metrics, count
 
     def _local_sums(self, model: nn.Module) -> dict[str, Any]:
-        sums: dict[str, Any] = {name: ([], []) for name in self._metrics} | {"samples": []}
+        sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
+        samples: list[int] = []
         place = Place(self._mesh.data_rank, self._mesh.num_data_ranks)
         with torch.no_grad():
             for number, size, batch in self._chunks(place):
@@ -91,13 +92,13 @@ class Evaluator:
                 seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
                 counted = self._mesh.speaks and size > 0
                 if counted:
-                    sums["samples"].append(size)
+                    samples.append(size)
                 for name, function in self._metrics.items():
                     total, weight = self._pair(name, function, model, batch)
                     if counted:
                         sums[name][0].append(float(total))
                         sums[name][1].append(float(weight))
-        return sums
+        return {"samples": samples, "sums": sums}
 
     def _pair(self, name: str, function: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         pair = Pair(function, self._precision, f"metric {name!r}")

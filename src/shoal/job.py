@@ -136,6 +136,17 @@ class Job:
         """Samples in a full grain."""
         return grain_size(self.global_batch, self.grains)
 
+    def without_effect(self) -> list[str]:
+        """What is set and does nothing, a sentence each."""
+        found = []
+        if self.metrics and self.eval_data is None:
+            names = ", ".join(map(str, self.metrics))
+            found.append(f"metrics ({names}) have no effect: there is no eval_data to evaluate")
+        if self.grains > self.global_batch and self.grains != type(self).grains:
+            batch = self.global_batch
+            found.append(f"grains = {self.grains}: no effect beyond {batch}, since a step has {batch} samples")
+        return found
+
     def describe(self) -> dict[str, Any]:
         """The numbers that define the training, as JSON: what a resume compares.
 

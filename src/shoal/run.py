@@ -35,6 +35,7 @@ from shoal.mesh import alone, open_mesh
 from shoal.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.plan.plan import Plan
 from shoal.plan.toml import write as plan_text
+from shoal.plan.unheeded import unheeded, warn_of
 from shoal.planner.comparison import MeasuredStep, beside
 from shoal.progress import Pace, choose_reporter
 from shoal.records import RunRecord, StepRecord
@@ -99,6 +100,9 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
     prepare_process(request.plan.execution.exact, threads)
     loaded = load(request.job)
     plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
+    if environment.rank == 0:
+        warn_of(loaded.job.without_effect())
+        warn_of(unheeded(request.plan, loaded.job.grains, None if loaded.job.fuse else "Job(fuse=False)"))
     if plan.serves:
         return _train_served(loaded, plan, request, environment, signals=signals, course=course)
     with open_mesh(environment, plan.degrees) as mesh, contextlib.ExitStack() as held:

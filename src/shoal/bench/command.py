@@ -35,6 +35,7 @@ def bench(options: argparse.Namespace, started_at: float) -> int:
     environment = joined(os.environ)
     if options.into is not None and environment is not None:
         return _rank(options, environment)
+    _refuse_unread(options)
     found_gpus = gpus()
     ranks = _ranks(options.ranks, len(found_gpus))
     out = Path(options.out) if options.out else None
@@ -63,6 +64,33 @@ def bench(options: argparse.Namespace, started_at: float) -> int:
         print(f"note: {note}")
     print(f"written: {kept}, which --cluster here reads" + (f", and {out}" if out else ""))
     return 0
+
+
+# What a person may give that one of both measurements does not read, and why.
+_UNREAD = {
+    "machine": ("sizes", "the sizes that a machine is measured with are those that shoal plan reads"),
+    "collectives": ("quick", "collectives take as long as their sizes do: --sizes 64K,1M is quick"),
+}
+
+
+def _refuse_unread(options: argparse.Namespace) -> None:
+    """Raises: CommandError for an option of the other measurement, or of a process that this one starts."""
+    name, why = _UNREAD[options.what]
+    if getattr(options, name):
+        other = next(what for what in _UNREAD if what != options.what)
+        raise CommandError(
+            given=f"--{name} with shoal bench {options.what}",
+            conflict=why,
+            remedy=f"leave --{name} out, or write shoal bench {other}",
+        )
+    inner = [n for n in ("into", "threads", "seconds", "exchange_only") if getattr(options, n) is not None]
+    if inner:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in inner)
+        raise CommandError(
+            given=f"shoal bench with {names}",
+            conflict="shoal bench gives these to the processes that it starts itself",
+            remedy=f"leave {names} out",
+        )
 
 
 def _rank(options: argparse.Namespace, environment: Environment) -> int:

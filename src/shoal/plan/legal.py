@@ -56,7 +56,7 @@ def check(plan: Plan, facts: ModelFacts | None = None, world: World | None = Non
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
     refuse(conflicts(plan, facts, world))
-    for sentence in (*idle(plan), *(_idle_reduction(plan, facts) if facts is not None else ())):
+    for sentence in (*idle(plan), *(idle_reduction(plan, facts) if facts is not None else ())):
         warnings.warn(sentence, SettingWarning, stacklevel=2)
     return list(notes(plan, facts)) if facts is not None else []
 
@@ -111,7 +111,7 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
         yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"
 
 
-def _idle_reduction(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+def idle_reduction(plan: Plan, facts: ModelFacts) -> Iterator[str]:
     """Where the only microbatch is the last."""
     if plan.shards_model and plan.shard.reduce == "last_microbatch" and max(num_microbatches(plan, facts)) == 1:
         yield f"{shown(plan, 'shard.reduce')}: no effect, since a rank computes one microbatch a step"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import PlanError, nearest
 from shoal.plan.layout import Layout
@@ -122,6 +122,24 @@ class ExecutionSection(_Section):
     compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
 
 
+def _compared(prediction: dict[str, Any]) -> dict[str, Any]:
+    """A prediction of which a run can compare the numbers with its own. Raises: ValueError."""
+    for name in ("terms", "factors"):
+        values = prediction.get(name, {})
+        if not isinstance(values, dict) or not all(map(_is_number, values.values())):
+            raise ValueError(f"{name} is a table of numbers, as shoal plan -o writes it")
+    for name in ("step_seconds", "peak_bytes", "host_seconds"):
+        if not _is_number(prediction.get(name, 0)):
+            raise ValueError(f"{name} is a number, as shoal plan -o writes it")
+    if prediction.get("terms") and "step_seconds" not in prediction:
+        raise ValueError("terms without the step_seconds that they add up to")
+    return prediction
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 class Plan(_Section):
     """How to lay a job out: complete, written as TOML, never an input to the maths."""
 
@@ -138,7 +156,7 @@ class Plan(_Section):
     server: ServerSection = ServerSection()
     data: DataSection = DataSection()
     execution: ExecutionSection = ExecutionSection()
-    prediction: dict[str, Any] = Field(default_factory=dict)
+    prediction: Annotated[dict[str, Any], AfterValidator(_compared)] = Field(default_factory=dict)
 
     @property
     def degrees(self) -> Layout:
@@ -218,6 +236,7 @@ _WANTED = {
     "greater_than_equal": "write {ge} or more",
     "greater_than": "write more than {gt}",
     "less_than_equal": "write {le} or less",
+    "value_error": "leave [prediction] to the planner, or out: the run only compares itself with it",
 }
 
 
@@ -250,7 +269,8 @@ def _plan_error(error: ValidationError, source: str) -> PlanError:
             conflict.append(f"{dotted}: unknown key")
             remedy.append(f"{dotted}: use one of {', '.join(known)}{nearest(path[-1], known)}")
         else:
-            expected = item["msg"][0].lower() + item["msg"][1:]
+            expected = item["msg"].removeprefix("Value error, ")
+            expected = expected[0].lower() + expected[1:]
             conflict.append(f"{dotted}: {expected}")
             remedy.append(f"{dotted}: {_wanted(item, path)}")
     return PlanError(

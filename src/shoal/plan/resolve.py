@@ -45,6 +45,7 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
 
     Raises: PlanError where a wish contradicts a plan file, or names no precision.
     """
+    given = plan
     if wishes.devices is not None:
         if wishes.devices < 1:
             raise PlanError(
@@ -60,28 +61,51 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
         plan = plan.with_sections(execution={"exact": wishes.exact})
     if wishes.precision is not None:
         plan = plan.with_sections(precision=_precision(wishes.precision))
+    plan = _without_stale_prediction(plan, given)
     if wishes.workers is not None:
         plan = plan.with_sections(data={"workers": wishes.workers})
     return plan
 
 
+def _without_stale_prediction(plan: Plan, given: Plan) -> Plan:
+    """The plan without its prediction where that was made of other degrees, another precision or mode."""
+    changed = [name for name in ("layout", "precision", "execution") if getattr(plan, name) != getattr(given, name)]
+    if not changed or not plan.prediction:
+        return plan
+    what = " and ".join(changed)
+    message = f"[prediction] is left out: it is of another {what} than this command asks for"
+    warnings.warn(message, SettingWarning, stacklevel=3)
+    return plan.model_copy(update={"prediction": {}})
+
+
 def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int | None = None) -> Plan:
     """The plan with nothing left open for a job of `num_grains` grains of `grain_size` samples.
 
-    `max_microbatch` is a wish in samples: the microbatch becomes as many whole grains as fit in it, at least one.
-    Raises: PlanError where the job's grains do not allow the layout.
+    `max_microbatch` is a wish in samples: the microbatch becomes as many whole grains as fit in it.
+    Raises: PlanError where the job's grains do not allow the layout, or none fits in that.
     """
     refuse(list(too_many_data_ranks(plan, ModelFacts(num_grains, grain_size))))
     share = -(-num_grains // plan.divides_step)
     wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, num_grains, grain_size) or share
     if max_microbatch is not None:
-        wanted = min(wanted, max(1, max_microbatch // grain_size))
+        if max_microbatch < grain_size:
+            raise _cuts_a_grain(max_microbatch, num_grains, grain_size)
+        wanted = min(wanted, max_microbatch // grain_size)
     if plan.execution.exact and wanted != 1:
         if plan.batch.grains_per_microbatch > 1:
             message = "batch.grains_per_microbatch has no effect: exact mode computes grain by grain"
             warnings.warn(message, SettingWarning, stacklevel=2)
         wanted = 1
     return plan.with_sections(batch={"grains_per_microbatch": min(wanted, share)})
+
+
+def _cuts_a_grain(max_microbatch: int, num_grains: int, grain_size: int) -> PlanError:
+    smaller = -(-num_grains * grain_size // max_microbatch)
+    return PlanError(
+        given=f"--max-microbatch {max_microbatch} for a job of grains={num_grains}",
+        conflict=f"a grain is computed whole, and has {grain_size} samples",
+        remedy=f"write --max-microbatch {grain_size} or more, or Job(grains={smaller}) (which changes the run)",
+    )
 
 
 def refuse_unsupported(plan: Plan) -> None:

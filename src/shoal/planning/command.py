@@ -27,6 +27,7 @@ _WIDTH = 140  # of a table that is not written to a terminal
 def plan(options: argparse.Namespace) -> ExitCode:
     """Answers the question in the options. Raises: ShoalError where there is no answer."""
     if options.learn is not None:
+        _refuse_beside_learn(options)
         learn_from(options.learn)
         return ExitCode.DONE
     if options.job is None:
@@ -48,6 +49,34 @@ def plan(options: argparse.Namespace) -> ExitCode:
     show(found, console if console.is_terminal else Console(width=_WIDTH))
     _write(found, options)
     return ExitCode.DONE
+
+
+# Of those that a search has, the default of each as `shoal plan` has it.
+_OF_A_SEARCH = {
+    "job": None,
+    "cluster": "here",
+    "aim": "fastest",
+    "max_devices": None,
+    "precision": None,
+    "set": [],
+    "mtbf": None,
+    "output": None,
+    "html": None,
+}
+
+
+def _refuse_beside_learn(options: argparse.Namespace) -> None:
+    """Raises: CommandError for what a search would read, which `--learn` is not."""
+    given = {
+        name: getattr(options, name) for name, default in _OF_A_SEARCH.items() if getattr(options, name) != default
+    }
+    if given:
+        names = ", ".join("JOBFILE" if name == "job" else f"--{name.replace('_', '-')}" for name in given)
+        raise CommandError(
+            given=f"shoal plan --learn {' '.join(options.learn)} with {names}",
+            conflict="to learn reads run directories, each of which knows its cluster, and plans nothing",
+            remedy="write two commands: shoal plan --learn RUNDIR, and then shoal plan JOBFILE with the others",
+        )
 
 
 def _write(found: Answer, options: argparse.Namespace) -> None:

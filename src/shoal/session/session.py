@@ -19,7 +19,9 @@ from shoal.evaluation import Evaluator
 from shoal.job import Length
 from shoal.mesh import open_mesh
 from shoal.plan import AXES, Plan
+from shoal.plan.legal import check
 from shoal.plan.resolve import Wishes, apply_wishes, complete, refuse_unsupported
+from shoal.plan.unheeded import unheeded, warn_of
 from shoal.precision import Precision
 from shoal.replay import Replay
 from shoal.session.loop import Loop, Step
@@ -55,6 +57,9 @@ class Session:
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
         self.replay = Replay.told(os.environ)
+        if environment.rank == 0 and not self.replay:
+            check(plan)
+            warn_of(unheeded(plan, self._job.grains, None if self.training.fuse else "fuse=False"))
         if self.replay and self.replay.of is not None:  # the same loop on one process
             plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
         if self.replay:  # compressed sums are not those of one process

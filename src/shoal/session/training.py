@@ -74,6 +74,12 @@ class Training:
 
     def job(self) -> Job:
         """The numbers as a Job, which checks them. Raises: JobError."""
+        if self.resume and self.checkpoints is None:
+            raise JobError(
+                given="resume=True without checkpoints",
+                conflict="there is no directory to resume from",
+                remedy='write checkpoints="runs/mine" too, the directory that the first run kept them in',
+            )
 
         def unused(*_: Any) -> Any:
             raise AssertionError("a Session's loop computes its own loss")

@@ -1,0 +1,273 @@
+"""RUN_OPTIONS, VERIFY_OPTIONS, PLAN_OPTIONS and BENCH_OPTIONS: each option of a command, and what was seen of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tests.settings.laboratory import Acts, Call, Ended, Refuses, Says, Table
+
+PLAIN = Call()
+BY_ITEM = Call(arguments=("--set", "change=by item"))
+KEPT = PLAIN.with_("--checkpoint-every", "1", "--steps", "2")
+
+
+def weights(ended: Ended) -> Any:
+    """The hash of the weights at the end."""
+    return ended.result["weights_sha256"]
+
+
+def steps(ended: Ended) -> Any:
+    """The steps of the whole run."""
+    return ended.result["steps"]
+
+
+def forwards(ended: Ended) -> Any:
+    """The samples of the largest forward that had gradients."""
+    return max(map(int, ended.told("forwards")))
+
+
+def checkpoints(ended: Ended) -> Any:
+    """The steps of which there is one."""
+    return sorted(int(path.name[-8:]) for path in (ended.out / "checkpoints").glob("step-????????"))
+
+
+def resumed(*arguments: str, after: Call = KEPT) -> Call:
+    """A run that goes on."""
+    return Call(arguments=("--resume", *arguments), after=after)
+
+
+MICRO = "--max-microbatch"
+
+RUN_OPTIONS: Table = {
+    "job": Acts(Call(job="gpt"), PLAIN, steps, 2),
+    "job: no such function": Refuses(Call(job="jop"), "did you mean 'job'"),
+    "--plan": Acts(Call(plan={"execution": {"exact": True}}), PLAIN, forwards, 2),
+    "--plan: not there": Refuses(PLAIN.with_("--plan", "gone.toml"), "the file cannot be read"),
+    "--devices": Refuses(PLAIN.with_("--devices", "100"), "100 data ranks for a job of grains=8"),
+    "--devices: of another plan": Refuses(
+        Call(plan={"layout": {"data": 2}}, arguments=("--devices", "3")), "the plan's degrees make a world of 2"
+    ),
+    "--devices: under a launcher": Refuses(Call(arguments=("--devices", "3"), ranks=2), "WORLD_SIZE=2"),
+    "--exact": Acts(PLAIN.with_("--exact"), PLAIN, forwards, 2),
+    "--exact: over a plan": Acts(
+        Call(plan={"batch": {}}, arguments=("--exact",)), PLAIN, lambda ended: ended.plan["execution"]["exact"], True
+    ),
+    "--precision": Acts(
+        PLAIN.with_("--precision", "bf16"), PLAIN, lambda ended: ended.plan["precision"]["compute"], "bfloat16"
+    ),
+    "--precision: over a plan": Acts(
+        Call(plan={"precision": {"compute": "float16"}}, arguments=("--precision", "bf16")),
+        PLAIN,
+        lambda ended: ended.plan["precision"]["compute"],
+        "bfloat16",
+    ),
+    "--precision: none such": Refuses(PLAIN.with_("--precision", "fp8"), "no such precision"),
+    "--set": Acts(PLAIN.with_("--set", "lr=0.5"), PLAIN, weights),
+    "--set: none such": Refuses(PLAIN.with_("--set", "lt=0.5"), "did you mean 'lr'"),
+    "--set: twice": Acts(PLAIN.with_("--set", "lr=0.5", "--set", "steps=1"), PLAIN.with_("--set", "lr=0.5"), steps, 1),
+    "--set: the same twice": Refuses(PLAIN.with_("--set", "lr=0.5", "--set", "lr=0.7"), "lr is set twice"),
+    "--out": Acts(
+        PLAIN.with_("--out", "elsewhere"), PLAIN, lambda ended: (ended.folder / "elsewhere/result.json").exists(), True
+    ),
+    "--max-microbatch": Acts(PLAIN.with_(MICRO, "5"), PLAIN, forwards, 4),
+    "--max-microbatch: smaller than a grain": Refuses(PLAIN.with_(MICRO, "1"), "Job(grains=16)"),
+    "--max-microbatch: under a plan": Acts(
+        Call(plan={"batch": {"grains_per_microbatch": 4}}, arguments=(MICRO, "4")),
+        Call(plan={"batch": {"grains_per_microbatch": 4}}),
+        forwards,
+        4,
+    ),
+    "--max-microbatch: exact": Acts(
+        PLAIN.with_(MICRO, "1", "--exact", "--set", "change=one sample a grain"), PLAIN, forwards, 1
+    ),
+    "--workers": Acts(
+        BY_ITEM.with_("--workers", "2"), BY_ITEM, lambda ended: sorted(set(ended.told("readers"))), ["0", "1"]
+    ),
+    "--workers: of a stream": Says(
+        PLAIN.with_("--set", "change=stream", "--workers", "2"), "data.workers = 2: no effect"
+    ),
+    "--workers: none over a plan": Acts(
+        BY_ITEM.with_("--workers", "0", plan={"data": {"workers": 2}}),
+        BY_ITEM.with_(plan={"data": {"workers": 2}}),
+        lambda ended: sorted(set(ended.told("readers"))),
+        ["rank"],
+    ),
+    "--steps": Acts(PLAIN.with_("--steps", "2"), PLAIN, steps, 2),
+    "--steps: beyond the job's length": Says(PLAIN.with_("--steps", "6"), "6 steps, beyond the job's own 4", PLAIN),
+    "--steps: in words": Refuses(PLAIN.with_("--steps", "two"), "--steps takes a whole number"),
+    "--steps: done already": Says(resumed("--steps", "2"), "nothing is left to do"),
+    "--resume": Acts(resumed("--steps", "4"), PLAIN, lambda ended: ended.result["resumed_from"], 2),
+    "--resume: of nothing": Refuses(Call(arguments=("--resume",)), "--resume"),
+    "--resume: without it": Refuses(Call(after=KEPT), "holds"),
+    "--resume: other settings": Refuses(resumed("--set", "change=seed"), "the run to resume has"),
+    "--resume: another optimizer": Refuses(resumed("--set", "lr=0.5"), "the run to resume has"),
+    "--resume: another precision": Says(resumed("--precision", "bf16", "--steps", "4"), "compute bfloat16"),
+    "--resume: another mode": Says(resumed("--exact", "--steps", "4"), "exact: grain by grain"),
+    "--resume: other microbatches": Acts(resumed(MICRO, "4", "--steps", "4"), resumed("--steps", "4"), forwards, 4),
+    "--resume: a changed job": Says(
+        Call(arguments=("--resume", "--steps", "4"), after=KEPT, environment={"SUBJECT": "change"}),
+        "weight_decay",
+    ),
+    "--checkpoint-every": Acts(
+        PLAIN.with_("--checkpoint-every", "2", "--steps", "3"), PLAIN.with_("--steps", "3"), checkpoints, [2, 3]
+    ),
+    "--checkpoint-every: more than the steps": Acts(
+        PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
+    ),
+    "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
+    "--no-telemetry": Acts(
+        PLAIN.with_("--no-telemetry"), PLAIN, lambda ended: (ended.out / "records.jsonl").exists(), False
+    ),
+}
+
+# A verification takes a second or two: several options are seen in one.
+VERIFIED = Call("verify", arguments=("--devices", "2", "--steps", "1"))
+
+
+def certificate(ended: Ended) -> Any:
+    """The document that it wrote."""
+    found: dict[str, Any] = json.loads((ended.out / "certificate.json").read_text(encoding="utf-8"))
+    return found
+
+
+def certified(*keys: str) -> Any:
+    """A value in the certificate."""
+
+    def see(ended: Ended) -> Any:
+        found = certificate(ended)
+        for key in keys:
+            found = found[key]
+        return found
+
+    return see
+
+
+ALL = Call(
+    "verify",
+    arguments=(
+        *("--devices", "3", "--steps", "2", "--exact", "--precision", "bf16", "--set", "lr=0.5"),
+        *(MICRO, "7", "--workers", "1", "--set", "change=by item"),
+    ),
+)
+
+VERIFY_OPTIONS: Table = {
+    "job": Acts(Call("verify", ("--steps", "1", "--devices", "2"), job="gpt"), VERIFIED, certified("job", "function")),
+    "--plan": Acts(
+        Call("verify", ("--steps", "1"), plan={"layout": {"data": 2}, "batch": {"grains_per_microbatch": 2}}),
+        VERIFIED,
+        certified("plan", "batch", "grains_per_microbatch"),
+        2,
+    ),
+    "--plan: what is left out": Says(
+        Call("verify", ("--steps", "1"), plan={"layout": {"data": 2}, "collectives": {"compression": "int8"}}),
+        "compress",
+        VERIFIED,
+    ),
+    "--plan: ahead": Refuses(
+        Call("verify", plan={"layout": {"data": 2}, "server": {"mode": "asynchronous"}}), "older parameters"
+    ),
+    "--plan: without effect": Says(
+        Call("verify", ("--steps", "1"), plan={"layout": {"data": 2}, "pipeline": {"schedule": "gpipe"}}),
+        'pipeline.schedule = "gpipe": no effect',
+    ),
+    "--devices": Acts(ALL, VERIFIED, certified("plan", "layout", "data"), 3),
+    "--exact": Acts(ALL, VERIFIED, certified("plan", "execution", "exact"), True),
+    "--precision": Acts(ALL, VERIFIED, certified("plan", "precision", "compute"), "bfloat16"),
+    "--set": Acts(ALL, VERIFIED, lambda ended: certificate(ended)["job"]["settings"]["lr"], 0.5),
+    "--steps": Acts(ALL, VERIFIED, certified("steps"), 2),
+    "--steps: in words": Refuses(VERIFIED.with_("--steps", "all"), "--steps takes a whole number"),
+    "--steps: beyond the job's length": Says(
+        Call("verify", ("--devices", "2", "--steps", "3", "--set", "steps=1")), "1 step", VERIFIED
+    ),
+    "--out": Acts(
+        VERIFIED.with_("--out", "elsewhere"),
+        VERIFIED,
+        lambda ended: (ended.folder / "elsewhere/certificate.json").exists(),
+        True,
+    ),
+    "--out: of a run": Refuses(Call("verify", after=PLAIN), "holds"),
+    "--max-microbatch": Acts(
+        VERIFIED.with_(MICRO, "3"), VERIFIED, certified("plan", "batch", "grains_per_microbatch"), 1
+    ),
+    "--max-microbatch: smaller than a grain": Refuses(VERIFIED.with_(MICRO, "1"), "Job(grains=16)"),
+    "--workers": Acts(ALL, VERIFIED, certified("plan", "data", "workers"), 1),
+}
+
+
+def planned(*arguments: str, **changes: Any) -> Call:
+    """A question to the planner about the perceptron."""
+    return Call("plan", ("--cluster", "4xH100", *arguments), **changes)
+
+
+ASKED = planned()
+
+
+def table(ended: Ended) -> Any:
+    """What it printed, without the seconds that the search itself took."""
+    return re.sub(r"[0-9.]+ m?s", "", ended.said)
+
+
+def written(name: str) -> Any:
+    """Whether there is such a file."""
+    return lambda ended: (ended.folder / name).exists()
+
+
+PLAN_OPTIONS: Table = {
+    "job": Acts(planned(job="gpt"), ASKED, table),
+    "job: none": Refuses(Call("plan", job=None), "there is nothing to plan"),
+    "--cluster": Acts(Call("plan", ("--cluster", "2xA100")), ASKED, table),
+    "--cluster: none such": Refuses(Call("plan", ("--cluster", "8xH1OO")), "H100"),
+    "--aim": Acts(planned("--aim", "cheapest"), ASKED, table),
+    "--aim: none such": Refuses(planned("--aim", "quickest"), "fastest"),
+    "--max-devices": Acts(planned("--max-devices", "1"), ASKED, table),
+    "--max-devices: none": Refuses(planned("--max-devices", "0"), "a whole number"),
+    "--precision": Acts(planned("--precision", "bf16"), ASKED, table),
+    "--set": Acts(planned("--set", "change=global_batch"), ASKED, table),
+    "--mtbf": Acts(planned("--mtbf", "0.001"), ASKED, table),
+    "--output": Acts(planned("-o", "found.toml"), ASKED, written("found.toml"), True),
+    "--output: a folder": Refuses(planned("-o", "."), "that is a folder"),
+    "--html": Acts(planned("--html", "page.html"), ASKED, written("page.html"), True),
+    "--learn": Refuses(Call("plan", ("--learn", "gone"), job=None), "gone"),
+    "--learn: with a job": Refuses(Call("plan", ("--learn", "gone")), "--learn gone with JOBFILE"),
+    **{
+        f"--learn: with {option}": Refuses(Call("plan", ("--learn", "gone", option, given), job=None), f"with {option}")
+        for option, given in {
+            "--cluster": "8xH100",
+            "--aim": "cheapest",
+            "--max-devices": "2",
+            "--precision": "bf16",
+            "--set": "lr=1",
+            "--mtbf": "9",
+            "--output": "plan.toml",
+            "--html": "page.html",
+        }.items()
+    },
+}
+
+
+def bench(*arguments: str) -> Call:
+    """A measurement of this machine."""
+    return Call("bench", arguments, job=None)
+
+
+COMPARED = bench("collectives", "--ranks", "2", "--sizes", "1K", "-o", "found.json")
+
+BENCH_OPTIONS: Table = {
+    "what": Acts(COMPARED, bench("collectives", "--ranks", "2", "--sizes", "1K"), written("found.json"), True),
+    "what: none such": Refuses(bench("colectives"), "colectives"),
+    "--ranks": Refuses(bench("--ranks", "0"), "no number of processes"),
+    "--ranks: one": Refuses(bench("collectives", "--ranks", "1"), "nobody to exchange anything with"),
+    "--sizes": Refuses(bench("collectives", "--sizes", "1X", "--ranks", "2"), "1X"),
+    "--sizes: of a machine": Refuses(bench("--sizes", "1K"), "--sizes with shoal bench machine"),
+    "--quick: of collectives": Refuses(bench("collectives", "--quick"), "--quick with shoal bench collectives"),
+    "--quick": Acts(bench("--quick", "--ranks", "1", "--out", "found.toml"), COMPARED, written("found.toml"), True),
+    "--out": Refuses(bench("-o", "no/such/folder.toml"), "is no directory"),
+    **{
+        f"{option}: from outside": Refuses(bench(option, "1"), f"shoal bench with {option}")
+        for option in ("--into", "--threads", "--seconds", "--exchange-only")
+    },
+}
+# Each of these takes the machine for some seconds.
+SLOW = {"what", "--quick"}

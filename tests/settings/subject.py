@@ -1,0 +1,231 @@
+"""What the settings are tried on: small jobs and loops, each with one thing changed by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import layouts
+import tiny
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+
+import shoal
+
+
+def note(name: str, text: object) -> None:
+    """A line in a file of this rank."""
+    with Path(f"{name}-{os.environ.get('RANK', '0')}.txt").open("a", encoding="utf-8") as file:
+        file.write(f"{text}\n")
+
+
+class Noting(nn.Module):
+    """The perceptron of two layers; notes how many samples each forward with gradients has."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, width), nn.Tanh())
+        self.last = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            note("forwards", len(inputs))
+        found: Tensor = self.last(self.first(inputs))
+        return found
+
+
+class Images(nn.Module):
+    """A convolution that notes how its input lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.last = nn.Conv2d(1, 4, 3), nn.Linear(64, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        note("strides", inputs.stride())
+        found: Tensor = self.last(self.convolution(inputs).flatten(1))
+        return found
+
+
+class Rows(Dataset[Any]):
+    """The vectors by item; notes the process that reads."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.data = tiny.vectors(num_samples)
+
+    def __len__(self) -> int:
+        return len(self.data[0])
+
+    def __getitem__(self, i: int) -> tuple[Tensor, ...]:
+        worker = get_worker_info()
+        note("readers", "rank" if worker is None else worker.id)
+        return tuple(tensor[i] for tensor in self.data)
+
+
+class Stream(IterableDataset[Any]):
+    """The vectors without a length."""
+
+    def __init__(self, num_samples: int = 64) -> None:
+        self.data = tiny.vectors(num_samples)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return iter(zip(*self.data, strict=True))
+
+
+def doubled(samples: list[Any]) -> list[Tensor]:
+    """A batch of inputs twice as large."""
+    inputs, labels, ids = (torch.stack(column) for column in zip(*samples, strict=True))
+    return [inputs * 2, labels, ids]
+
+
+def poisoned() -> tuple[Tensor, Tensor, Tensor]:
+    """The vectors, of which the eighteenth is not finite."""
+    inputs, labels, ids = tiny.vectors(64)
+    inputs[17] = float("nan")
+    return inputs, labels, ids
+
+
+def half_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Half of the cross entropy."""
+    total, weight = tiny.classify(model, batch)
+    return total / 2, weight
+
+
+def count(model: nn.Module, batch: Any) -> tuple[float, int]:
+    """A metric that is one."""
+    return float(len(batch[2])), len(batch[2])
+
+
+# By name, the fields that differ from those of `job`.
+CHANGES: dict[str, dict[str, Any]] = {
+    "": {},
+    "model": {"model": partial(Noting, 5)},
+    "loss": {"loss": half_loss},
+    "optimizer": {"optimizer": partial(torch.optim.SGD, lr=0.5)},
+    "train_data": {"train_data": partial(tiny.vectors, 64, 9)},
+    "by item": {"train_data": partial(Rows, 64)},
+    "stream": {"train_data": Stream, "length": shoal.Steps(4)},
+    "stream in epochs": {"train_data": Stream, "length": shoal.Epochs(1)},
+    "global_batch": {"global_batch": 24},
+    "eval_data": {"eval_data": partial(tiny.vectors, 11, 3)},
+    "no eval_data": {"eval_data": None},
+    "no eval_data, no metrics": {"eval_data": None, "metrics": {}},
+    "no metrics": {"metrics": {}},
+    "metrics": {"metrics": {"one": count}},
+    "metrics named as what is counted": {"metrics": {"samples": count, "steps": count, "step": count}},
+    "metrics named loss": {"metrics": {"loss": count}},
+    "grains": {"grains": 4},
+    "more grains than samples": {"grains": 64},
+    "one sample a grain": {"grains": 16},
+    "length": {"length": shoal.Steps(2)},
+    "length in epochs": {"length": shoal.Epochs(0.5)},
+    "length in samples": {"length": shoal.Samples(40)},
+    "schedule": {"schedule": shoal.warmup_cosine(warmup=0.5)},
+    "clip_norm": {"clip_norm": 0.01},
+    "seed": {"seed": 7},
+    "collate": {"collate": doubled},
+    "collate by item": {"collate": doubled, "train_data": partial(Rows, 64)},
+    "collate of a stream": {"collate": doubled, "train_data": Stream, "length": shoal.Steps(4)},
+    "shuffle": {"shuffle": False},
+    "stop": {"train_data": poisoned},
+    "skip": {"train_data": poisoned, "on_nonfinite": "skip"},
+    "rollback": {"train_data": poisoned, "on_nonfinite": "rollback"},
+    "fuse": {"fuse": False},
+    "images": {
+        "model": Images,
+        "train_data": partial(tiny.images, 64),
+        "eval_data": partial(tiny.images, 16, 2),
+    },
+}
+
+
+def job(change: str = "", steps: int = 0, lr: float = 0.1) -> shoal.Job:
+    """The perceptron on 64 samples, 4 steps of 16 in 8 grains, but for what the change says."""
+    fields: dict[str, Any] = {
+        "model": Noting,
+        "loss": tiny.classify,
+        "optimizer": partial(tiny.sgd, lr=lr),
+        "train_data": partial(tiny.vectors, 64),
+        "eval_data": partial(tiny.vectors, 21, 2),
+        "metrics": {"accuracy": shoal.accuracy},
+        "global_batch": 16,
+        "length": shoal.Steps(4),
+    }
+    fields |= CHANGES[change]
+    if "SUBJECT" in os.environ:  # the file was changed
+        fields["optimizer"] = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=0.1)
+    return shoal.Job(**(fields | ({"length": shoal.Steps(steps)} if steps else {})))
+
+
+def gpt(steps: int = 2) -> shoal.Job:
+    """A language model that every axis divides."""
+    found: shoal.Job = layouts.stack(steps)
+    return found
+
+
+class Deep(layouts.Stack):
+    """The same with four blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(layouts.Block() for _ in range(4))
+
+
+def deep() -> shoal.Job:
+    """A language model for four stages."""
+    found: shoal.Job = dataclasses.replace(layouts.stack(2), model=Deep)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- loops of one's own
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "": {},
+    "global_batch": {"global_batch": 32},
+    "grains": {"grains": 4},
+    "seed": {"seed": 7},
+    "clip_norm": {"clip_norm": 0.01},
+    "schedule": {"schedule": shoal.warmup_cosine(warmup=0.5)},
+    "collate": {"collate": doubled},
+    "shuffle": {"shuffle": False},
+    "fuse": {"fuse": False},
+    "skip_nonfinite": {"skip_nonfinite": True},
+    "grains, fuse": {"grains": 4, "fuse": False},
+    "checkpoints": {"checkpoints": "kept"},
+    "checkpoints in out": {"checkpoints": "out/kept"},
+    "resume": {"checkpoints": "out/kept", "resume": True},
+    "resume without checkpoints": {"resume": True},
+    "exact": {"exact": True},
+    "precision": {"precision": "bf16"},
+    "plan": {"plan": shoal.Plan().with_sections(batch={"grains_per_microbatch": 2})},
+    "plan without effect": {"plan": shoal.Plan().with_sections(pipeline={"schedule": "gpipe"})},
+    "plan with servers": {"plan": shoal.Plan().with_sections(server={"mode": "synchronous"})},
+    "plan, divided": {"plan": shoal.Plan().with_sections(layout={"tensor": 2})},
+    "fuse, plan": {"fuse": False, "plan": shoal.Plan().with_sections(batch={"grains_per_microbatch": 2})},
+}
+
+
+def loop(name: str) -> None:
+    """Four steps of the perceptron by a Session; what came of them is in `out/result.json`."""
+    changes, _, poison = name.partition("; ")
+    torch.manual_seed(0)
+    data = poisoned() if poison else tiny.vectors(64)
+    with shoal.Session(**({"global_batch": 16} | LOOPS[changes])) as session:
+        model = Noting()
+        model, optimizer = session.prepare(model, tiny.sgd(model.parameters()))
+        losses = []
+        for step in session.steps(TensorDataset(*data), shoal.Steps(4)):
+            for batch in step:
+                step.backward(*tiny.classify(model, batch))
+            losses.append([step.loss, step.grad_norm])
+        if session.rank == 0:
+            Path("out").mkdir(exist_ok=True)
+            told = {"weights_sha256": shoal.weights_sha256(model.state_dict()), "steps": losses}
+            told["learning_rate"] = optimizer.param_groups[0]["lr"]
+            Path("out/result.json").write_text(json.dumps(told), encoding="utf-8")

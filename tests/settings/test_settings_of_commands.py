@@ -1,0 +1,42 @@
+"""Every option of every command has its effect, or is refused or warned of in words."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from tests.settings.command_rows import BENCH_OPTIONS, PLAN_OPTIONS, RUN_OPTIONS, SLOW, VERIFY_OPTIONS
+from tests.settings.laboratory import Laboratory, Table, of_field
+
+from shoal.cli import _parser
+
+pytestmark = pytest.mark.ranks
+
+TABLES: dict[str, Table] = {
+    "run": RUN_OPTIONS,
+    "verify": VERIFY_OPTIONS,
+    "plan": PLAN_OPTIONS,
+    "bench": BENCH_OPTIONS,
+}
+CASES = [
+    pytest.param(command, key, marks=pytest.mark.slow if command == "bench" and key in SLOW else ())
+    for command, table in TABLES.items()
+    for key in table
+]
+
+
+@pytest.mark.parametrize(("command", "key"), CASES)
+def test_of_a_command(command: str, key: str, laboratory: Laboratory) -> None:
+    TABLES[command][key].observe(laboratory)
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """By command."""
+    (found,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+@pytest.mark.parametrize("command", parsers())
+def test_each_option_of_a_command_has_a_row(command: str) -> None:
+    actions = (a for a in parsers()[command]._actions if not isinstance(a, argparse._HelpAction))
+    assert {of_field(key) for key in TABLES[command]} == {(a.option_strings or [a.dest])[-1] for a in actions}

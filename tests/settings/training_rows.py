@@ -1,0 +1,138 @@
+"""JOB and SESSION: every field of a Job and of a Session's training, and what was seen of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.settings.laboratory import Acts, Call, Ended, Refuses, Says, Table
+
+PLAIN = Call()
+TWO = Call(ranks=2)
+
+
+def changed(name: str) -> Call:
+    """The job with one change, see subject.py."""
+    return PLAIN.with_("--set", f"change={name}")
+
+
+def weights(ended: Ended) -> Any:
+    """The hash of the weights at the end."""
+    return ended.result["weights_sha256"]
+
+
+def losses(ended: Ended) -> Any:
+    """The loss of each step."""
+    return [record["loss"] for record in ended.records]
+
+
+def ids(ended: Ended) -> Any:
+    """The digest of all samples that were read."""
+    return ended.result["sample_digest"]
+
+
+def metrics(ended: Ended) -> Any:
+    """The names of what was evaluated."""
+    return sorted(ended.result["metrics"])
+
+
+def forwards(ended: Ended) -> Any:
+    """The samples of the largest forward that had gradients."""
+    return max(map(int, ended.told("forwards")))
+
+
+def samples(ended: Ended) -> Any:
+    """Steps and samples of the run."""
+    return ended.result["steps"], ended.result["samples"]
+
+
+NO_DATA = changed("no eval_data, no metrics")
+
+JOB: Table = {
+    "model": Acts(changed("model"), PLAIN, weights),
+    "loss": Acts(changed("loss"), PLAIN, losses),
+    "optimizer": Acts(changed("optimizer"), PLAIN, weights),
+    "train_data": Acts(changed("train_data"), PLAIN, losses),
+    "train_data: a stream": Acts(changed("stream"), PLAIN, losses),
+    "global_batch": Acts(changed("global_batch"), PLAIN, samples, (4, 88)),
+    "eval_data": Acts(changed("eval_data"), PLAIN, lambda ended: ended.result["eval_samples"], 11),
+    "eval_data: without metrics": Acts(changed("no metrics"), NO_DATA, metrics, ["loss"]),
+    "metrics": Acts(changed("metrics"), PLAIN, metrics, ["loss", "one"]),
+    "metrics: without eval_data": Says(changed("no eval_data"), "metrics (accuracy) have no effect", NO_DATA),
+    "metrics: named as what records count": Acts(
+        changed("metrics named as what is counted"), PLAIN, metrics, ["loss", "samples", "step", "steps"]
+    ),
+    "metrics: named loss": Refuses(changed("metrics named loss"), "the job's own loss is reported under that name"),
+    "grains": Acts(changed("grains"), PLAIN, lambda ended: "4 grains of 4" in ended.said, True),
+    "grains: more than samples": Says(changed("more grains than samples"), "grains = 64", PLAIN),
+    "grains: fewer than data ranks": Refuses(
+        Call(arguments=("--set", "change=grains"), plan={"layout": {"data": 5}}), "5 data ranks for a job of grains=4"
+    ),
+    "length": Acts(changed("length"), PLAIN, samples, (2, 32)),
+    "length: epochs": Acts(changed("length in epochs"), PLAIN, samples, (2, 32)),
+    "length: samples": Acts(changed("length in samples"), PLAIN, samples, (3, 40)),
+    "length: epochs of a stream": Refuses(changed("stream in epochs"), "a stream has no length, and so no epochs"),
+    "schedule": Acts(changed("schedule"), PLAIN, lambda ended: [r["learning_rate"] for r in ended.records]),
+    "clip_norm": Acts(changed("clip_norm"), PLAIN, weights),
+    "seed": Acts(changed("seed"), PLAIN, ids),
+    "collate": Acts(changed("collate by item"), changed("by item"), losses),
+    "collate: of tensors": Acts(changed("collate"), PLAIN, losses),
+    "collate: of a stream": Acts(changed("collate of a stream"), changed("stream"), losses),
+    "shuffle": Acts(changed("shuffle"), PLAIN, ids),
+    "on_nonfinite": Acts(changed("skip"), changed("rollback"), lambda ended: "rolled back" in ended.said, False),
+    "fuse": Acts(changed("fuse"), PLAIN, forwards, 2),
+    "fuse: with grains_per_microbatch": Says(
+        Call(arguments=("--set", "change=fuse"), plan={"batch": {"grains_per_microbatch": 4}}),
+        "batch.grains_per_microbatch = 4: no effect, since Job(fuse=False)",
+        changed("fuse"),
+    ),
+    "fuse: with a pipeline": Acts(
+        Call(arguments=("--set", "change=fuse"), plan={"layout": {"pipeline": 2}}, ranks=2),
+        Call(plan={"layout": {"pipeline": 2}}, ranks=2),
+        lambda ended: max(ended.told("forwards"), default=None),
+    ),
+}
+
+
+def loop(name: str) -> Call:
+    """A loop of one's own with one change."""
+    return Call(job=None, loop=name)
+
+
+OWN = loop("")
+STOPPED = loop("; poisoned")
+
+
+def steps(ended: Ended) -> Any:
+    """Loss and norm of each step."""
+    return ended.result["steps"]
+
+
+SESSION: Table = {
+    "global_batch": Acts(loop("global_batch"), OWN, steps),
+    "grains": Acts(loop("grains, fuse"), loop("fuse"), forwards, 4),
+    "seed": Acts(loop("seed"), OWN, steps),
+    "clip_norm": Acts(loop("clip_norm"), OWN, weights),
+    "schedule": Acts(loop("schedule"), OWN, lambda ended: ended.result["learning_rate"]),
+    "collate": Acts(loop("collate"), OWN, steps),
+    "shuffle": Acts(loop("shuffle"), OWN, steps),
+    "fuse": Acts(loop("fuse"), OWN, forwards, 2),
+    "fuse: with grains_per_microbatch": Says(
+        loop("fuse, plan"), "batch.grains_per_microbatch = 2: no effect, since fuse=False", loop("fuse")
+    ),
+    "skip_nonfinite": Says(loop("skip_nonfinite; poisoned"), "", None),
+    "skip_nonfinite: without": Refuses(STOPPED, "Session(skip_nonfinite=True)"),
+    "checkpoints": Acts(loop("checkpoints"), OWN, lambda ended: (ended.folder / "kept").exists(), True),
+    "resume": Acts(
+        Call(job=None, loop="resume", after=loop("checkpoints in out")),
+        loop("checkpoints"),
+        lambda ended: len(ended.result["steps"]),
+        0,
+    ),
+    "resume: without checkpoints": Refuses(loop("resume without checkpoints"), "resume=True without checkpoints"),
+    "exact": Acts(loop("exact"), OWN, forwards, 2),
+    "precision": Acts(loop("precision"), OWN, steps),
+    "plan": Acts(loop("plan"), OWN, forwards, 4),
+    "plan: without effect": Says(loop("plan without effect"), 'pipeline.schedule = "gpipe": no effect', OWN),
+    "plan: with servers": Refuses(loop("plan with servers"), "a Session with server.mode"),
+    "plan: that divides the model": Refuses(loop("plan, divided"), "a Session with tensor = 2"),
+}
