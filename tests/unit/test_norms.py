@@ -1,4 +1,4 @@
-"""The gradient norm is right to 1e-6 at any size, of any kind of tensor, and the same bits wherever tensors are whole."""
+"""The gradient norm is right to 1e-6 at any size and of any kind of tensor, and the same where tensors are whole."""
 
 from __future__ import annotations
 
