@@ -178,15 +178,14 @@ class Loop:
 
     def _microbatches(self) -> Iterator[Microbatch]:
         """Those of the step at hand; kept where another pass may read them again."""
-        if self._held is None:
-            kept: list[Microbatch] = []
-            for microbatch in self._data.microbatches:
-                if not self._alone:
-                    kept.append(microbatch)
-                yield microbatch
-            self._held = kept
-        else:
+        if self._held is not None:
             yield from self._held
+            return
+        self._held = []
+        for microbatch in self._data.microbatches:
+            if not self._alone:
+                self._held.append(microbatch)
+            yield microbatch
 
     def _sum(self, error: ShoalError | None) -> StepSums:
         """The sums of a pass. Raises: on every rank, where any has an error. Collective: all ranks."""
