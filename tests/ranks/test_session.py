@@ -342,7 +342,7 @@ def test_each_pass_draws_its_own() -> None:
     assert draws(2) == [first, second]
 
 
-# ------------------------------------------------------------------------------------------------- leaving, and resuming
+# ------------------------------------------------------------------------------------------------ leaving, and resuming
 
 
 def train(
@@ -469,12 +469,15 @@ def test_one_rank_that_dies(tmp_path: Path) -> None:
 
 
 def test_a_step_left_between_its_updates_is_not_saved(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="left after the update of SGD and before its others"):
+        left_between(tmp_path)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def left_between(kept: Path) -> None:
     g, d = pair()
     opt_g, opt_d = optimizers(g, d)
-    with (
-        pytest.warns(RuntimeWarning, match="left after the update of SGD and before its others"),
-        session(checkpoints=tmp_path) as own,
-    ):
+    with session(checkpoints=kept) as own:
         own.prepare(g, d, opt_g, opt_d)
         for step in own.steps(noise_and_samples()):
             for batch in step.batches(opt_d):
@@ -483,17 +486,20 @@ def test_a_step_left_between_its_updates_is_not_saved(tmp_path: Path) -> None:
                 break
             for batch in step.batches(opt_g):
                 step.backward(generator_loss(g, d, batch), len(batch[0]))
-    assert not list(tmp_path.glob("step-*"))
 
 
 def test_a_batch_loop_that_is_left_for_the_next_step() -> None:
+    with pytest.raises(UserCodeError, match="not iterated to its end"):
+        first_batches()
+
+
+def first_batches() -> None:
     model = network()
     with session() as own:
         own.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        with pytest.raises(UserCodeError, match="not iterated to its end"):
-            for step in own.steps(dataset()):
-                for _ in step:
-                    break
+        for step in own.steps(dataset()):
+            for _ in step:
+                break
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
