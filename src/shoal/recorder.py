@@ -168,7 +168,8 @@ class Recorder(Observer):
         trace = self._trace
         trace.loss, trace.weight, trace.forward = loss, weight, self._forward.found
         if not self._holding.divided:
-            trace.gradients[self._rank] = {name: g * scale for name, g in self._own.sums.items()}
+            used = {name for name, p in self._named if p.grad is not None}  # others are another optimizer's
+            trace.gradients[self._rank] = {name: g * scale for name, g in self._own.sums.items() if name in used}
         self._gradients("reduction", scale)
 
     def clipped(self, norm: float) -> None:

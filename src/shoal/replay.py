@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.checkpoint.state import load_model, load_optimizer
 from shoal.microbatch import Microbatch
-from shoal.trace import read
+from shoal.trace import read, read_changes, write_changes
 
 VARIABLE = "SHOAL_SESSION_TRACE"
 
@@ -46,9 +46,17 @@ class Replay:
         """The microbatches of a step in the order of this replay."""
         return reversed(list(microbatches)) if self.backwards else iter(microbatches)
 
+    def note(self, step: int, model: nn.Module, after: Mapping[str, Tensor]) -> None:
+        """Writes what the loop itself has changed of the model since `after`, the last update, and before `step`."""
+        now = dict([*model.named_parameters(), *model.named_buffers()])
+        changed = {name: t for name, t in now.items() if not torch.equal(t.detach().cpu(), after[name])}
+        if changed:
+            write_changes(Path(self.folder), step, changed)
+
     def start(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Sets the state that the run to replay had before `step`."""
         if self.of is not None:
             before = read(Path(self.of), step - 1, self.world_size)
-            load_model(model, {**before.phase("buffers"), **before.parameters})
+            changed = read_changes(Path(self.of), step)
+            load_model(model, {**before.phase("buffers"), **before.parameters, **changed})
             load_optimizer(optimizer, model, before.optimizer_tensors, before.optimizer)

@@ -177,6 +177,21 @@ def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> Step
     return whole
 
 
+def write_changes(folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Writes the parameters and buffers that a loop of one's own has changed before `step`, after the last update."""
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / _changes(step))
+
+
+def read_changes(folder: Path, step: int) -> dict[str, Tensor]:
+    """From `write_changes`; nothing where nothing was changed."""
+    path = folder / _changes(step)
+    return load_file(path) if path.exists() else {}
+
+
+def _changes(step: int) -> str:
+    return f"changes-{step}.safetensors"
+
+
 def _part(facts: Mapping[str, Any]) -> Part:
     ids = tuple(tuple(ids) for ids in facts["ids"])
     return Part(facts["rank"], tuple(facts["grains"]), ids, facts["total"], facts["weight"])

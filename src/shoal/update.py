@@ -282,7 +282,7 @@ def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) ->
     `kinds`: of tensors to which they do.
     """
     own = is_torchs(optimizer) and type(optimizer).__name__ in _FUSED
-    groups = [group for group in optimizer.param_groups if own and _can_fuse(group, kinds)]
+    groups = [g for g in optimizer.param_groups if own and _can_fuse(g, kinds) and not _half_begun(g, optimizer)]
     for group in groups:
         group["fused"] = True
     try:
@@ -308,3 +308,16 @@ def _can_fuse(group: dict[str, Any], kinds: tuple[type, ...]) -> bool:
         for tensor in (p, p.grad)
         if tensor is not None
     )
+
+
+def _half_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some of a group's parameters have a momentum and others get their first: torch's fused SGD cannot.
+
+    As after an unfreezing, or where a model comes to use a parameter late.
+    """
+    if not group.get("momentum"):
+        return False
+    begun = [
+        optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"] if p.grad is not None
+    ]
+    return any(begun) and not all(begun)

@@ -323,6 +323,21 @@ def test_fused_kernels_compute_the_same(name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_a_parameter_that_is_used_late_gets_its_first_momentum() -> None:
+    """torch's fused SGD raises for a group in which some have one."""
+    found = []
+    for fusing in (True, False):
+        early, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([early, late], lr=0.1, momentum=0.9)
+        for parameters in ([early], [early, late], [early, late]):
+            for parameter in parameters:
+                parameter.grad = torch.linspace(-1, 1, 3)
+            with fused(optimizer) if fusing else contextlib.nullcontext():
+                optimizer.step()
+        found.append(torch.cat([early.detach(), late.detach()]))
+    torch.testing.assert_close(*found)
+
+
 class Own(torch.optim.SGD):
     """An optimizer of the user's own."""
 

@@ -21,6 +21,7 @@ from shoal.keeper import RunState
 from shoal.microbatch import Microbatch, StepData
 from shoal.precision import LossScale
 from shoal.session.asked import Asked
+from shoal.session.guard import Guard
 from shoal.session.meeting import Meeting, Word, groups_differ, meet
 from shoal.session.passes import Pass, Passes
 from shoal.session.prepared import Prepared
@@ -85,6 +86,7 @@ class Loop:
         self._open = False
         self._held: list[Microbatch] | None = None
         self._sums: StepSums | None = None
+        self._guard = Guard(prepared.optimizers, lambda: self._open)
         self._skipped: str | None = None
 
     def run(self) -> Generator[Step]:
@@ -103,6 +105,7 @@ class Loop:
                 self._end()
         finally:
             self._over = True
+            self._guard.lift()
             self._saving.close()
             self._loader.close()
             self.passes.close()
@@ -178,15 +181,14 @@ class Loop:
 
     def _microbatches(self) -> Iterator[Microbatch]:
         """Those of the step at hand; kept where another pass may read them again."""
-        if self._held is None:
-            kept: list[Microbatch] = []
-            for microbatch in self._data.microbatches:
-                if not self._alone:
-                    kept.append(microbatch)
-                yield microbatch
-            self._held = kept
-        else:
+        if self._held is not None:
             yield from self._held
+            return
+        self._held = []
+        for microbatch in self._data.microbatches:
+            if not self._alone:
+                self._held.append(microbatch)
+            yield microbatch
 
     def _sum(self, error: ShoalError | None) -> StepSums:
         """The sums of a pass. Raises: on every rank, where any has an error. Collective: all ranks."""
@@ -206,7 +208,8 @@ class Loop:
     def _update(self, step: Step, chosen: Chosen, sums: StepSums) -> None:
         progress = Progress(self.state.step, self._order.num_steps, self.state.samples)
         try:
-            update = self.passes.update(sums, progress)
+            with self._guard.lifted():
+                update = self.passes.update(sums, progress)
         except BaseException:
             self._over = True  # in the midst of an update: what the parameters are now is the state after no step
             raise

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from shoal.buffers import StepBuffers
+from shoal.checkpoint.state import model_tensors
 from shoal.computation import check_pair
 from shoal.errors import ShoalError, UserCodeError
 from shoal.faults import as_shoal_error
@@ -63,7 +64,11 @@ class Passes:
         """Writes down the first state, where the loop is verified. Collective: as Holding.wholes."""
         if isinstance(self._observer, Recorder):
             self._observer.attach(self.holding, self._every, self.ways.strategy)
-            self._after = Groups(self._prepared.optimizers)
+            self._mark()
+
+    def _mark(self) -> None:
+        """Keeps what an update has left, to tell what the loop itself changes before the next."""
+        self._after, self._values = Groups(self._prepared.optimizers), model_tensors(self._root)
 
     def begin(self, now: Pass) -> None:
         """A pass starts. Raises: JobError where its optimizers have nothing to train."""
@@ -79,7 +84,11 @@ class Passes:
     def _replay(self) -> None:
         """The state of the run that is replayed, with what the loop itself has changed of the groups since."""
         replay = self._base.replay
-        if replay is None or replay.of is None or self._after is None:
+        if replay is None or self._after is None:
+            return
+        if replay.of is None:
+            if self._base.mesh.rank == 0:
+                replay.note(self._count, self._root, self._values)
             return
         now = Groups(self._prepared.optimizers)
         self._after.put_back()
@@ -151,7 +160,7 @@ class Passes:
         self._observer.updated(update.skipped)
         self._count += 1
         if self._after is not None:
-            self._after = Groups(self._prepared.optimizers)
+            self._mark()
         return update
 
     def restore(self) -> None:

@@ -72,12 +72,18 @@ class Session:
         self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
         self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
         self._prepared = Prepared()
+        self._loop: Loop | None = None
         self._steps: weakref.ReferenceType[Generator[Step]] | None = None
 
     @property
     def rank(self) -> int:
         """This process's number; rank 0 prints."""
         return self.mesh.rank
+
+    @property
+    def samples(self) -> int:
+        """How many samples all finished steps have read, those before a resume too."""
+        return self._loop.state.samples if self._loop is not None else 0
 
     def prepare(self, *objects: Any) -> Any:
         """The same objects, one or a tuple in the same order: models, optimizers and torch's schedulers, any number.
@@ -129,7 +135,8 @@ class Session:
             says_workers=self._says_workers,
         )
         loader, order = open_loader(base, dataset, length, epochs)
-        found = Loop(base, self._prepared, loader, order).run()
+        self._loop = Loop(base, self._prepared, loader, order)
+        found = self._loop.run()
         self._steps = weakref.ref(found)
         return found
 

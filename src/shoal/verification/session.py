@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 import time
@@ -13,7 +14,7 @@ from shoal.environment import Environment
 from shoal.errors import JobError, ShoalError
 from shoal.faults import user_error
 from shoal.replay import Replay
-from shoal.trace import StepTrace, read
+from shoal.trace import StepTrace, read, read_changes
 from shoal.verification.compare import References, compare
 from shoal.verification.diagnose import diagnose
 from shoal.verification.fork import forked
@@ -43,7 +44,7 @@ def verify_session(train: Callable[[], object], devices: int, steps: int = 3) ->
         }
         for way, told in ways.items():
             _train(train, 1, replace(told, folder=str(folder / way)))
-        verdict = _judge(folder, list(ways), devices, steps)
+        verdict = _judge(folder, list(ways), devices)
     verdict.seconds = time.monotonic() - began
     return verdict
 
@@ -64,13 +65,16 @@ def _train(train: Callable[[], object], world_size: int, replay: Replay) -> None
         wait()
 
 
-def _judge(folder: Path, ways: list[str], world_size: int, num_steps: int) -> Verdict:
+def _judge(folder: Path, ways: list[str], world_size: int) -> Verdict:
     verdict = Verdict()
     before = _read(folder / "parallel", -1, world_size)
-    for step in range(num_steps):
+    for step in itertools.count():  # of several updates a step each is compared by itself
         if step and not (folder / "parallel" / f"step-{step}-0.json").exists():
             break
         parallel = _read(folder / "parallel", step, world_size)
+        for name, tensor in read_changes(folder / "parallel", step).items():
+            key = f"update/{name}"
+            before.tensors[key if key in before.tensors else f"buffers/{name}"] = tensor
         computed = [Computed(_read(folder / way, step, 1)) for way in ways]
         if step == 0:
             refuse_unrepeatable(computed[0].trace, computed[1].trace)
