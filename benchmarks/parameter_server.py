@@ -191,26 +191,10 @@ def table(kept: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def largest_rate(momentum: float, staleness: int) -> float:
-    """The largest rate times curvature at which gradient descent on a quadratic stays bounded.
-
-    With gradients of parameters that are always `staleness` updates old: the roots of
-    z^2 - (1 + momentum) z + momentum + rate curvature z^(1 - staleness) must lie within the unit circle.
-    """
-    import numpy as np
-
-    low, high = 0.0, 4.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        powers = np.zeros(max(staleness, 1) + 2)
-        powers[:3] = 1.0, -(1.0 + momentum), momentum
-        powers[staleness + 1 if staleness else 1] += middle
-        low, high = (middle, high) if max(abs(np.roots(powers))) <= 1.0 + 1e-9 else (low, middle)
-    return low
-
-
 def rates() -> list[str]:
     """The table of the largest rates."""
+    from shoal.serving.staleness import largest_rate
+
     lines = ["| momentum | up to date | 1 update old | 2 old | 3 old |", "|---|---|---|---|---|"]
     for momentum in (0.0, 0.5, 0.9):
         found = [f"{largest_rate(momentum, staleness):.2g} / c" for staleness in range(4)]

@@ -30,7 +30,17 @@ AT_ONCE = 2
 _MARK = "SHOAL_TEST_MARK"
 # What a launcher or an outer run may have set: a command under test must not believe that it is one of its ranks.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-_SCRUBBED_PREFIXES = ("SHOAL_LISTEN", "SHOAL_REPORT", "SHOAL_RUN", "SHOAL_STARTED", "SHOAL_LAUNCHER", "TORCHELASTIC")
+_SCRUBBED_PREFIXES = (
+    "SHOAL_LISTEN",
+    "SHOAL_REPORT",
+    "SHOAL_RUN",
+    "SHOAL_STARTED",
+    "SHOAL_LAUNCHER",
+    "TORCHELASTIC",
+    "SLURM_",
+    "PMI_",
+    "OMPI_",
+)
 
 
 @dataclass(frozen=True)

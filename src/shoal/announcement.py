@@ -83,6 +83,8 @@ def conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None
         )
     if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
         reporter.note(f"  {told(result.prediction)}")
+    if result.server is not None and result.server.get("warning"):
+        reporter.note(f"warning: {result.server['warning']}")
     if result.status == "preempted":
         reporter.note(f"resume with: shoal run {job} --resume --out {out}")
 

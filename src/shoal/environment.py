@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -53,13 +54,27 @@ class Environment:
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def joined(variables: Mapping[str, str]) -> Environment | None:
-    """The environment that torchrun or another launcher has set, or None where none has.
+# What launchers that are not joined say of a process: its number, and of how many.
+_UNKNOWN = (
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("an MPI launcher", "PMI_RANK", "PMI_SIZE"),
+)
+# Steps of Slurm from here on are no steps of srun: the batch script, an interactive shell.
+_SPECIAL_STEPS = 0xFFFFFFF0
 
-    Raises: LaunchError where the variables are incomplete or make no sense; all of that at once.
+
+def joined(variables: Mapping[str, str]) -> Environment | None:
+    """The environment that torchrun, srun or another launcher has set, or None where none has.
+
+    Raises: LaunchError where the variables are incomplete or make no sense, all of that at once; or where they say that
+    this is one of several processes, in words that are not joined: each would train by itself.
     """
     if "RANK" not in variables and "WORLD_SIZE" not in variables:
-        return None
+        task = _slurm_task(variables)
+        if task is None:
+            _refuse_unknown(variables)
+        return task
     missing = [name for name in _NEEDED if name not in variables]
     if missing:
         raise LaunchError(
@@ -96,3 +111,77 @@ def joined(variables: Mapping[str, str]) -> Environment | None:
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         key=variables.get(RUN_KEY),
     )
+
+
+def _slurm_task(variables: Mapping[str, str]) -> Environment | None:
+    """A task of an srun step of several; None elsewhere, also in a batch script, which has SLURM_PROCID as well.
+
+    Seen with Slurm 22.05: SLURM_STEP_NUM_TASKS is set by srun alone.
+    """
+    number = variables.get("SLURM_STEP_NUM_TASKS", "1")
+    if number == "1" or int(variables.get("SLURM_STEP_ID", "0")) >= _SPECIAL_STEPS:
+        return None
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST")
+    missing = [name for name in (*names, "SLURM_STEP_TASKS_PER_NODE") if name not in variables]
+    if missing:
+        raise LaunchError(
+            given=f"SLURM_STEP_NUM_TASKS={number}",
+            conflict=f"{', '.join(missing)} is not set",
+            remedy="start with srun, which sets them, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        )
+    rank, local, node, job, step = (int(variables[name]) for name in names[:5])
+    per_node = _repeated(variables["SLURM_STEP_TASKS_PER_NODE"])
+    first = "127.0.0.1" if len(per_node) == 1 else _first_host(variables["SLURM_STEP_NODELIST"])
+    port = variables.get("MASTER_PORT", str(_FIRST_PORT + (job * 97 + step) % _NUM_PORTS))
+    return joined(
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": number,
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(per_node[node]),
+            "MASTER_ADDR": variables.get("MASTER_ADDR", first),
+            "MASTER_PORT": port,
+        }
+    )
+
+
+# Below those that systems give out by themselves. A function of job and step, so that all tasks know it.
+_FIRST_PORT, _NUM_PORTS = 15_000, 16_000
+
+
+def _repeated(text: str) -> list[int]:
+    """[2, 2, 1] from "2(x2),1": how many tasks each node has."""
+    counts = []
+    for part in text.split(","):
+        number, _, times = part.partition("(x")
+        counts += [int(number)] * int(times.rstrip(")") or 1)
+    return counts
+
+
+def _first_host(nodes: str) -> str:
+    """gpu007 from "gpu[007-009,012],login1"."""
+    found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
+    assert found is not None, "every part may be empty"
+    return "".join(part or "" for part in found.groups())
+
+
+def _refuse_unknown(variables: Mapping[str, str]) -> None:
+    """Raises: LaunchError where another launcher has started this process beside others."""
+    remedy = (
+        "start one process, with --devices for the ranks of a host, or start the ranks with torchrun or srun; "
+        "or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
+    )
+    for launcher, rank, size in _UNKNOWN:
+        if variables.get(size, "1") != "1":
+            raise LaunchError(
+                given=f"{rank}={variables.get(rank, '')}, {size}={variables[size]}",
+                conflict=f"{launcher} has started several processes, and each would train the whole job by itself",
+                remedy=remedy,
+            )
+    alone = {name: variables[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in variables}
+    if any(text not in ("0", "1") for text in alone.values()) or alone.get("LOCAL_RANK") == "1":
+        raise LaunchError(
+            given=", ".join(f"{name}={text}" for name, text in alone.items()),
+            conflict="this is one of several processes, but RANK and WORLD_SIZE are not set",
+            remedy=remedy,
+        )

@@ -30,8 +30,8 @@ class RunState:
     """Everything that a run carries from step to step besides tensors. The same on all ranks.
 
     `step` counts finished steps; `digest` is over the ids of all samples read so far; `bad_steps`, with what was found
-    there, are left out when a rollback comes to them again. Nothing random is here: every draw is a function of seed,
-    step and grain.
+    there, are left out when a rollback comes to them again; `server` is what the guard over stale parameters has seen.
+    Nothing random is here: every draw is a function of seed, step and grain.
     """
 
     step: int = 0
@@ -43,6 +43,7 @@ class RunState:
     bad_streak: int = 0
     bad_steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     computation: dict[str, Any] | None = None
+    server: dict[str, Any] | None = None
 
     def advance(self, sums: StepSums, skipped: str | None) -> None:
         """Counts a step of these sums; `skipped` says why its update was left out, as in Update."""
@@ -180,6 +181,18 @@ class Keeper:
             return f"step {step} is saved: --resume goes on from there"
         kept = f"--resume goes on from step {self._newest}" if self._newest > 0 else "no checkpoint was taken yet"
         return f"step {step} could not be saved: {why}; {kept}"
+
+    def restart(self, state: RunState) -> None:
+        """Saves a state anew and removes the checkpoints of later steps, which are to be trained once more.
+
+        Collective: all ranks, JSON gathers. Raises: StorageError as `save`; then nothing is removed.
+        """
+        if self._store is None:
+            return
+        self._newest = -1
+        self.save(state, wait=True)
+        if self._writer is not None:
+            self._store.forget_after(state.step)
 
     def _confirm(self, store: Store) -> None:
         """Raises: StorageError where the last save failed. Collective: all ranks, JSON gathers."""

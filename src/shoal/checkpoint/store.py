@@ -201,6 +201,11 @@ class Store:
             )
         return None, complaints
 
+    def forget_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps."""
+        for later in [s for s in self.steps() if s > step]:
+            shutil.rmtree(self.folder / directory_name(later), ignore_errors=True)
+
     def damaged(self) -> list[Path]:
         """The directories that were kept aside."""
         return sorted(self.folder.glob("step-*.bad*")) if self.folder.is_dir() else []

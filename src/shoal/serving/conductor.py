@@ -24,8 +24,9 @@ from shoal.keeper import RunState
 from shoal.nonfinite import Search
 from shoal.plan.plan import Plan
 from shoal.serving.crew import Crew, Event, Member
-from shoal.serving.desk import Desk, Rules
+from shoal.serving.desk import Desk
 from shoal.serving.logbook import Logbook
+from shoal.serving.retreat import Retreat
 from shoal.serving.servers import Servers
 from shoal.serving.tally import Arrived, Tally, exactly_once
 from shoal.serving.worker import fixed_tensors
@@ -50,10 +51,8 @@ class Conductor:
         self._parts, self._around, self.state, self._plan, self._crew = parts, around, state, plan, crew
         self._clock, self._buffers = parts.step.clock, parts.step.buffers
         self.servers = Servers(parts.model, parts.updater.optimizer, plan.server.num_servers, crew)
-        synchronous = plan.server.mode == "synchronous"
-        bound = {"synchronous": 0, "bounded": plan.server.staleness}.get(plan.server.mode)
-        rules = Rules(plan.layout.data if synchronous else 1, bound)
-        self._desk = Desk(rules, state.step, lambda *part: bool(self._grains(*part)))
+        self._retreat = Retreat(parts, around, state, plan, self.servers)
+        self._desk = Desk(self._retreat.rules, state.step, lambda *part: bool(self._grains(*part)))
         self._computation = Computation.from_json(state.computation) if state.computation is not None else None
         self._initial = {name: b.detach().clone() for name, b in parts.model.named_buffers()}
         if self._computation is not None:
@@ -78,6 +77,7 @@ class Conductor:
         self._parts.model.train()
         self._crew.assemble()
         self.servers.load(self.state.step)
+        self._retreat.begin()
         self._clock.begin()
         try:
             status = self._steps()
@@ -106,6 +106,10 @@ class Conductor:
         Every step before this one was applied and none after it, so that a checkpoint is that of any other plan.
         """
         parts, step = self._parts, self.state.step
+        if self._retreat.due:
+            self.tally.undone += self._retreat.go(self._logbook, self._desk)
+            self._evaluated, step = None, self.state.step
+        self._retreat.keep_if_best()
         if self._logbook.ends_epoch:
             self._evaluate_epoch()
         self._logbook.write()
@@ -142,7 +146,8 @@ class Conductor:
         """Tells a worker, with how the run computes and the buffers that this changes."""
         known, named = self._computation, dict(self._parts.model.named_buffers())
         buffers = [named[name] for name in known.buffers] if known is not None else []
-        self._crew.tell(member, {**told, "computation": known.to_json() if known is not None else None}, buffers)
+        computation = known.to_json() if known is not None else None
+        self._crew.tell(member, {**told, "computation": computation, "era": self._retreat.era}, buffers)
 
     def show(self) -> None:
         """Lets every worker pull what the servers have, and waits for that; after `train`."""
@@ -209,7 +214,7 @@ class Conductor:
                 conflict=f"none has been there for {_ALONE_SECONDS:.0f} s",
                 remedy="look at what they say in logs/ of the run directory",
             )
-        if self._around.stop_requested() or self._is_due():
+        if self._around.stop_requested() or self._is_due() or self._retreat.due:
             self._desk.limit = min(self._desk.limit, self._desk.frontier)
 
     def _is_due(self) -> bool:
@@ -278,6 +283,7 @@ class Conductor:
         self.tally.applied(arrived.values(), order.grains(step), staleness)
         self.state.computation = self._computation.to_json() if self._computation is not None else None
         self._logbook.count(sums, update, found, arrived)
+        self._retreat.count()
         self._desk.applied()
 
     def _update(self, sums: StepSums, arrived: dict[int, Arrived], progress: Progress) -> Update:
@@ -303,7 +309,7 @@ class Conductor:
         if not self._buffers.names or not sums.num_samples:
             return
         weighted = sums.buffers
-        if self._plan.server.mode != "synchronous":
+        if self._retreat.ahead:
             if start is None:
                 start = torch.cat([self._initial[name].double().flatten() for name in self._buffers.names])
             weighted = weighted + (self._buffers.weighted(1) - start).numpy() * sums.num_samples
@@ -324,9 +330,7 @@ class Conductor:
                 self.servers.fetch(optimizer=True)
                 parts.keeper.save(state, wait=True)
         many = f", as in the {MAX_BAD_STREAK} steps before" if state.bad_streak > MAX_BAD_STREAK else ""
-        calmer = (
-            "" if self._plan.server.mode == "synchronous" else "; or less momentum and a lower rate for what is stale"
-        )
+        calmer = "; or less momentum and a lower rate for what is stale" if self._retreat.ahead else ""
         raise NonFiniteError(
             given=f"step {step}: {culprit}",
             conflict=f"the {what} there is not finite{many}; it was not applied",
@@ -361,7 +365,7 @@ class Conductor:
         section = self._plan.server
         asked = {"mode": section.mode, "num_servers": section.num_servers, "num_workers": self._plan.layout.data}
         bound = {"bound": section.staleness} if section.mode == "bounded" else {}
-        return {**asked, **bound, **self.tally.to_json()}
+        return {**asked, **bound, **self._retreat.to_json(), **self.tally.to_json()}
 
 
 def _care(computation: Computation) -> tuple[str, bool, tuple[str, ...]]:

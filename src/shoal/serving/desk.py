@@ -98,6 +98,12 @@ class Desk:
         self._out.pop(task.ticket, None)
         self._ready.insert(0, task)
 
+    def restart(self, rules: Rules, version: int) -> None:
+        """Gives out the steps from `version` on once more, by other rules; where nothing is out."""
+        assert not self._out, "between two steps"
+        assert not self._ready, "between two steps"
+        self._rules, self.version, self.limit, self._next = rules, version, version, version
+
     def applied(self) -> None:
         """One more step was decided."""
         self.version += 1

@@ -26,6 +26,7 @@ class Logbook:
         self._digested = state.step
         self._record: StepRecord | None = None
         self._slowest = 0
+        self._why: dict[str, Any] | None = None
         self.step_seconds: list[float] = []
 
     def count(self, sums: StepSums, update: Update, found: dict[str, Any] | None, push: Mapping[int, Arrived]) -> None:
@@ -47,8 +48,10 @@ class Logbook:
             **measured(parts, state, sums, update, found),
             epoch=parts.order.epoch(step),
             ranks=ranks,
-            push={"step": step + 1, "workers": [part.member.number for part in came], "staleness": staleness},
+            push={"step": step + 1, "workers": [part.member.number for part in came], "staleness": staleness}
+            | ({"fell_back": self._why} if self._why is not None else {}),
         )
+        self._why = None
         self.step_seconds.append(self._record.seconds)
         parts.step.clock.begin()
 
@@ -62,6 +65,11 @@ class Logbook:
         """Adds an evaluation to the record of the step that was counted last."""
         if self._record is not None:
             self._record = self._record.evaluated(metrics)
+
+    def restart(self, why: dict[str, Any]) -> None:
+        """Forgets the steps after that of the state; the first that is counted from here on says why."""
+        self._words, self._digested, self._record, self._why = {}, self._state.step, None, why
+        self._parts.records.forget_after(self._state.step)
 
     def write(self) -> None:
         """Writes the record that is kept, if one is."""

@@ -30,7 +30,8 @@ class Tally:
     """Counts over this call of a run.
 
     `staleness`: how many updates were applied between a step's pull and its own. `late`: results of tasks that somebody
-    else had been given since. `repeated`: pushes that a server had already. `bytes` by worker: pushed, pulled, tasks.
+    else had been given since. `repeated`: pushes that a server had already. `undone`: applied steps that were taken
+    back and computed once more. `bytes` by worker: pushed, pulled, tasks.
     """
 
     staleness: Counter[int] = field(default_factory=Counter)
@@ -40,6 +41,7 @@ class Tally:
     late: int = 0
     repeated: int = 0
     again: int = 0
+    undone: int = 0
     incidents: list[dict[str, Any]] = field(default_factory=list)
     workers: dict[int, dict[str, int]] = field(default_factory=dict)
 

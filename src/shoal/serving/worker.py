@@ -60,6 +60,7 @@ class Worker:
         self._homes = [[named[name] for name in names] for names in welcome["names"]]
         self._servers = [connect("127.0.0.1", port, key) for port in welcome["ports"]]
         self._versions = [-1] * len(self._servers)
+        self._era = 0
 
     def attend(self) -> None:
         """Does what it is told until the run has ended. Raises: ClosedError; what the job raises."""
@@ -109,6 +110,8 @@ class Worker:
 
     def _adopt(self, task: dict[str, Any], tensors: list[Tensor]) -> StepRunner:
         """Takes up what the run has found out of how to compute, and the buffers before this step."""
+        if task["era"] != self._era:  # the run went back: versions that were pulled since are not those of now
+            self._era, self._versions = task["era"], [-1] * len(self._servers)
         runner = self._runner
         if runner is None:
             self._runner = runner = StepRunner(self._parts)

@@ -52,6 +52,7 @@ class Bare(Conductor):
         self._around = SimpleNamespace(note=print, stop_requested=lambda: False)  # type: ignore[assignment]
         self.state = SimpleNamespace(step=0)  # type: ignore[assignment]
         self.servers = SimpleNamespace(names=[[]])  # type: ignore[assignment]
+        self._retreat = SimpleNamespace(due=False, era=0)  # type: ignore[assignment]
         self._desk = Desk(Rules(1, None), 0, lambda *part: True)
         self._desk.limit = 4
         self._computation, self._given, self._longest, self._alone_since = None, {}, 0.0, 0.0

@@ -1,0 +1,120 @@
+"""Staleness: what parameters that are out of date do to a loss, foretold from the momentum and seen in the losses."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from statistics import fmean, variance
+from typing import Any
+
+import numpy as np
+
+# Measured on the digits and on LeNet (docs/parameter-server.md): with shares of 1/13 and more training goes on, with
+# 1/38 and less it ends at chance at the rate that is right for up-to-date gradients.
+LEAST_SHARE = 1 / 20
+# The loss began at the mean of so many updates, and is judged over so many; a rise is one of so many standard errors.
+# Of 60 runs on the digits these tell all that end at chance from all that do not.
+BEGINNING, WINDOW, ERRORS = 10, 25, 3.0
+
+
+def largest_rate(momentum: float, staleness: int) -> float:
+    """The largest rate times curvature at which gradient descent on a quadratic stays bounded.
+
+    With gradients of parameters that are always `staleness` updates old: the roots of
+    z^2 - (1 + momentum) z + momentum + rate curvature z^(1 - staleness) must lie within the unit circle.
+    """
+    low, high = 0.0, 4.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        powers = np.zeros(max(staleness, 1) + 2)
+        powers[:3] = 1.0, -(1.0 + momentum), momentum
+        powers[staleness + 1 if staleness else 1] += middle
+        low, high = (middle, high) if max(abs(np.roots(powers))) <= 1.0 + 1e-9 else (low, middle)
+    return low
+
+
+def foretold(groups: Iterable[Mapping[str, Any]], staleness: int) -> str | None:
+    """What to expect of an optimizer of these parameter groups that is fed gradients so many updates old; None: well.
+
+    Its momentum alone is judged: what rate is right for up-to-date gradients only a run can tell.
+    """
+    momentum = max((float(group.get("momentum") or 0.0) for group in groups), default=0.0)
+    if not staleness or not 0.0 < momentum < 1.0:
+        return None
+    share = largest_rate(momentum, staleness) / largest_rate(momentum, 0)
+    if share >= LEAST_SHARE:
+        return None
+    return (
+        f"momentum {momentum:g} and gradients of parameters that are about {staleness} update(s) old: the largest "
+        f"stable rate is about 1/{1 / share:.0f} of that of up-to-date ones; without momentum it is "
+        f"1/{largest_rate(0.0, 0) / largest_rate(0.0, staleness):.1f}. Take momentum out, or a tenth of the rate, or "
+        'server.mode = "synchronous"'
+    )
+
+
+class LossGuard:
+    """Notices a loss that has fallen and comes back to where it began. `fell_back`: since when, and why; set once."""
+
+    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
+        """`saved`: what `to_json` gave at a checkpoint."""
+        saved = saved or {}
+        self._first: list[float] = list(saved.get("first", ()))
+        self._recent = deque[float](saved.get("recent", ()), maxlen=WINDOW)
+        self._lowest: tuple[float, float] | None = tuple(saved["lowest"]) if saved.get("lowest") else None
+        self._counted: int = saved.get("counted", 0)
+        self.fell_back: dict[str, Any] | None = saved.get("fell_back")
+
+    @property
+    def beginning(self) -> float:
+        """The loss that it began with; infinite before it is known."""
+        return fmean(self._first) if len(self._first) == BEGINNING else math.inf
+
+    @property
+    def now(self) -> float:
+        """The mean over the window; infinite before that is full."""
+        return fmean(self._recent) if len(self._recent) == WINDOW else math.inf
+
+    @property
+    def lowest(self) -> float:
+        """The lowest that it was."""
+        return self._lowest[0] if self._lowest is not None else math.inf
+
+    @property
+    def lately(self) -> float:
+        """The mean of the last few updates: of those in the window that the state of now has seen best."""
+        return fmean(list(self._recent)[-BEGINNING:]) if len(self._recent) >= BEGINNING else math.inf
+
+    def add(self, loss: float | None) -> None:
+        """The loss of one more update; None where it was left out."""
+        if loss is None:
+            return
+        self._counted += 1
+        if len(self._first) < BEGINNING:
+            self._first.append(loss)
+        self._recent.append(loss)
+        if self.now < self.lowest:
+            self._lowest = self.now, variance(self._recent)
+
+    @property
+    def lost(self) -> bool:
+        """Whether all that was learnt is lost: the loss is up to where it began, and that is no accident of batches."""
+        if self._lowest is None or self.now < self.beginning or self.now <= self.lowest:
+            return False
+        error = math.sqrt((self._lowest[1] + variance(self._recent)) / WINDOW)
+        return self.now - self.lowest > ERRORS * error
+
+    @property
+    def learnt(self) -> bool:
+        """Whether the loss is below where it began; True where that cannot be told yet."""
+        return self._counted < 2 * BEGINNING or self.lately < self.beginning
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON value, a new one each time."""
+        return {
+            "first": list(self._first),
+            "recent": list(self._recent),
+            "lowest": self._lowest,
+            "counted": self._counted,
+            "fell_back": self.fell_back,
+        }
