@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shoal.errors import PlanError, SettingWarning, nearest
 from shoal.grains import legal_data_degrees
 from shoal.plan.conflicts import Conflict, excluded, idle, shown
+from shoal.plan.described import cut_by_itself
 from shoal.plan.layout import AXES, Layout
 from shoal.plan.plan import Plan
 
@@ -288,21 +289,9 @@ def _stages(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     yield Conflict(
         "layout.pipeline",
         shown(plan, *keys),
-        f"{stages} stages for {_cut_by_itself(facts)}",
+        f"{stages} stages for {cut_by_itself(facts.places, facts.blocks)}",
         f"{', or '.join(ways)} at most",
     )
-
-
-def _cut_by_itself(facts: ModelFacts) -> str:
-    if facts.places is not None:
-        return cut_by_itself(facts.places)
-    return f"a model of {facts.num_blocks} layers ({facts.blocks[0]} to {facts.blocks[-1]}): a stage has at least one"
-
-
-def cut_by_itself(places: Sequence[str]) -> str:
-    """Where a model is cut without a split, in words."""
-    named = f" ({', '.join(places if len(places) <= 6 else [*places[:5], '...', places[-1]])})" if places else ""
-    return f"a model that can be cut at {len(places)} place{'' if len(places) == 1 else 's'} by itself{named}"
 
 
 def _split(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:

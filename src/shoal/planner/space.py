@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.hardware import SHARED_MEMORY, Cluster
 from shoal.plan.conflicts import excluded
-from shoal.plan.legal import ModelFacts, conflicts, cut_by_itself, fits
+from shoal.plan.described import cut_by_itself
+from shoal.plan.legal import ModelFacts, conflicts, fits
 from shoal.plan.plan import (
     BatchSection,
     CollectivesSection,

@@ -1,4 +1,4 @@
-"""Where a model can be cut into stages: what plan calls illegal the engine refuses, and what the engine can plan offers."""
+"""Where a model is cut into stages: what plan calls illegal the engine refuses; what the engine can, plan offers."""
 
 from __future__ import annotations
 
