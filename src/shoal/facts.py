@@ -32,6 +32,7 @@ def facts_of(model: nn.Module, batch: Any = None, *, num_grains: int, grain_size
         grain_size=grain_size,
         blocks=blocks,
         cuts=tuple(cuts_of(model, blocks)),
+        places=tuple(members_of(model)),
         num_heads=heads,
         num_kv_heads=math.gcd(*_configured(model, _KV_HEADS)) or heads,
         widths=tuple(sorted({size for p in model.parameters() if p.ndim >= 2 for size in p.shape[:2]})),
@@ -54,6 +55,16 @@ def blocks_of(model: nn.Module) -> list[str]:
     if composite:
         return [name for name, found in held if found is kind]
     return [name for name, module in _flat(model, frozenset()) if any(True for _ in module.parameters())]
+
+
+def members_of(model: nn.Module) -> list[str]:
+    """What the model's lists and sequences hold, by which alone a pipeline cuts it where no split says otherwise."""
+    return [
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if isinstance(module, _CONTAINERS) or getattr(module, "holds_steps", False)
+        for key, _ in module.named_children()
+    ]
 
 
 def cuts_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:

@@ -57,8 +57,8 @@ def test_the_plan_is_completed() -> None:
 
 
 def test_the_model_is_looked_at_where_the_layout_divides_it() -> None:
-    with pytest.raises(PlanError, match=r"layout\.pipeline = 3 at most"):
-        admitted(job(), of(layout={"pipeline": 4}))
+    with pytest.raises(PlanError, match=r"layout\.pipeline = 4 at most"):
+        admitted(job(), of(layout={"pipeline": 5}))
     assert "attention has 4 heads" in admitted(job(), of(layout={"tensor": 8})).notes[0]
     built: list[int] = []
     admitted(job(lambda: built.append(1)), of(layout={"data": 2}))

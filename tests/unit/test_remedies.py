@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_of_shapes_and_dtypes_the_batch_is_told(act: Callable[[], Any]) -> None:
         (wrong, "mend that line"),
         (lambda: int("a size"), "mend that line"),
         (lambda: __import__("no_such.part"), "install what is imported (no_such) in the environment that runs shoal"),
-        (lambda: open("/nowhere/a shape"), "give a path that is there wherever a rank runs"),
+        (lambda: Path("/nowhere/a shape").read_text(), "give a path that is there wherever a rank runs"),
         (lambda: nn.Module()(1), "give that module a method forward"),
         (lambda: (_ for _ in ()).throw(AssertionError("shape")), "mend what that line asserts, or what it is"),
         (lambda: unpack(BATCH), "mend that line: unpack as many values as there are; the batch was (float32 [4, 6], i"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.plan.plan import Plan
 
 _ZERO = {"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
@@ -24,3 +26,11 @@ def described(plan: Plan) -> str:
         count = plan.server.num_servers
         words.append(f"{plan.server.mode}{bound} with {count} server{'s' if count > 1 else ''}")
     return ", ".join(words)
+
+
+def cut_by_itself(places: Sequence[str] | None, blocks: Sequence[str] = ()) -> str:
+    """Where a model is cut into stages without a split, in words; by its blocks where the places are not known."""
+    if places is None:
+        return f"a model of {len(blocks)} layers ({blocks[0]} to {blocks[-1]}): a stage has at least one"
+    named = f" ({', '.join(places if len(places) <= 6 else [*places[:5], '...', places[-1]])})" if places else ""
+    return f"a model that can be cut at {len(places)} place{'' if len(places) == 1 else 's'} by itself{named}"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shoal.errors import PlanError, SettingWarning, nearest
 from shoal.grains import legal_data_degrees
 from shoal.plan.conflicts import Conflict, excluded, idle, shown
+from shoal.plan.described import cut_by_itself
 from shoal.plan.layout import AXES, Layout
 from shoal.plan.plan import Plan
 
@@ -24,6 +25,7 @@ class ModelFacts:
     blocks: the layers that a pipeline divides by itself, in the order in which the model holds them.
     cuts: the modules that a stage may begin with, in that order; `blocks` and what lies before and after them.
     widths: the sizes of the layers' weights, of which a tensor axis cuts one. sequence: the longest, in tokens.
+    places: where a model can be cut into stages by itself; of its structure alone, where it can at most.
     repeats: whether the model holds blocks of one kind one after the other, which a context axis divides.
     """
 
@@ -36,6 +38,12 @@ class ModelFacts:
     widths: tuple[int, ...] = ()
     sequence: int | None = None
     repeats: bool | None = None
+    places: tuple[str, ...] | None = None
+
+    @property
+    def most_stages(self) -> int | None:
+        """The most stages that it is cut into without a split; None where the model was not looked at."""
+        return len(self.places) + 1 if self.places is not None else self.num_blocks
 
     @property
     def num_blocks(self) -> int | None:
@@ -270,19 +278,18 @@ def _num_stages(plan: Plan) -> int:
 
 def _stages(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     """Without a split the blocks are divided; with one, `_split` counts."""
-    blocks, per, stages = facts.num_blocks, plan.pipeline.stages_per_rank, _num_stages(plan)
-    if plan.layout.pipeline == 1 or blocks is None or stages <= blocks or plan.pipeline.split:
+    most_stages, per, stages = facts.most_stages, plan.pipeline.stages_per_rank, _num_stages(plan)
+    if plan.layout.pipeline == 1 or most_stages is None or stages <= most_stages or plan.pipeline.split:
         return
     keys = ["layout.pipeline"] + (["pipeline.stages_per_rank"] if per > 1 else [])
-    most = blocks // per
+    most = most_stages // per
     ways = [f"layout.pipeline = {most}" if most > 1 else "layout.pipeline = 1 (no pipeline)"]
-    if per > 1 and blocks // plan.layout.pipeline:
-        ways.append(f"pipeline.stages_per_rank = {blocks // plan.layout.pipeline}")
+    if per > 1 and most_stages // plan.layout.pipeline:
+        ways.append(f"pipeline.stages_per_rank = {most_stages // plan.layout.pipeline}")
     yield Conflict(
         "layout.pipeline",
         shown(plan, *keys),
-        f"{stages} stages for a model of {blocks} layers ({facts.blocks[0]} to {facts.blocks[-1]}): a stage has at "
-        "least one",
+        f"{stages} stages for {cut_by_itself(facts.places, facts.blocks)}",
         f"{', or '.join(ways)} at most",
     )
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.hardware import SHARED_MEMORY, Cluster
 from shoal.plan.conflicts import excluded
+from shoal.plan.described import cut_by_itself
 from shoal.plan.legal import ModelFacts, conflicts, fits
 from shoal.plan.plan import (
     BatchSection,
@@ -111,7 +112,7 @@ class Space:
     """`base` is what the search does not vary (precision, exactness, compilation); `facts` what a layout has to fit.
 
     `max_grains` bounds a microbatch (1 where grains may not share a forward), `max_stages` the stages of a pipeline
-    (the units of the profile). With `engine`, only what this version executes; without `tensor`, no tensor axis.
+    (what the profile tells apart). With `engine`, only what this version executes; without `tensor`, no tensor axis.
     """
 
     base: Plan
@@ -121,6 +122,7 @@ class Space:
     max_stages: int | None = None
     engine: bool = True
     tensor: bool = True  # whether it is known what a tensor axis would cut
+    uncut: str = ""  # why a pipeline cannot divide the model at all
     all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, where another than the base's is faster
 
     def at(self, *devices: int) -> Space:
@@ -151,9 +153,9 @@ class Space:
 
     @cached_property
     def num_layers(self) -> int:
-        """What a pipeline may divide: the model's blocks, as far as the profile tells them apart."""
-        blocks = self.facts.num_blocks or 1
-        return blocks if self.max_stages is None else min(blocks, self.max_stages)
+        """The most stages: as many as the model is cut into, as far as the profile tells them apart."""
+        stages = self.facts.most_stages or 1
+        return stages if self.max_stages is None else min(stages, self.max_stages)
 
     def _contexts(self, tensor: int, most: int) -> list[int]:
         """Divisors of the heads that a tensor axis leaves; none of a model without sequences."""
@@ -187,9 +189,7 @@ class Space:
         if self.facts.sequence is None or heads is None:
             yield Illegal("context > 1", "the model shows no sequences and heads that it could divide")
         if most > self.num_layers:
-            yield Illegal(
-                f"pipeline > {self.num_layers}", f"the model shows {self.num_layers} block{'s' * (self.num_layers > 1)}"
-            )
+            yield Illegal(f"pipeline > {self.num_layers}", self._why_not_more())
         seen: set[str] = set()
         for cut in (Cut(2, 2, 1), Cut(1, 2, 2), Cut(2, 1, 2), Cut(2, 2, 2)):
             legal_alone = cut.tensor in self._tensor_degrees and cut.pipeline in self._pipeline_degrees(most)
@@ -199,6 +199,17 @@ class Space:
             if reason and reason not in seen:
                 seen.add(reason)
                 yield Illegal(", ".join(f"{axis} > 1" for axis, d in cut._asdict().items() if d > 1), reason)
+
+    def _why_not_more(self) -> str:
+        """Why no plan has more stages than there are layers."""
+        if self.uncut:
+            return self.uncut
+        if self.facts.places is None:
+            return f"the model shows {self.num_layers} block{'s' * (self.num_layers > 1)}"
+        most, named = len(self.facts.places) + 1, cut_by_itself(self.facts.places)
+        if self.num_layers < most:
+            return f"the profile tells {self.num_layers} parts apart; {named}: layout.pipeline = {most} at most may run"
+        return f"{named}; a pipeline.split that names other modules may cut it there"
 
     def places(self, cut: Cut) -> Iterator[Place]:
         """The numbers of replicas that make a legal number of devices of a cut."""

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
 from shoal.planner.profile import Body, Unit
 
 # How near the slowest stage comes to the least that it can be, as a share of it.
 _NEARLY = 1e-6
 
+_Part = TypeVar("_Part")
 Stages = tuple[tuple[Unit, ...], ...]
 Counts = tuple[tuple[Body, int], ...]
 
@@ -99,7 +101,7 @@ def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -
     return tuple(stages + [()] * (num_stages - len(stages)))
 
 
-def balanced(units: Sequence[Unit], seconds: Sequence[float], num_stages: int) -> Stages:
+def balanced(units: Sequence[_Part], seconds: Sequence[float], num_stages: int) -> tuple[tuple[_Part, ...], ...]:
     """Contiguous stages whose slowest is as fast as can be; fewer than asked for where there are fewer units."""
     low, high = max(seconds, default=0.0), sum(seconds)
     while high - low > _NEARLY * high:
@@ -117,8 +119,10 @@ def _num_parts(seconds: Sequence[float], limit: float) -> int:
     return parts
 
 
-def _parts(units: Sequence[Unit], seconds: Sequence[float], limit: float, num_stages: int) -> Stages:
-    found: list[list[Unit]] = [[]]
+def _parts(
+    units: Sequence[_Part], seconds: Sequence[float], limit: float, num_stages: int
+) -> tuple[tuple[_Part, ...], ...]:
+    found: list[list[_Part]] = [[]]
     filled = 0.0
     for place, (unit, one) in enumerate(zip(units, seconds, strict=True)):
         left = len(units) - place

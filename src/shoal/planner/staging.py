@@ -18,6 +18,7 @@ from shoal.planner.compute import Computer, Share
 from shoal.planner.exchange_time import Network
 from shoal.planner.footprint import Sizes, StageSize
 from shoal.planner.profile import Amount, Body, Profile
+from shoal.planner.segments import flat, segments
 from shoal.planner.stage_cost import Passes, StageCosts
 from shoal.planner.stage_units import Division, Held
 from shoal.planner.workload import Program, Workload
@@ -102,7 +103,8 @@ class Staging:
     def __init__(self, work: Workload, cluster: Cluster, network: Network, program: Program) -> None:
         self._work, self._cluster, self._network, self._program = work, cluster, network, program
         self._held_bytes = _held_bytes(work.profile)
-        self._bodies = {unit.body for unit in work.profile.units}
+        self._segments = segments(work.profile.units, work.places)
+        self.parts = flat(self._segments)  # the units as far as stages can divide them
         self._costs_on: dict[int, StageCosts] = {}
         self._sizes = Sizes(program)
         self._shares: dict[tuple[int, int, bool, int, str], Share] = {}
@@ -165,9 +167,9 @@ class Staging:
         return self._cuts[key]
 
     def _cut(self, plan: Plan, num_stages: int, share: Share) -> stage_units.Stages:
-        units = self._work.profile.units
         if num_stages == 1:
-            return (units,)
+            return (self._work.profile.units,)
+        units = self.parts
         if plan.pipeline.split:
             return stage_units.by_names(units, plan.pipeline.split)
         if self._program.cut == "equal":
@@ -176,8 +178,10 @@ class Staging:
             flops = [unit.body.flops(share.samples) for unit in units]
             return stage_units.thresholds(units, flops, num_stages)
         costs = self.costs(plan)
-        of_body = {body: costs.body(body, share, plan.memory.recompute, True).seconds for body in self._bodies}
-        return stage_units.balanced(units, [of_body[unit.body] for unit in units], num_stages)
+        bodies = {unit.body for unit in units}
+        of_body = {body: costs.body(body, share, plan.memory.recompute, True).seconds for body in bodies}
+        seconds = [sum(of_body[unit.body] for unit in segment) for segment in self._segments]
+        return tuple(flat(stage) for stage in stage_units.balanced(self._segments, seconds, num_stages))
 
     @_latest
     def passes(self, plan: Plan) -> tuple[Passes, ...]:

@@ -47,7 +47,7 @@ class Predictor:
 
     def floors(self, device: Device) -> Floors:
         """What no plan goes below whose ranks have such a device, by its degrees alone."""
-        return Floors(self._staging.computer(device), self._network, self.program, self.work.profile.units)
+        return Floors(self._staging.computer(device), self._network, self.program, self._staging.parts)
 
     def least_seconds(self, plan: Plan) -> float:
         """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
@@ -251,7 +251,7 @@ class Predictor:
 
     def _kept(self, rank: Rank, share: Share) -> int:
         """What the meter of a run counts as activations. Of the batch, inputs are most, and kept where they enter."""
-        enters = self.work.profile.units[0] in rank.held.units
+        enters = bool({self.work.profile.units[0], self._staging.parts[0]}.intersection(rank.held.units))
         batch = self.work.profile.saved_batch.at(share.samples) if enters else 0.0
         return round(rank.in_flight * (rank.size.saved + batch))
 

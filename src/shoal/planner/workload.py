@@ -37,12 +37,17 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of a job: its profile, and the global batch in samples and grains. `sample_seconds`: to fetch a sample."""
+    """A step of a job: its profile, and the global batch in samples and grains.
+
+    `sample_seconds`: to fetch a sample. `places`: before which modules the model can be cut into stages; None where
+    that is not known, and it is cut between any units.
+    """
 
     profile: Profile
     global_batch: int
     num_grains: int
     sample_seconds: float = 0.0
+    places: tuple[str, ...] | None = None
 
     @property
     def grain_size(self) -> int:

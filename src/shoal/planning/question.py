@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import nn
 
 from shoal.admission import one_grain, outline
 from shoal.catalogue import cluster as find_cluster
@@ -13,16 +14,21 @@ from shoal.catalogue.sums import fastest_on
 from shoal.data.opened import opened, training_data
 from shoal.data.order import Order
 from shoal.data.source import MapSource
+from shoal.deferred import deferred
+from shoal.errors import ShoalError
 from shoal.facts import facts_of
 from shoal.job import Epochs, Job, Samples
 from shoal.plan.legal import ModelFacts
 from shoal.plan.plan import Plan
 from shoal.planner.lessons import Correction
 from shoal.planner.outlook import Case
+from shoal.planner.segments import segments
 from shoal.planner.space import Space, counts
 from shoal.planner.workload import Workload
 from shoal.planning.calibration import read as read_correction
 from shoal.profiling import profile_job
+from shoal.profiling.jobs import Batches
+from shoal.strategies.stage_places import places
 
 _TRIALS = 3
 
@@ -48,8 +54,10 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     cluster = find_cluster(cluster_name)
     device = "cuda" if cluster.device.kind == "gpu" else "cpu"
     profile = profile_job(job, base, device=device)
-    work = Workload(profile, job.global_batch, job.grains, _sample_seconds(job))
-    space = Space(base, _facts(job), counts(cluster, most), None if job.fuse else 1, len(profile.units))
+    numbers, (facts, uncut) = counts(cluster, most), _facts(job)
+    work = Workload(profile, job.global_batch, job.grains, _sample_seconds(job), facts.places)
+    stages = len(segments(profile.units, facts.places))
+    space = Space(base, facts, numbers, None if job.fuse else 1, stages, uncut=uncut)
     is_cut = any(weight.tensor_dim is not None for unit in profile.units for weight in unit.body.weights)
     fastest = {ranks: fastest_on(cluster, ranks) for ranks in range(2, cluster.devices_per_host + 1)}
     others = {ranks: name for ranks, name in fastest.items() if name != "native"}
@@ -57,11 +65,24 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     return Question(Case(work, cluster, space, correction=read_correction(cluster.name)), _num_steps(job))
 
 
-def _facts(job: Job) -> ModelFacts:
-    model = outline(job)
+def _facts(job: Job) -> tuple[ModelFacts, str]:
+    """The facts, with the places where the engine cuts; and why a pipeline cannot divide the model, where it cannot."""
+    model = outline(job) or _deferred(job)
     if model is None:
-        return ModelFacts(job.grains, job.grain_size)
-    return facts_of(model, one_grain(job), num_grains=job.grains, grain_size=job.grain_size)
+        return ModelFacts(job.grains, job.grain_size), ""
+    facts = facts_of(model, one_grain(job), num_grains=job.grains, grain_size=job.grain_size)
+    try:
+        return replace(facts, places=places(model, job.loss, Batches(job)(job.grain_size))), ""
+    except ShoalError as error:
+        return replace(facts, places=()), f"{error.conflict}; {error.remedy}"
+
+
+def _deferred(job: Job) -> nn.Module | None:
+    """The outline of a model whose constructor computes with values, as far as that can be put off."""
+    try:
+        return deferred(job.model, job.seed)[0]
+    except Exception:
+        return None
 
 
 def _sample_seconds(job: Job) -> float:

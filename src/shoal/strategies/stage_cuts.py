@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from shoal.errors import PlanError, nearest
+from shoal.facts import members_of
 from shoal.plan.legal import IN_ORDER, other_number
 from shoal.strategies.stage_check import LeakError
 from shoal.strategies.stage_trace import Call, Trace
@@ -21,12 +22,7 @@ def is_cut(trace: Trace, call: Call) -> bool:
 
 def candidates(model: nn.Module, trace: Trace) -> list[Call]:
     """The first calls of the members of ModuleLists and Sequentials, in order, before which the model can be cut."""
-    members = {
-        f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) or getattr(module, "holds_steps", False)
-        for key, _ in module.named_children()
-    }
+    members = set(members_of(model))
     found: dict[int, Call] = {}
     seen: set[str] = set()
     for call in trace.calls:

@@ -173,6 +173,7 @@ class Stages:
         self._compiled: dict[str, Forward] = {}
         self._forwards: dict[str, Forward] = {}
         self._blocks = [block.name for block in repeated_blocks(model) if block.children is None]
+        self._install()
 
     @classmethod
     def build(
@@ -191,8 +192,7 @@ class Stages:
         Raises: PlanError where it cannot be cut so; UserCodeError where it cannot be traced.
         """
         stages = cls(model, device or torch.device("cpu"), followers or {})
-        stages._install()
-        trace = stages._traced(function, batch)
+        trace = stages.traced(function, batch)
         refused: list[str] = []
         while True:
             stages.firsts = chosen(model, without(trace, refused), split, num_stages)
@@ -319,7 +319,7 @@ class Stages:
     def _program(self, function: Function, batch: Any) -> list[Program]:
         key = self._key(function)
         if key not in self._programs:
-            trace = self._traced(function, batch)
+            trace = self.traced(function, batch)
             made = programs(trace, self.firsts)
             try:
                 self._check(function, batch, made)
@@ -328,7 +328,8 @@ class Stages:
             self._programs[key] = made
         return self._programs[key]
 
-    def _traced(self, function: Function, batch: Any) -> Trace:
+    def traced(self, function: Function, batch: Any) -> Trace:
+        """What the function calls when. Raises: UserCodeError where it does not run without data."""
         try:
             with without_modes(), without_data(self._model, self._device) as (mode, named):
                 names = {id(fake): name for name, fake in reversed(named.items())}
@@ -346,6 +347,14 @@ class Stages:
                 remedy="let the model's code not depend on the values of tensors, or use layout.pipeline = 1",
             ) from error
         return tracer.trace
+
+    def leaks(self, function: Function, batch: Any, trace: Trace, first: str) -> bool:
+        """Whether a value crosses a cut before this module other than as its argument."""
+        try:
+            self._check(function, batch, programs(trace, [first]))
+        except LeakError:
+            return True
+        return False
 
     def _check(self, function: Function, batch: Any, made: list[Program]) -> None:
         """Runs each stage without data and sees that nothing that it gives comes from a stub. Raises: LeakError."""
