@@ -170,9 +170,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     source = together(mesh, lambda: open_source("train_data", job.train_data, job.collate))
-    together(mesh, lambda: _refuse_streams(source, plan))
-    if plan.execution.channels_last and mesh.rank == 0:
-        _warn_without_images(small_batch(source, job.collate) if isinstance(source, MapSource) else None)
+    together(mesh, lambda: _judge(source, job, plan, mesh))
     holding, pipeline = _hold(job, plan, mesh, precision, source)
     model = holding.model
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
@@ -228,17 +226,22 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
-def _warn_without_images(batch: Any) -> None:
-    """Of no batch, as of a stream, which is not begun, nothing is known."""
-    if batch is None or any(isinstance(leaf, torch.Tensor) and leaf.ndim == 4 for leaf in tree_leaves(batch)):
+def _judge(source: MapSource | Iterable[Any], job: Job, plan: Plan, mesh: Mesh) -> None:
+    """What a plan asks of the data. Raises: PlanError for what it cannot do; warns of what has no effect."""
+    if not isinstance(source, MapSource):
+        if plan.shards_model:
+            raise no_lockstep()
+        reason = "a stream is read by the rank itself"
+        idle = f"data.workers = {plan.data.workers}: no effect, since {reason}" if plan.data.workers else ""
+    elif plan.execution.channels_last and mesh.rank == 0:
+        leaves = tree_leaves(small_batch(source, job.collate))
+        pictured = any(isinstance(leaf, torch.Tensor) and leaf.ndim == 4 for leaf in leaves)
+        reason = "no input is a batch of images, [batch, channels, height, width]"
+        idle = "" if pictured else f"execution.channels_last = true: no effect, since {reason}"
+    else:
         return
-    reason = "no input is a batch of images, [batch, channels, height, width]"
-    warnings.warn(f"execution.channels_last = true: no effect, since {reason}", SettingWarning, stacklevel=3)
-
-
-def _refuse_streams(source: MapSource | Iterable[Any], plan: Plan) -> None:
-    if plan.shards_model and not isinstance(source, MapSource):
-        raise no_lockstep()
+    if idle and mesh.rank == 0:
+        warnings.warn(idle, SettingWarning, stacklevel=4)
 
 
 def _hold(
@@ -294,7 +297,4 @@ def _loader(job: Job, plan: Plan, mesh: Mesh, source: MapSource | Iterable[Any],
             conflict="a stream has no length, and so no epochs",
             remedy="write length=shoal.Steps(...) or shoal.Samples(...)",
         )
-    if plan.data.workers and mesh.rank == 0:
-        message = f"data.workers = {plan.data.workers}: no effect, since a stream is read by the rank itself"
-        warnings.warn(message, SettingWarning, stacklevel=2)
     return StreamLoader(source, order, place, job.collate)

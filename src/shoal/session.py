@@ -267,7 +267,9 @@ class _Loop:
             store.clean()
         self._keeper = Keeper(self._mesh, store, Trained(holding, optimizer, self._loader, self._strategy), None)
         self._scale = LossScale.of(self._plan.precision.loss_scale, self._precision.compute)
-        loaded = self._keeper.load(self._scale)[0] if training.resume else None
+        loaded, told = self._keeper.load(self._scale) if training.resume else (None, [])
+        for line in told if self._mesh.rank == 0 else ():
+            warnings.warn(line, RuntimeWarning, stacklevel=2)
         self.state = loaded or RunState(loss_scale=self._scale)
         fuse = training.fuse and not (replay and replay.grain_by_grain)
         self._loader.seek(self.state.step, self._plan.batch.grains_per_microbatch if fuse else 1)

@@ -47,10 +47,12 @@ def served(request: dict[str, Any]) -> list[int]:
         children: dict[int, int] = {}
         for rank in range(ranks):
             variables = dict(request["environment"])
-            if ranks > 1 or request["joined"]:
+            if ranks > 1:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
                 variables |= {name: str(number) for name, number in numbers.items()}
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SHOAL_RUN_KEY": key}
+                if request["launched"]:
+                    variables["SHOAL_LAUNCHER_PID"] = str(os.getpid())
                 if rank == 0:
                     variables["SHOAL_LISTEN_FD"] = str(listener.fileno())
             pid = os.fork()
@@ -82,7 +84,11 @@ def _child(request: dict[str, Any], folder: Path, rank: int, variables: dict[str
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        code = _loop(request["loop"]) if request["loop"] is not None else importlib.import_module("shoal.cli").main(request["argv"])
+        code = (
+            _loop(request["loop"])
+            if request["loop"] is not None
+            else importlib.import_module("shoal.cli").main(request["argv"])
+        )
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
     except BaseException:

@@ -67,7 +67,9 @@ _OF_A_SEARCH = {
 
 def _refuse_beside_learn(options: argparse.Namespace) -> None:
     """Raises: CommandError for what a search would read, which `--learn` is not."""
-    given = {name: getattr(options, name) for name, default in _OF_A_SEARCH.items() if getattr(options, name) != default}
+    given = {
+        name: getattr(options, name) for name, default in _OF_A_SEARCH.items() if getattr(options, name) != default
+    }
     if given:
         names = ", ".join("JOBFILE" if name == "job" else f"--{name.replace('_', '-')}" for name in given)
         raise CommandError(
