@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -191,10 +191,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     job = together(mesh, lambda: opened(job))
     data: Opened = job.train_data
     source = data.source
-    together(mesh, lambda: _refuse_streams(source, plan))
+    together(mesh, lambda: _judge(data, plan, mesh))
     plan, notes = _with_workers(plan, data, options)
-    if plan.execution.channels_last and mesh.rank == 0:
-        _warn_without_images(small_batch(source, data.collate) if isinstance(source, MapSource) else None)
     holding, pipeline = _hold(job, plan, mesh, precision, data)
     model = holding.model
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
@@ -245,17 +243,23 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     )
 
 
-def _warn_without_images(batch: Any) -> None:
-    """Of no batch, as of a stream, which is not begun, nothing is known."""
-    if batch is None or any(isinstance(leaf, torch.Tensor) and leaf.ndim == 4 for leaf in tree_leaves(batch)):
+def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
+    """What a plan asks of the data. Raises: PlanError for what it cannot do; warns of what has no effect."""
+    source = data.source
+    if not isinstance(source, MapSource):
+        if plan.shards_model:
+            raise no_lockstep()
+        reason = "a stream is read by the rank itself"
+        idle = f"data.workers = {plan.data.workers}: no effect, since {reason}" if plan.data.workers else ""
+    elif plan.execution.channels_last and mesh.rank == 0:
+        leaves = tree_leaves(small_batch(source, data.collate))
+        pictured = any(isinstance(leaf, torch.Tensor) and leaf.ndim == 4 for leaf in leaves)
+        reason = "no input is a batch of images, [batch, channels, height, width]"
+        idle = "" if pictured else f"execution.channels_last = true: no effect, since {reason}"
+    else:
         return
-    reason = "no input is a batch of images, [batch, channels, height, width]"
-    warnings.warn(f"execution.channels_last = true: no effect, since {reason}", SettingWarning, stacklevel=3)
-
-
-def _refuse_streams(source: Source, plan: Plan) -> None:
-    if plan.shards_model and not isinstance(source, MapSource):
-        raise no_lockstep()
+    if idle and mesh.rank == 0:
+        warnings.warn(idle, SettingWarning, stacklevel=4)
 
 
 def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) -> tuple[Holding, Pipeline | None]:
@@ -334,7 +338,4 @@ def _loader(job: Job, plan: Plan, mesh: Mesh, data: Opened, order: Order) -> Loa
             conflict="a stream has no length, and so no epochs",
             remedy="write length=shoal.Steps(...) or shoal.Samples(...)",
         )
-    if plan.data.workers and mesh.rank == 0:
-        message = f"data.workers = {plan.data.workers}: no effect, since a stream is read by the rank itself"
-        warnings.warn(message, SettingWarning, stacklevel=2)
     return StreamLoader(source, order, place, data.collate)

@@ -71,6 +71,13 @@ def parse_target(target: str, settings: list[str]) -> JobRequest:
             raise SettingError(
                 given=f"--set {text}", conflict="a setting is name=value", remedy=f"write --set {name or 'name'}=VALUE"
             )
+        held = dict(pairs).get(name.strip(), value)
+        if held != value:
+            raise SettingError(
+                given=f"--set {name.strip()}={held} --set {text}",
+                conflict=f"{name.strip()} is set twice",
+                remedy="write one of them",
+            )
         pairs.append((name.strip(), value))
     return JobRequest(path, function or None, tuple(pairs))
 

@@ -332,10 +332,11 @@ class Keeper:
         targets = holding.room(document["tensors"]["optimizer"], state.keys())
         fill(saved, "optimizer", targets)
         tensors = {path: tensor for path, (_, tensor) in targets.items()}
-        load_optimizer(trained.optimizer, holding.model, tensors, {**document["optimizer"], "state": state})
+        taken_up = {**document["optimizer"], "state": state}
+        replaced = load_optimizer(trained.optimizer, holding.model, tensors, taken_up)
         fill(saved, "model", held)
         compressed = self._compressed
-        self._notes = compressed.restore(saved) if compressed is not None else left_behind(saved)
+        self._notes = replaced + (compressed.restore(saved) if compressed is not None else left_behind(saved))
         trained.loader.restore(document["streams"])
         if trained.schedulers is not None:
             trained.schedulers.restore(document.get("schedulers", []))

@@ -83,7 +83,10 @@ RUN_OPTIONS: Table = {
         PLAIN.with_(MICRO, "1", "--exact", "--set", "change=one sample a grain"), PLAIN, forwards, 1
     ),
     "--workers": Acts(
-        BY_ITEM.with_("--workers", "2"), BY_ITEM, lambda ended: sorted(set(ended.told("readers"))), ["0", "1"]
+        BY_ITEM.with_("--workers", "2"),
+        BY_ITEM,
+        lambda ended: sorted(set(ended.told("readers")) - {"rank"}),
+        ["0", "1"],
     ),
     "--workers: of a stream": Says(
         PLAIN.with_("--set", "change=stream", "--workers", "2"), "data.workers = 2: no effect"
@@ -108,7 +111,14 @@ RUN_OPTIONS: Table = {
     "--resume: other microbatches": Acts(resumed(MICRO, "4", "--steps", "4"), resumed("--steps", "4"), forwards, 4),
     "--resume: a changed job": Says(
         Call(arguments=("--resume", "--steps", "4"), after=KEPT, environment={"SUBJECT": "change"}),
-        "weight_decay",
+        "weight_decay = 0.1 of the optimizer has no effect on a run that goes on",
+        resumed("--steps", "4"),
+    ),
+    "--resume: a changed rate": Acts(
+        Call(arguments=("--resume", "--steps", "4"), after=KEPT, environment={"SUBJECT": "change"}),
+        resumed("--steps", "4"),
+        lambda ended: [record["learning_rate"] for record in ended.records],
+        [0.1, 0.1, 0.02, 0.02],
     ),
     "--checkpoint-every": Acts(
         PLAIN.with_("--checkpoint-every", "2", "--steps", "3"), PLAIN.with_("--steps", "3"), checkpoints, [2, 3]
@@ -179,7 +189,7 @@ VERIFY_OPTIONS: Table = {
     "--steps": Acts(ALL, VERIFIED, certified("steps"), 2),
     "--steps: in words": Refuses(VERIFIED.with_("--steps", "all"), "--steps takes a whole number"),
     "--steps: beyond the job's length": Says(
-        Call("verify", ("--devices", "2", "--steps", "3", "--set", "steps=1")), "1 step", VERIFIED
+        Call("verify", ("--devices", "2", "--steps", "3", "--set", "steps=1")), "the job ends after 1", VERIFIED
     ),
     "--out": Acts(
         VERIFIED.with_("--out", "elsewhere"),

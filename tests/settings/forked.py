@@ -47,10 +47,12 @@ def served(request: dict[str, Any]) -> list[int]:
         children: dict[int, int] = {}
         for rank in range(ranks):
             variables = dict(request["environment"])
-            if ranks > 1 or request["joined"]:
+            if ranks > 1:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
                 variables |= {name: str(number) for name, number in numbers.items()}
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SHOAL_RUN_KEY": key}
+                if request["launched"]:
+                    variables["SHOAL_LAUNCHER_PID"] = str(os.getpid())
                 if rank == 0:
                     variables["SHOAL_LISTEN_FD"] = str(listener.fileno())
             pid = os.fork()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tests.settings.laboratory import Acts, Call, Ended, Refuses, Row, Says, Table
@@ -11,7 +12,8 @@ GPT = "gpt"
 
 def planned(ranks: int = 1, *arguments: str, job: str = "job", **sections: dict[str, Any]) -> Call:
     """A run under these sections of a plan."""
-    return Call(job=job, plan=sections, ranks=ranks, arguments=arguments)
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": "inductor"} if "compile" in sections.get("execution", {}) else {}
+    return Call(job=job, plan=sections, ranks=ranks, arguments=arguments, environment=compiled)
 
 
 def layout(ranks: int, job: str = "job", /, *, data: int = 1, **degrees: Any) -> Call:
@@ -19,6 +21,11 @@ def layout(ranks: int, job: str = "job", /, *, data: int = 1, **degrees: Any) ->
     axes = {name: degree for name, degree in degrees.items() if isinstance(degree, int)}
     others = {name.rstrip("_"): section for name, section in degrees.items() if not isinstance(section, int)}
     return planned(ranks, job=job, layout={"data": data} | axes, **others)
+
+
+def launched(ranks: int, *arguments: str, **sections: Any) -> Call:
+    """A run whose ranks the local launcher has started."""
+    return replace(planned(ranks, *arguments, **sections), launched=True)
 
 
 ONE = planned()
@@ -87,12 +94,14 @@ LAYOUT: Table = {
 }
 
 BATCH: Table = {
-    "batch.grains_per_microbatch": Acts(planned(batch={"grains_per_microbatch": 2}), ONE, forwards, (20, 4)),
+    "batch.grains_per_microbatch": Acts(planned(batch={"grains_per_microbatch": 2}), ONE, forwards, (16, 4)),
     "batch.grains_per_microbatch: more than a rank has": idle(
-        "batch.grains_per_microbatch = 8: no effect", 2, layout={"data": 2}, batch={"grains_per_microbatch": 8}
+        "batch.grains_per_microbatch = 8: no effect beyond 4", 2, layout={"data": 2}, batch={"grains_per_microbatch": 8}
     ),
     "batch.grains_per_microbatch: exact": idle(
-        "batch.grains_per_microbatch = 4: no effect", batch={"grains_per_microbatch": 4}, execution={"exact": True}
+        "batch.grains_per_microbatch has no effect: exact mode",
+        batch={"grains_per_microbatch": 4},
+        execution={"exact": True},
     ),
     "batch.grains_per_microbatch: too few for the schedule": refused(
         "it needs a microbatch for every rank", GPT, layout={"pipeline": 2}, batch={"grains_per_microbatch": 8}
@@ -134,14 +143,14 @@ TENSOR: Table = {
         "both divide the positions", layout={"tensor": 2, "context": 2}, tensor={"sequence": True}
     ),
     "tensor.sequence: without sequences": Says(
-        layout(2, tensor=2, tensor_={"sequence": True}), "tensor.sequence = true: no effect"
+        layout(2, tensor=2, tensor_={"sequence": True}), "no block computes parts of a sequence", layout(2, tensor=2)
     ),
 }
 
 PIPELINE: Table = {
     "pipeline.schedule": Acts(
-        layout(2, GPT, pipeline=2, pipeline_={"schedule": "gpipe"}),
-        layout(2, GPT, pipeline=2),
+        layout(2, GPT, pipeline=2, pipeline_={"schedule": "gpipe"}, batch={"grains_per_microbatch": 1}),
+        layout(2, GPT, pipeline=2, batch={"grains_per_microbatch": 1}),
         activations,
     ),
     "pipeline.schedule: without an axis": idle('pipeline.schedule = "gpipe"', pipeline={"schedule": "gpipe"}),
@@ -184,12 +193,10 @@ PRECISION: Table = {
         planned(execution={"exact": True}),
         weights,
     ),
-    "precision.reduce: on one rank": Says(
-        planned(precision={"reduce": "bfloat16"}), 'precision.reduce = "bfloat16": no effect'
-    ),
+    "precision.reduce: on one rank": Acts(planned(precision={"reduce": "bfloat16"}), ONE, weights),
     "precision.reduce: servers": Acts(
-        planned(4, layout={"data": 2}, server={"mode": "synchronous"}, precision={"reduce": "bfloat16"}),
-        planned(4, layout={"data": 2}, server={"mode": "synchronous"}),
+        launched(4, layout={"data": 2}, server={"mode": "synchronous"}, precision={"reduce": "bfloat16"}),
+        launched(4, layout={"data": 2}, server={"mode": "synchronous"}),
         weights,
     ),
     "precision.loss_scale": Acts(
@@ -210,7 +217,9 @@ PRECISION: Table = {
 MEMORY: Table = {
     "memory.recompute": Acts(planned(job=GPT, memory={"recompute": "full"}), planned(job=GPT), activations),
     "memory.recompute: selective": Acts(
-        planned(job=GPT, memory={"recompute": "selective"}), planned(job=GPT, memory={"recompute": "full"}), activations
+        planned(job="counted", memory={"recompute": "selective"}),
+        planned(job="counted", memory={"recompute": "full"}),
+        lambda ended: len(ended.told("products")),
     ),
     "memory.recompute: with tensor": Acts(
         layout(2, GPT, tensor=2, memory={"recompute": "full"}), layout(2, GPT, tensor=2), activations
@@ -291,8 +300,8 @@ COMPRESSION: Table = {
     ),
     "compression.guard_every: without compression": idle("compression.guard_every = 7", compression={"guard_every": 7}),
     "compression.guard_lost": Acts(
-        compressed("topk", guard_every=1, guard_lost=0.001),
-        compressed("topk", guard_every=1),
+        compressed("topk", guard_every=1, guard_lost=0.001, feedback=False),
+        compressed("topk", guard_every=1, feedback=False),
         lambda ended: ended.result["compression"]["fell_back"] is not None,
         True,
     ),
@@ -303,10 +312,15 @@ COMPRESSION: Table = {
 }
 
 
-def served(mode: str = "synchronous", ranks: int = 4, *arguments: str, **sections: dict[str, Any]) -> Call:
+def served(mode: str = "synchronous", ranks: int = 4, *arguments: str, **sections: Any) -> Call:
     """Two workers, servers and a conductor; `server_` has more of that section."""
     more = sections.pop("server_", {})
-    return planned(ranks, *arguments, layout={"data": 2}, server={"mode": mode, **more}, **sections)
+    return launched(ranks, *arguments, layout={"data": 2}, server={"mode": mode, **more}, **sections)
+
+
+def warned(words: str, **sections: dict[str, Any]) -> Refuses:
+    """A plan with servers that the launcher warns of, before it refuses as many workers as no job here has grains."""
+    return refused(words, layout={"data": 100}, **sections)
 
 
 SERVER: Table = {
@@ -317,7 +331,9 @@ SERVER: Table = {
         heard("(staleness 3)"),
         True,
     ),
-    "server.staleness: not bounded": Says(served(server_={"staleness": 3}), "server.staleness = 3: no effect"),
+    "server.staleness: not bounded": warned(
+        "server.staleness = 3: no effect", server={"mode": "synchronous", "staleness": 3}
+    ),
     "server.num_servers": Acts(served("synchronous", 5, server_={"num_servers": 2}), served(), heard("2 server(s)")),
     "server.num_servers: without servers": idle("server.num_servers = 2: no effect", server={"num_servers": 2}),
     "server.mode: clip_norm": Acts(served("synchronous", 4, "--set", "change=clip_norm"), served(), weights),
@@ -326,8 +342,14 @@ SERVER: Table = {
     "server.mode: grains_per_microbatch": Acts(
         served(batch={"grains_per_microbatch": 1}), served(), lambda ended: forwards(ended)[0]
     ),
-    "server.mode: all_reduce": Says(served(collectives={"all_reduce": "ring"}), "collectives.all_reduce"),
-    "server.mode: memory": Acts(served(memory={"recompute": "full"}), served(), lambda ended: forwards(ended)[0]),
+    "server.mode: all_reduce": warned(
+        'collectives.all_reduce = "ring": no effect', server={"mode": "synchronous"}, collectives={"all_reduce": "ring"}
+    ),
+    "server.mode: memory": Acts(
+        served(job="counted", memory={"recompute": "full"}),
+        served(job="counted"),
+        lambda ended: len(ended.told("products")),
+    ),
     "server.mode: channels_last": Acts(
         served("synchronous", 4, *IMAGES, execution={"channels_last": True}),
         served("synchronous", 4, *IMAGES),
@@ -366,7 +388,7 @@ DATA: Table = {
 }
 
 EXECUTION: Table = {
-    "execution.exact": Acts(planned(execution={"exact": True}), ONE, forwards, (40, 2)),
+    "execution.exact": Acts(planned(execution={"exact": True}), ONE, forwards, (32, 2)),
     **{
         f"execution.exact: with {axis}": refused(
             "bits are fixed along the data axis", layout={axis: 2}, execution={"exact": True}
@@ -384,9 +406,14 @@ EXECUTION: Table = {
     "execution.channels_last: exact": refused(
         "kernels for channels last", execution={"channels_last": True, "exact": True}
     ),
-    "execution.compile": Acts(planned(execution={"compile": "default"}), ONE, weights),
+    "execution.compile": Acts(
+        planned(job=GPT, execution={"compile": "default"}),
+        planned(job=GPT),
+        lambda ended: any((ended.folder / "inductor").rglob("*.so")),
+        True,
+    ),
     "execution.compile: on a CPU": Says(
-        planned(execution={"compile": "reduce-overhead"}), "has no effect on cpu beyond 'default'"
+        planned(job=GPT, execution={"compile": "reduce-overhead"}), "has no effect on cpu beyond 'default'"
     ),
     "execution.compile: exact, tuned": refused(
         "measured to be fastest", execution={"compile": "max-autotune", "exact": True}
@@ -414,7 +441,7 @@ PREDICTION: Table = {
     "prediction: of another layout": Says(
         planned(1, "--precision", "bf16", prediction={"step_seconds": 0.01, "terms": TERMS}), "prediction"
     ),
-    "prediction: not the planner's": refused("prediction.terms", prediction={"terms": "many"}),
+    "prediction: not the planner's": refused("terms is a table of numbers", prediction={"terms": "many"}),
 }
 
 PLAN: Table = {
@@ -432,3 +459,5 @@ PLAN: Table = {
     **EXECUTION,
     **PREDICTION,
 }
+# Each of these compiles for some seconds.
+SLOW = {"execution.compile", "execution.compile: on a CPU"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import layouts
 import tiny
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 import shoal
@@ -183,7 +184,22 @@ def deep() -> shoal.Job:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- loops of one's own
+class Counted(TorchDispatchMode):
+    """Notes each product of matrices."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            note("products", func)
+        return func(*args, **(kwargs or {}))
+
+
+def counted() -> shoal.Job:
+    """The language model; products of matrices are noted, those in a backward too."""
+    Counted().__enter__()
+    return gpt()
+
+
+# --------------------------------------------------------------------------------------------------- loops of one's own
 
 LOOPS: dict[str, dict[str, Any]] = {
     "": {},

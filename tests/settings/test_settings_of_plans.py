@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 from pydantic import BaseModel
 from tests.settings.laboratory import Laboratory, of_field
-from tests.settings.plan_rows import PLAN
+from tests.settings.plan_rows import PLAN, SLOW
 
 import shoal
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("key", PLAN)
+@pytest.mark.parametrize("key", [pytest.param(key, marks=pytest.mark.slow if key in SLOW else ()) for key in PLAN])
 def test_of_a_plan(key: str, laboratory: Laboratory) -> None:
     PLAN[key].observe(laboratory)
 

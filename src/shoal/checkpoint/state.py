@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.errors import JobMismatchError, UserCodeError
 from shoal.holding import local
+from shoal.startup import is_torchs
 
 _TENSOR, _TUPLE, _HOST = "$tensor", "$tuple", "$host"
 _CPU = torch.device("cpu")
@@ -72,8 +73,11 @@ def optimizer_state(
 
 def load_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], document: dict[str, Any]
-) -> None:
-    """Sets the optimizer's state. Raises: JobMismatchError where the parameter groups are not the same."""
+) -> list[str]:
+    """Sets the optimizer's state; what of its own settings the checkpoint's replace, a sentence each.
+
+    Raises: JobMismatchError where the parameter groups are not the same.
+    """
     parameters = dict(model.named_parameters())
     names = {id(p): name for name, p in parameters.items()}
     homes = {name: number for number, group in enumerate(document["groups"]) for name in group["params"]}
@@ -88,9 +92,12 @@ def load_optimizer(
             conflict="its parameter groups hold other parameters than the job's",
             remedy="resume with the job that the run began with",
         )
+    replaced: list[str] = []
     for group, numbers in zip(optimizer.param_groups, found, strict=True):
         for number in numbers:  # one, or none for a group that is empty on this rank
-            group.update(_decode(document["groups"][number]["values"], tensors))
+            saved = _decode(document["groups"][number]["values"], tensors)
+            replaced += _replaced(group, saved) if is_torchs(optimizer) else ()
+            group.update(saved)
     optimizer.state.clear()
     counted_on_device = {
         id(p): bool(group.get("capturable") or group.get("fused"))
@@ -105,6 +112,24 @@ def load_optimizer(
         if isinstance(counter, Tensor) and not counted_on_device[id(parameter)]:
             decoded["step"] = counter.cpu()
         optimizer.state[parameter] = {key: _as_parameter(value, parameter) for key, value in decoded.items()}
+    return list(dict.fromkeys(replaced))
+
+
+# The job's own rates are set before each step; how torch's optimizers compute is the engine's choice.
+_NOT_TRAINED_WITH = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+_MOVED_BY_CYCLES = ("momentum", "betas")  # by torch's schedulers that have a base_momentum
+
+
+def _replaced(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[str]:
+    """The settings in a group of one of torch's optimizers, none of which changes them, that are not as saved."""
+    left = (*_NOT_TRAINED_WITH, *(_MOVED_BY_CYCLES if "base_momentum" in saved else ()))
+    for name, value in group.items():
+        held = saved.get(name, value)
+        if name not in left and isinstance(value, bool | int | float | tuple) and held != value:
+            yield (
+                f"{name} = {value} of the optimizer has no effect on a run that goes on with the checkpoint's {held}; "
+                "a new run begins with it"
+            )
 
 
 def _as_parameter(value: Any, parameter: Tensor) -> Any:

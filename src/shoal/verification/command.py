@@ -72,6 +72,8 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     loaded = replace(loaded, job=opened(loaded.job))
     verdict = judge_traces(loaded.job, plan, folder)
     verdict.notes += left_out(request.plan)
+    if verdict.verified and verdict.num_steps < num_steps:
+        verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
     _print(verdict, plan, parallel_seconds)
     document = certificate(verdict, loaded, plan, parallel_seconds)
     write_certificate(request.out / "certificate.json", document)
