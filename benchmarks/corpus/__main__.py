@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from benchmarks.corpus.cells import Cell, run
 from benchmarks.corpus.results import PAGE, RESULTS, Results, page, reason
 from benchmarks.corpus.row import Row
-from benchmarks.corpus.rows import LEFT_OUT, all_rows, cells_of, sampled
+from benchmarks.corpus.rows import LEFT_OUT, all_rows, by_kind, cells_of, sampled
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"no row {unknown[0]!r}: rows are {', '.join(rows)}")
     chosen = options.only or (sampled(rows, options.sample, options.seed) if options.sample else list(rows))
-    cells = [] if options.page else cells_of(rows, chosen)
+    cells = [] if options.page else by_kind(cells_of(rows, chosen))
     if options.cells:
         cells = [cell for cell in cells if cell.kind in options.cells]
     results = Results(RESULTS)

@@ -44,13 +44,18 @@ TINY: dict[str, Any] = {
 
 def configuration(config_class: Any, overrides: dict[str, Any]) -> Any:
     """A configuration of which every field that TINY knows is tiny; configurations within it, too."""
+    from transformers import CONFIG_MAPPING
+
     known = inspect.signature(config_class).parameters
     nested = {n: c for n, c in (getattr(config_class, "sub_configs", None) or {}).items() if inspect.isclass(c)}
     single = {name for name, field in known.items() if not isinstance(field.default, tuple | list)}
     values = {name: value for name, value in TINY.items() if name in single or name == "num_labels"}
     for name, inner in nested.items():
-        if name in known and hasattr(inner, "sub_configs") and inner.__name__ != "AutoConfig":
-            values[name] = configuration(inner, overrides.get(name, {})).to_dict()
+        own = dict(overrides.get(name, {}))
+        if "model_type" in own:  # a model joined of any others
+            inner = CONFIG_MAPPING[own.pop("model_type")]
+        if name in known and hasattr(inner, "sub_configs"):
+            values[name] = configuration(inner, own).to_dict()
     return config_class(**(values | {k: v for k, v in overrides.items() if k not in nested}))
 
 

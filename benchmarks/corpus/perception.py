@@ -47,7 +47,7 @@ VISION: Table = {
     "pvt_v2": ("PvtV2ForImageClassification", _STAGES),
     "efficientnet": (
         "EfficientNetForImageClassification",
-        {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 80},
+        {"width_coefficient": 0.25, "depth_coefficient": 0.3, "hidden_dim": 320},
     ),
     "focalnet": ("FocalNetForImageClassification", {**_TWO, "patch_size": 4, "focal_levels": (1, 1), "focal_windows": (3, 3)}),
     "ijepa": ("IJepaForImageClassification", {}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,3 +58,24 @@ def ids(*shape: int, most: int = 64, least: int = 4, seed: int = 0) -> Tensor:
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     """Normal float32 numbers of the given shape."""
     return torch.randn(shape, generator=drawn(seed))
+
+
+def torch_row(family: str, name: str, model: Any, loss: Loss, data: Any, **others: Any) -> Row:
+    """A row of plain torch. `others`: what else a Job has, `refused` of the row."""
+    refused = others.pop("refused", {})
+    written = " ".join(map(_told, (model, loss, data, sorted(others.items()))))
+    return Row(name, family, partial(make_job, model, loss, data, **others), lambda: None, written, refused)
+
+
+def _told(value: Any) -> str:
+    """What a result depends on, the same in every process: names and arguments, and the code of what is the corpus' own."""
+    if isinstance(value, partial):
+        arguments = (*value.args, *sorted(value.keywords.items()))
+        return f"{_told(value.func)}({', '.join(map(_told, arguments))})"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_told, value))})"
+    if inspect.isclass(value) or inspect.isfunction(value):
+        own = value.__module__.startswith("benchmarks.")
+        code = hashlib.sha256(inspect.getsource(value).encode()).hexdigest()[:8] if own else ""
+        return f"{value.__qualname__} {code}".strip()
+    return repr(value)

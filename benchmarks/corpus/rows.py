@@ -14,10 +14,10 @@ LEFT_OUT: dict[str, str] = {}
 
 def all_rows() -> dict[str, Row]:
     """The rows by name, a family after the other. Raises: SystemExit where a package they need is not installed."""
-    from benchmarks.corpus import language, perception
+    from benchmarks.corpus import keras_applications, language, layers, perception, training
 
     found: dict[str, Row] = {}
-    for row in (*language.ROWS, *perception.ROWS):
+    for row in (*language.ROWS, *perception.ROWS, *keras_applications.ROWS, *layers.ROWS, *training.ROWS):
         if row.name in found:
             raise SystemExit(f"two rows are named {row.name}")
         found[row.name] = row
@@ -32,6 +32,12 @@ def cells_of(rows: dict[str, Row], chosen: Sequence[str]) -> list[Cell]:
         kinds = EVERY + (DIVIDED if zlib.crc32(name.encode()) % 3 == 0 else ())
         found += [Cell(rows[name], kind) for kind in kinds]
     return found
+
+
+def by_kind(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells a column after the other: what is wrong with a row mostly shows in the first."""
+    kinds = (*EVERY[:1], *DIVIDED, *reversed(EVERY[1:]))
+    return sorted(cells, key=lambda cell: kinds.index(cell.kind))
 
 
 def sampled(rows: dict[str, Row], number: int, seed: str) -> list[str]:
