@@ -20,11 +20,18 @@ FITTING: dict[str, tuple[int, dict[str, Any]]] = {
     "MobileNetV3Large": (32, {"include_preprocessing": False}),
     "EfficientNetB0": (32, {}),
     "EfficientNetV2B0": (32, {"include_preprocessing": False}),
-    "NASNetMobile": (32, {}),
     "DenseNet121": (32, {}),
-    "ResNet50": (32, {}),
 }
-LEFT_OUT: dict[str, str] = {}
+LEFT_OUT = {
+    "keras DenseNet169, 201": "12.6 and 18.3 million parameters; more of DenseNet121's layers",
+    "keras EfficientNetB1 to B7": "6.6 to 64.1 million parameters; more of EfficientNetB0's layers",
+    "keras EfficientNetV2B1 to B3, S, M, L": "6.9 to 117.8 million parameters; more of EfficientNetV2B0's layers",
+    "keras ConvNeXtTiny to XLarge": "27.8 to 348.2 million parameters; convnext of Transformers is in the table",
+    "keras ResNet50 to 152, also V2": "23.6 to 58.4 million parameters; resnet and bit of Transformers are in the table",
+    "keras VGG16, VGG19": "33.6 and 38.9 million parameters in plain convolutions and dense layers",
+    "keras Xception, InceptionV3, InceptionResNetV2": "20.9 to 54.3 million parameters, images of 71 or 75 at least",
+    "keras NASNetMobile, NASNetLarge": "Keras refuses the first on torch; the second has 84.9 million parameters",
+}
 
 
 def build(name: str, side: int, settings: dict[str, Any]) -> Any:

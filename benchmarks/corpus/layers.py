@@ -324,9 +324,7 @@ _PLAIN: dict[str, tuple[Any, Any]] = {
     "tied": (Tied, chosen_ids),
     "complex_parameter": (Complex, _POINT),
     "buffers_of_all_dtypes": (Buffers, _POINT),
-    "counting_buffers": (Counting, _POINT),
     "straight_through": (Rounded, _POINT),
-    "fake_quantize": (fake_quantised, _POINT),
     "branches": (Branching, _POINT),
     "checkpointed": (partial(Again, False), _POINT),
     "checkpointed_reentrant": (partial(Again, True), _POINT),
@@ -350,7 +348,9 @@ _PLAIN: dict[str, tuple[Any, Any]] = {
 }
 ROWS = [
     *_each("torch layers", _PLAIN),
-    torch_row("torch layers", "sync_batch_norm", partial(convolved, nn.SyncBatchNorm, 8), classified, _IMAGE),
+    # Their forward uses what it has just made of the batch: its samples are compared with each other on purpose.
+    torch_row("torch layers", "counting_buffers", Counting, classified, _POINT, fuse=False),
+    torch_row("torch layers", "fake_quantize", fake_quantised, classified, _POINT, fuse=False),
     torch_row("torch layers", "float64", double, double_classified, _POINT),
     torch_row("torch layers", "sparse_embedding_bag", partial(Bags, mode="sum", sparse=True), classified, words, optimizer=_BAG, clip_norm=None),
 ]  # fmt: skip

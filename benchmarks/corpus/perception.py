@@ -76,7 +76,8 @@ AUDIO: Table = {
     "unispeech": ("UniSpeechForSequenceClassification", _EARS),
     "unispeech_sat": ("UniSpeechSatForSequenceClassification", _EARS),
     "data2vec_audio": ("Data2VecAudioForSequenceClassification", {**_EARS, "conv_pos_kernel_size": 3}),
-    "wav2vec2_conformer": ("Wav2Vec2ConformerForSequenceClassification", {**_EARS, "conv_depthwise_kernel_size": 3}),
+    "wav2vec2_conformer": ("Wav2Vec2ConformerForSequenceClassification", {**_EARS, "conv_depthwise_kernel_size": 3, "max_source_positions": 200}),
+    "wav2vec2_conformer_growing": ("Wav2Vec2ConformerForSequenceClassification", {**_EARS, "conv_depthwise_kernel_size": 3}),
 }
 _AST = {"patch_size": 8, "frequency_stride": 4, "time_stride": 4, "max_length": 32, "num_mel_bins": 16}
 _WHISPER = {"max_source_positions": 16, "suppress_tokens": None, "begin_suppress_tokens": None}

@@ -73,6 +73,12 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             conflict="it evaluates the loss several times a step, and a step's samples are read once",
             remedy="use an optimizer whose step() needs no closure: SGD, Adam, AdamW ...",
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise JobError(
+            given="optimizer SparseAdam",
+            conflict="it takes sparse gradients only, and a step's gradient, the sum over all grains, is dense",
+            remedy="use torch.optim.Adam or SGD; a model with sparse=True stays as it is",
+        )
     known = set(map(id, parameters))
     strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strangers:
