@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.errors import JobError
 from shoal.mesh import Mesh
+from shoal.norms import rounded
 from shoal.parts import Part
 from shoal.planner.communication import Volumes
 from shoal.planner.divided import SlicedBlock, Staged
@@ -90,6 +91,7 @@ class Holding:
         self.division = division or Division()
         self.divides_state = divides_state or self.divided
         self._parts = self.division.parts
+        self._dtypes = {p.dtype for p in model.parameters()}
         self._told: list[dict[str, Any]] = []
         if self.divided:
             self._told = mesh.gather_json({name: part.to_json() for name, (part, _) in self.tensors().items()})
@@ -224,15 +226,15 @@ class Holding:
         own.copy_(wide)
 
     def norm(self, own: float) -> float:
-        """The Euclidean norm over the whole model from that over the gradients that each rank `counts`.
+        """The Euclidean norm over the whole model from that over the gradients that each rank `counts`, `rounded`.
 
         Collective: all ranks, one all-reduce of a number, where the model is divided.
         """
-        if not self.divided:
-            return own
-        squared = torch.tensor(own, dtype=torch.float64).square()
-        dist.all_reduce(squared)
-        return float(squared.sqrt())
+        if self.divided:
+            squared = torch.tensor(own, dtype=torch.float64).square()
+            dist.all_reduce(squared)
+            own = float(squared.sqrt())
+        return rounded(own, self._dtypes)
 
     def wholes(self, held: Held) -> Iterator[tuple[str, Tensor | None]]:
         """Each path of any rank in order, with the whole tensor on rank 0's CPU and None on the others; one at a time.

@@ -17,6 +17,7 @@ from shoal.faults import user_error
 from shoal.grains import random_key
 from shoal.holding import Holding, local
 from shoal.job import Job, Progress
+from shoal.norms import global_norm
 from shoal.observation import Observer
 from shoal.precision import LossScale
 from shoal.randomness import all_generators, seed_everything
@@ -300,14 +301,3 @@ def _can_fuse(group: dict[str, Any], kinds: tuple[type, ...]) -> bool:
         for tensor in (p, p.grad)
         if tensor is not None
     )
-
-
-def global_norm(gradients: list[Tensor]) -> float:
-    """The Euclidean norm over all the gradients together, in float32 at least."""
-    wide = [g.float() if g.dtype in (torch.bfloat16, torch.float16) else g for g in gradients]
-    if not wide:
-        return 0.0
-    first = wide[0]
-    if any(g.layout != torch.strided or g.dtype != first.dtype or g.device != first.device for g in wide):
-        return float(nn.utils.get_total_norm(wide))
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(wide))))  # the same without its groups

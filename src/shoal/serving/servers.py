@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from shoal.checkpoint.state import load_optimizer, optimizer_state
 from shoal.holding import merged
 from shoal.job import Progress
+from shoal.norms import rounded
 from shoal.serving.crew import Asked, Crew
 from shoal.serving.server import homes
 from shoal.strategies.parameter_server import pack, unpack
@@ -59,10 +61,7 @@ class Servers:
         norms: dict[str, float] = {}
         for names, (answer, _) in zip(self.names, answers, strict=True):
             norms |= {name: norm for name, norm in zip(names, answer["norms"], strict=True) if norm is not None}
-        # As torch.nn.utils.get_total_norm: a norm of the norms, in the order of the model.
-        wide = any(p.dtype == torch.float64 for p in self._named.values())
-        found = [norms[name] for name in self._named if name in norms]
-        return float(torch.linalg.vector_norm(torch.tensor(found, dtype=torch.float64 if wide else torch.float32)))
+        return rounded(math.hypot(*norms.values()), {p.dtype for p in self._model.parameters()})
 
     def apply(self, version: int, scale: float | None, progress: Progress) -> int:
         """Lets each server update its parameters, or leave the step out; how many pushes it had more than once."""

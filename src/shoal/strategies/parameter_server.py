@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shoal.collectives.fixed_tree import evaluate
 from shoal.job import Progress
 from shoal.microbatch import Microbatch
+from shoal.norms import global_norm
 from shoal.planner.division import Range, divide
 from shoal.strategies.base import NUM_SUMS, Flags, StepSums
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel
@@ -209,9 +210,7 @@ class Shard:
         assert total is not None, "a step has a part"
         for place, (parameter, part) in enumerate(zip(self._parameters, total.split(self._sizes), strict=True)):
             parameter.grad = part.view_as(parameter).to(parameter.dtype) if place in used else None
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        norms = iter(torch._foreach_norm([g.float() if g.itemsize < 4 else g for g in gradients]) if gradients else ())
-        return [None if p.grad is None else float(next(norms)) for p in self._parameters]
+        return [None if p.grad is None else global_norm([p.grad]) for p in self._parameters]
 
     def apply(self, step: int, version: int, scale: float | None, progress: Progress) -> bool:
         """Updates the parameters by what was combined, times `scale`; None leaves the step out.
