@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import JobError
+
 
 class StepBuffers:
     """The changing buffers of a model; `names` is agreed among the ranks, so that their vectors match."""
@@ -78,12 +80,14 @@ class StepBuffers:
         return value.double().flatten()
 
     def restore(self) -> None:
-        """Puts the step's values back."""
+        """Puts the step's values back. Raises: JobError where a forward has given a buffer another shape."""
         if not self._homes:
             return
         self._changed = self.changed()
         with torch.no_grad():
             for name, value in self._saved.items():
+                if self._now(name).shape != value.shape:
+                    raise _reshaped(name, value, self._now(name))
                 self._now(name).copy_(value)
         self._mark()
 
@@ -99,3 +103,12 @@ class StepBuffers:
                     continue
                 buffer.copy_((part if buffer.is_floating_point() else part.round()).view_as(buffer))
         self._saved = {}  # the step is over: there is nothing to go back to
+
+
+def _reshaped(name: str, before: Tensor, after: Tensor) -> JobError:
+    return JobError(
+        given=f"buffer {name} of shape {list(before.shape)}, which a forward gives the shape {list(after.shape)}",
+        conflict="a step makes one value of what all its microbatches leave in a buffer, so all have to be of one shape",
+        remedy="build it for the longest sample (in Transformers a larger max_position_embeddings or "
+        "max_source_positions), or keep what a forward can compute again in a plain attribute",
+    )

@@ -67,7 +67,7 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
             conflict="the engine steps a torch.optim.Optimizer",
             remedy="return one, for example torch.optim.SGD(parameters, lr=0.1)",
         )
-    refuse_closure(optimizer)
+    refuse_optimizer(optimizer)
     known = set(map(id, parameters))
     strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
     if strangers:
@@ -79,14 +79,20 @@ def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch
     return optimizer
 
 
-def refuse_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raises: JobError for an optimizer that evaluates the loss itself."""
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: JobError for an optimizer that evaluates the loss itself, or takes sparse gradients only."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
         raise JobError(
             given=f"optimizer {type(optimizer).__name__}",
             conflict="it evaluates the loss several times a step, and a step's samples are read once",
             remedy="use an optimizer whose step() needs no closure: SGD, Adam, AdamW ...",
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise JobError(
+            given="optimizer SparseAdam",
+            conflict="it takes sparse gradients only, and a step's gradient, the sum over all grains, is dense",
+            remedy="use torch.optim.Adam or SGD; a model with sparse=True stays as it is",
         )
 
 

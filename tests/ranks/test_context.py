@@ -288,9 +288,16 @@ def attention(x: Tensor, count: int = 2, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(split, split, split, **options).transpose(1, 2).flatten(2)
 
 
+def keeping(module: Any, x: Tensor) -> Tensor:
+    """What a forward leaves in a module cannot be copied while it belongs to a graph."""
+    module.kept = x.cumsum(1)
+    return module.kept
+
+
 MIXING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "convolution": (lambda m, x: m.conv(x.mT).mT, "mixes positions other than"),
     "cumulative": (lambda m, x: x.cumsum(1), "mixes positions other than"),
+    "keeping": (keeping, "mixes positions other than"),
     "eager": (eager, "by a softmax of its own.*attn_implementation"),
     "batch norm": (lambda m, x: m.norm(x.mT).mT, r"batch_norm\(\)"),
     "attention dropout": (lambda m, x: attention(x, dropout_p=0.1), "its attention drops weights"),

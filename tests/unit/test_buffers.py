@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from shoal.buffers import StepBuffers
+from shoal.errors import JobError
 from shoal.grains import Grain
 from shoal.randomness import GrainScope
 
@@ -101,3 +102,13 @@ def test_a_removed_buffer_is_a_fault() -> None:
     model.fixed = None  # type: ignore[assignment]
     with pytest.raises(AssertionError, match="fixed was removed"):
         buffers.begin()
+
+
+def test_a_buffer_that_grows_is_refused_by_name() -> None:
+    model = nn.Sequential(Counter())
+    buffers = StepBuffers(model)
+    buffers.watch()
+    buffers.begin()
+    model[0].replaced = torch.zeros(3)
+    with pytest.raises(JobError, match=r"buffer 0.replaced of shape \[2\], which a forward gives the shape \[3\]"):
+        buffers.restore()

@@ -162,6 +162,7 @@ class NeedsClosure(torch.optim.SGD):
     ("make", "given"),
     [
         (lambda p: torch.optim.LBFGS(p), "optimizer LBFGS"),
+        (lambda p: torch.optim.SparseAdam(p), "optimizer SparseAdam"),
         (lambda p: NeedsClosure(p, lr=0.1), "optimizer NeedsClosure"),
         (lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1), "an optimizer with 1 tensors"),
         (lambda p: torch.optim.SGD([*p, torch.zeros(2), torch.zeros(1)], lr=0.1), "an optimizer with 2 tensors"),

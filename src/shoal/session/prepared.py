@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shoal.adapters import adapted
 from shoal.errors import JobError
-from shoal.update import refuse_closure
+from shoal.update import refuse_optimizer
 
 # Wrappers of models by the names of their classes: importing them to ask would load what nobody uses.
 _WRAPPERS = {
@@ -139,7 +139,7 @@ def refuse(thing: Any) -> None:
             'give the model itself, and shoal.Plan().with_sections(execution={"compile": "default"}) as the plan',
         )
     if isinstance(thing, Optimizer):
-        return refuse_closure(thing)
+        return refuse_optimizer(thing)
     if isinstance(thing, nn.Module | LRScheduler):
         return None
     if isinstance(thing, DataLoader):

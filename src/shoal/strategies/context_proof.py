@@ -53,12 +53,12 @@ class Prover:
         generator = torch.Generator().manual_seed(SEED)
         module = materialised(self._model, name, self._values, generator).to(self._device)
         arguments = numbers_for(trace, generator, self._device)
+        divided = copy.deepcopy(module)  # before a forward, which may leave in it what cannot be copied
         try:
             whole = computed(module, arguments)
         except Exception:  # what makes float32 of its own does not compute in float64
-            module, arguments = module.float(), narrowed(arguments)
-            whole = computed(module, arguments)
-        divided = copy.deepcopy(module)
+            divided, arguments = divided.float(), narrowed(arguments)
+            whole = computed(module.float(), arguments)
         give_role(divided, Role(name, replace(plan, opens=True, closes=True), Chain(self._axis)))
         try:
             split = computed(divided, arguments)

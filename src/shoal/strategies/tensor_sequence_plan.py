@@ -175,15 +175,15 @@ class _Bench:
         generator = torch.Generator().manual_seed(SEED)
         module = materialised(self._subject.model, name, self._subject.values, generator).to(self._device)
         arguments = numbers_for(block, generator, self._device)
+        divided = copy.deepcopy(module)  # before a forward, which may leave in it what cannot be copied
         try:
             watched = _Outputs(module)
             whole = computed(module, arguments)
         except Exception:  # what makes float32 of its own does not compute in float64
-            module, arguments = module.float(), narrowed(arguments)
-            watched = _Outputs(module)
+            divided, arguments = divided.float(), narrowed(arguments)
+            watched = _Outputs(module.float())
             whole = computed(module, arguments)
         watched.close()
-        divided = copy.deepcopy(module)
         parts = apply(divided, own, self._axis).parts
         found.give(divided, name, Stream(self._axis))
         try:

@@ -120,6 +120,7 @@ def _fork(work: Callable[[Environment], None], environment: Environment, folder:
             os.dup2(output, 1)
             os.dup2(output, 2)
         torch.set_num_threads(1)  # whatever threads the parent had are not here
+        _refuse_lost_threads()
         work(environment)
         code = 0
     except BaseException as error:
@@ -164,6 +165,24 @@ def _cuda_in_use() -> LaunchError:
         conflict="its ranks are forked, and CUDA does not survive a fork",
         remedy="call it before anything touches the GPU, or use the command: shoal verify JOBFILE",
     )
+
+
+def _refuse_lost_threads() -> None:
+    """Raises: LaunchError in a process whose parent had autograd's own threads: no backward is possible in it.
+
+    The parent has them after a backward where there is an accelerator, or within 60 others, each called by the one
+    before. Torch does not tell of them but by failing.
+    """
+    try:
+        torch.ones((), requires_grad=True).square().backward()
+    except RuntimeError as error:
+        if "fork-based" not in str(error):
+            raise
+        raise LaunchError(
+            given="a verification in a process whose earlier backward has started threads of torch's autograd",
+            conflict="its ranks are forked, and these threads do not survive a fork: the job is not at fault",
+            remedy="call it before that backward, or use the command: shoal verify JOBFILE",
+        ) from None
 
 
 def _log(folder: Path, rank: int) -> Path:

@@ -189,6 +189,8 @@ class _Judges:
             sums = self._double.loss_of_grains() if self._double is not None else None
         except ShoalError:  # not in float64
             sums = None
+        if sums is not None and not all(map(math.isfinite, sums)):  # nor does float64 have to be finite
+            sums = None
         if sums is None and self._precision.is_wide:
             sums = self._plain.loss_of_grains()
         if sums is None:  # bfloat16 is too coarse to tell
@@ -202,16 +204,25 @@ class _Judges:
         return [Check(0, "loss", "of all grains together", None, math.inf, 0.0, said)]
 
     def step(self, before: StepTrace, parallel: StepTrace) -> tuple[list[Check], References]:
-        """The checks of one step: in the first all ways, which show how far a step moves; later as planned alone."""
+        """The checks of one step: in the first all ways, which show how far a step moves; later as planned alone.
+
+        Rounding may weigh more in a later step: before it is called wrong it is computed in all ways, too.
+        """
         # A step that was left out has shown of little how far it moves.
         first = not any(key.startswith("update/") for key in self._measured)
-        with (first and self._sampled) or contextlib.nullcontext():
-            computed = [self._compute(self._plain, before, parallel, way) for way in self._ways(first)]
-        if first:
+        checks, references = self._compared(before, parallel, complete=first)
+        if not first and not all(check.passed for check in checks):
+            checks, references = self._compared(before, parallel, complete=True)
+        return checks, references
+
+    def _compared(self, before: StepTrace, parallel: StepTrace, complete: bool) -> tuple[list[Check], References]:
+        with (complete and self._sampled) or contextlib.nullcontext():
+            computed = [self._compute(self._plain, before, parallel, way) for way in self._ways(complete)]
+        if complete:
             refuse_unrepeatable(computed[0].trace, computed[1].trace)
-        exact = self._exact(before, parallel, computed[0]) if first else None
+        exact = self._exact(before, parallel, computed[0]) if complete else None
         updated = self._updated(before, parallel, computed[0])
-        references = References(computed, exact, first, self._layers() if first else 0.0, updated)
+        references = References(computed, exact, complete, self._layers() if complete else 0.0, updated)
         return compare(parallel, before, references, self._parameter_order(), self._measured), references
 
     def _ways(self, first: bool) -> list[Way]:
@@ -243,6 +254,10 @@ class _Judges:
         except ShoalError as error:
             self._notes.append(f"no float64 reference: the model does not compute in it ({error.conflict[:120]})")
             self._double = None
+            return None
+        if found.trace.skipped == "nonfinite":
+            note = "the float64 reference is not finite where the ways are: tolerances come from the ways alone"
+            self._notes += [note] if note not in self._notes else []
             return None
         difference = abs(found.trace.loss - plain.trace.loss)
         if difference > 0.1 * abs(found.trace.loss) and self._precision.compute == torch.float32:

@@ -1,0 +1,48 @@
+"""All rows by name, and the cells of each."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+
+from benchmarks.corpus import keras_applications, language, layers, perception, training
+from benchmarks.corpus.cells import DIVIDED, EVERY, Cell
+from benchmarks.corpus.row import Row
+
+LEFT_OUT = {
+    **keras_applications.LEFT_OUT,
+    "torch.nn.SyncBatchNorm": "torch itself refuses it on a CPU; shoal's batch norm is by grain on any layout",
+    "blt, dbrx, deepseek_v32, dots1, luke and others of Transformers": "no tiny configuration: sizes that nothing sets",
+}
+
+
+def all_rows() -> dict[str, Row]:
+    """The rows by name, a family after the other. Raises: SystemExit where a package they need is not installed."""
+    found: dict[str, Row] = {}
+    for row in (*language.ROWS, *perception.ROWS, *keras_applications.ROWS, *layers.ROWS, *training.ROWS):
+        if row.name in found:
+            raise SystemExit(f"two rows are named {row.name}")
+        found[row.name] = row
+    return found
+
+
+def cells_of(rows: dict[str, Row], chosen: Sequence[str]) -> list[Cell]:
+    """The cells of the chosen rows; about a third of all rows are also divided."""
+    found = []
+    for name in chosen:
+        # By name, so that a new row changes nothing for the others.
+        kinds = EVERY + (DIVIDED if zlib.crc32(name.encode()) % 3 == 0 else ())
+        found += [Cell(rows[name], kind) for kind in kinds]
+    return found
+
+
+def by_kind(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells a column after the other: what is wrong with a row mostly shows in the first."""
+    kinds = (*EVERY[:1], *DIVIDED, *reversed(EVERY[1:]))
+    return sorted(cells, key=lambda cell: kinds.index(cell.kind))
+
+
+def sampled(rows: dict[str, Row], number: int, seed: str) -> list[str]:
+    """So many names, the same for the same seed."""
+    return sorted(random.Random(seed).sample(sorted(rows), min(number, len(rows))))
