@@ -29,7 +29,9 @@ class StepBuffers:
             for key, value in module._buffers.items():
                 if value is not None:
                     self._homes[f"{prefix}.{key}" if prefix else key] = module._buffers, key
-        self._device = next(p.device for p in model.parameters() if not p.is_meta)
+        # A stage of a pipeline may hold no parameter.
+        held = (p.device for p in (*model.parameters(), *model.buffers()) if not p.is_meta)
+        self._device = next(held, torch.device("cpu"))
         self._versions: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
         self._saved: dict[str, Tensor] = {}
