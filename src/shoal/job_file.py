@@ -64,7 +64,7 @@ def parse_target(target: str, settings: list[str]) -> JobRequest:
             conflict="there is no such directory" if path.is_dir() else "there is no such file",
             remedy=f"give the path of a Python file that has a job function{nearest(path.name, near)}",
         )
-    pairs = []
+    pairs: list[tuple[str, str]] = []
     for text in settings:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():

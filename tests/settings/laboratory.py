@@ -111,22 +111,23 @@ class Laboratory:
         self._found: dict[str, Ended] = {}
         variables = {k: v for k, v in os.environ.items() if k not in _SCRUBBED and not k.startswith("SHOAL_")}
         variables |= {"XDG_CACHE_HOME": f"{self._folder.name}/cache", "PYTHONDONTWRITEBYTECODE": "1"}
-        self._log = Path(self._folder.name, "log").open("w", encoding="utf-8")
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "forked.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=variables,
-            text=True,
-            start_new_session=True,
-        )
+        self._log = Path(self._folder.name, "log")
+        with self._log.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "forked.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=variables,
+                text=True,
+                start_new_session=True,
+            )
         assert self._answer() == "ready"
 
     def _answer(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline().strip()
-        assert line, Path(self._log.name).read_text(encoding="utf-8")
+        assert line, self._log.read_text(encoding="utf-8")
         return line
 
     def __call__(self, call: Call) -> Ended:
@@ -177,7 +178,6 @@ class Laboratory:
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()
-        self._log.close()
         self._folder.cleanup()
 
 

@@ -212,6 +212,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "shuffle": {"shuffle": False},
     "fuse": {"fuse": False},
     "skip_nonfinite": {"skip_nonfinite": True},
+    "more grains than samples": {"grains": 64},
     "grains, fuse": {"grains": 4, "fuse": False},
     "checkpoints": {"checkpoints": "kept"},
     "checkpoints in out": {"checkpoints": "out/kept"},

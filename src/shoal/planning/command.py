@@ -52,7 +52,7 @@ def plan(options: argparse.Namespace) -> ExitCode:
 
 
 # Of those that a search has, the default of each as `shoal plan` has it.
-_OF_A_SEARCH = {
+_OF_A_SEARCH: dict[str, object] = {
     "job": None,
     "cluster": "here",
     "aim": "fastest",
