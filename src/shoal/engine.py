@@ -37,6 +37,7 @@ from shoal.plan.plan import Plan
 from shoal.plan.resolve import refuse_unsupported
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
+from shoal.startup import one_thread
 from shoal.step import StepParts
 from shoal.strategies.assemble import Made, assemble, divide
 from shoal.strategies.base import Strategy
@@ -285,9 +286,10 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
 
 
 def make_model(job: Job) -> nn.Module:
-    """What the job's `model` gives. Raises: UserCodeError, JobError."""
+    """What the job's `model` gives on one thread: the same bits wherever. Raises: UserCodeError, JobError."""
     try:
-        model = adapted(job.model())
+        with one_thread():
+            model = adapted(job.model())
     except ShoalError:
         raise
     except Exception as error:

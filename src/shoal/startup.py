@@ -47,6 +47,21 @@ def prepare_process(exact: bool, num_threads: int | None) -> None:
     _set_allocator(_TRIM_BYTES, _MMAP_BYTES)
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """A context, or a function decorated by it, in which torch's kernels run on one thread.
+
+    For initial values: factorisations (`torch.nn.init.orthogonal_`) give other bits on two threads than on one.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() == 1:  # else the job's own code has chosen
+            torch.set_num_threads(before)
+
+
 def return_freed_memory() -> None:
     """From here on what is freed goes back to the system at once, which costs a step page faults."""
     _set_allocator(_LEAN_BYTES, _LEAN_BYTES)

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shoal.startup import one_thread
+
 _LARGE_BYTES = 1 << 20
 # Arguments that are written although the schema does not say so.
 _UNMARKED = {"native_batch_norm": {"running_mean", "running_var"}}
@@ -145,6 +147,7 @@ class Tape:
                     break
         return [found[number] for number in sorted(found)]
 
+    @one_thread()
     def replay(self, refs: list[Ref]) -> list[Tensor]:
         """The tensors' values now; those that share a storage still do."""
         operations = self.needed({ref.key for ref in refs})

@@ -59,6 +59,7 @@ class Session:
         self.replay = Replay.told(os.environ)
         if environment.rank == 0 and not self.replay:
             check(plan)
+            warn_of(self._job.without_effect())
             warn_of(unheeded(plan, self._job.grains, None if self.training.fuse else "fuse=False"))
         if self.replay and self.replay.of is not None:  # the same loop on one process
             plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))

@@ -1,0 +1,102 @@
+"""What rounds more in a later step, and what is finite in float32 only, is no divergence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.trace import StepTrace
+from shoal.verification import Verdict
+from shoal.verification.fork import trace_forked
+from shoal.verification.judge import judge
+from shoal.verification.parallel import read_outcome
+
+pytestmark = pytest.mark.ranks
+
+STEEP = 1e5
+
+
+class Steep(nn.Module):
+    """A sine of large angles, which are zero and so exact before the first update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+        nn.init.zeros_(self.inner.weight)
+        nn.init.zeros_(self.inner.bias)
+        self.sine = Sine()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sine(self.inner(x))
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(STEEP * x)
+
+
+class Hidden(nn.Module):
+    """A mask made in one dtype and added in another: in float64 a row that sees nothing is not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ask, self.value = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.ask(x)
+        hidden = torch.full_like(scores, torch.finfo(scores.dtype).min).float()
+        return self.value((hidden + scores.detach() * 0).softmax(-1).to(x) * scores)
+
+
+def squares(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    return (model(batch) - 1.0).square().sum(), len(batch)
+
+
+def job(model: type[nn.Module]) -> shoal.Job:
+    return shoal.Job(
+        model=model,
+        loss=squares,
+        optimizer=partial(torch.optim.SGD, lr=1e-6),
+        train_data=torch.randn(16, 8, generator=torch.Generator().manual_seed(0)),
+        global_batch=8,
+        grains=2,
+        length=shoal.Steps(2),
+    )
+
+
+def nudged(steps: Iterator[StepTrace], share: float) -> Iterator[StepTrace]:
+    """The traces as a rank leaves them whose sine is off by a share in the second step."""
+    for trace in steps:
+        if trace.step == 1:
+            (call,) = [call for call in trace.forward if call.startswith("sine")]
+            own = trace.forward[call]
+            trace.forward[call] = {grain: [number * (1 + share) for number in found] for grain, found in own.items()}
+        yield trace
+
+
+def test_a_later_step_is_computed_in_all_ways_before_it_is_called_wrong(tmp_path: Path) -> None:
+    """Rounding makes of these angles a thousand times what the first step has shown, and of an error still more."""
+    made, plan = job(Steep), shoal.Plan()
+    trace_forked(lambda plan: (made, plan), plan, tmp_path, 2)
+    traced = read_outcome(tmp_path / "parallel")
+
+    def judged(share: float) -> Verdict:
+        steps = nudged(traced.steps(tmp_path / "parallel"), share)
+        return judge(made, plan, traced, steps, torch.device("cpu"))
+
+    within, beyond = judged(1e-5), judged(1e-2)
+    assert within.verified, within.render()
+    assert not beyond.verified
+    assert beyond.failed[0].name.startswith("sine")
+
+
+def test_float64_that_is_not_finite_is_no_reference() -> None:
+    verdict = shoal.verify(job(Hidden), shoal.Plan(), steps=1)
+    assert verdict.verified, verdict.render()
+    assert any("float64 reference is not finite" in note for note in verdict.notes)

@@ -1,0 +1,55 @@
+"""The model that an engine is built on: its initial values and its dtypes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.deferred import deferred
+from shoal.engine import build_model, make_model
+from shoal.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def factorised() -> nn.Module:
+    model = nn.Linear(120, 120, bias=False)
+    nn.init.orthogonal_(model.weight)
+    return model
+
+
+def job(model: object) -> shoal.Job:
+    return shoal.Job(model=model, loss=print, optimizer=print, train_data=[0], global_batch=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("threads")
+def test_initial_values_do_not_depend_on_threads() -> None:
+    made = job(factorised)
+    found = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found.append(build_model(made, Precision(torch.float32, torch.float32, torch.float32, CPU)).weight)
+        _, values = deferred(functools.partial(make_model, made), 7)
+        found.append(values.whole("weight"))
+        assert torch.get_num_threads() == count
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_model_may_choose_threads() -> None:
+    torch.set_num_threads(1)
+    build_model(job(lambda: (torch.set_num_threads(2), factorised())[1]), Precision.of(shoal.Plan().precision, CPU))
+    assert torch.get_num_threads() == 2
