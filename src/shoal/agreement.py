@@ -91,9 +91,13 @@ def raise_together(mesh: Mesh, error: ShoalError | None) -> None:
     """
     told = mesh.gather_json(to_json(error, mesh.rank, mesh.host) if error else None)
     if error is not None:
-        error.rank, error.host = mesh.rank, mesh.host
+        error.rank, error.host, error.everywhere = mesh.rank, mesh.host, True
         raise error
-    raise_peer(told)
+    try:
+        raise_peer(told)
+    except PeerError as peer:
+        peer.everywhere = True
+        raise
 
 
 def raise_peer(told: list[dict[str, Any] | None]) -> None:

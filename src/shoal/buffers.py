@@ -98,3 +98,4 @@ class StepBuffers:
                 if buffer.is_meta:
                     continue
                 buffer.copy_((part if buffer.is_floating_point() else part.round()).view_as(buffer))
+        self._saved = {}  # the step is over: there is nothing to go back to

@@ -96,6 +96,15 @@ class Engine:
     def _loss_scale(self) -> LossScale:
         return LossScale.of(self.plan.precision.loss_scale, self.precision.compute)
 
+    def rehearse(self) -> None:
+        """Computes the first of an evaluation, to find what would raise in it before a step is trained for it.
+
+        Not where blocks are compiled, which would be compiled for another shape first. Collective: all ranks.
+        """
+        if self.plan.execution.compile == "none":
+            self.evaluator.rehearse(self.model)
+            self.strategy.rest()
+
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """The trainer that goes on from `state`, or begins."""
         state = state or self.first_state()

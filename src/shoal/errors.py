@@ -35,6 +35,7 @@ class ShoalError(Exception):
         self.rank: int | None = None
         self.host: str | None = None
         self.traceback_text: str | None = None
+        self.everywhere = False  # whether every rank raises now, so that they can still do something together
 
     def __str__(self) -> str:
         return f"{self.given}; {self.conflict}; {self.remedy}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,13 +68,7 @@ class Evaluator:
         """
         if self._source is None:
             return {}, 0
-        training = model.training
-        model.eval()
-        try:
-            sums = collectively(self._mesh, self._divided, lambda: self._local_sums(model))
-        finally:
-            model.train(training)
-        gathered = self._mesh.gather_json(sums)
+        gathered = self._mesh.gather_json(self._computed(model))
         # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
         count = sum(len_ for part in gathered for len_ in part["samples"])
         metrics = {}
@@ -82,11 +78,28 @@ class Evaluator:
             metrics[name] = total / weight if weight else math.nan
         return metrics, count
 
-    def _local_sums(self, model: nn.Module) -> dict[str, Any]:
+    def rehearse(self, model: nn.Module) -> None:
+        """Computes this rank's first chunk as an evaluation does, to find now what would raise there; changes nothing.
+
+        A stream is not begun. Collective: all ranks. Raises: as `evaluate`.
+        """
+        if isinstance(self._source, MapSource):
+            with _as_before(model, self._mesh.device):
+                self._computed(model, most_chunks=1)
+
+    def _computed(self, model: nn.Module, most_chunks: int | None = None) -> dict[str, Any]:
+        training = model.training
+        model.eval()
+        try:
+            return collectively(self._mesh, self._divided, lambda: self._local_sums(model, most_chunks))
+        finally:
+            model.train(training)
+
+    def _local_sums(self, model: nn.Module, most_chunks: int | None) -> dict[str, Any]:
         sums: dict[str, Any] = {name: ([], []) for name in self._metrics} | {"samples": []}
         place = Place(self._mesh.data_rank, self._mesh.num_data_ranks)
         with torch.no_grad():
-            for number, size, batch in self._chunks(place):
+            for number, size, batch in itertools.islice(self._chunks(place), most_chunks):
                 batch = self._precision.inputs(batch)
                 seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
                 counted = self._mesh.speaks and size > 0
@@ -145,6 +158,29 @@ class Evaluator:
                     yield number, len(samples), collate_samples(self._collate, samples, "eval_data")
             if self._lockstep and own < -(-(number + 1) // place.num_ranks):
                 yield 0, 0, collate_samples(self._collate, first or [], "eval_data")
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Puts buffers and generators back as they were: a forward may write the ones and draw from the others."""
+    kept = [
+        (module._buffers, name, value, value._version, value.detach().clone())
+        for module in model.modules()
+        for name, value in module._buffers.items()
+        if value is not None
+    ]
+    generators = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        with torch.no_grad():
+            for home, name, value, version, clone in kept:
+                home[name] = value
+                if value._version != version and not value.is_meta:
+                    value.copy_(clone)
 
 
 def _fsum(values: Iterable[float]) -> float:

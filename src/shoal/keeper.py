@@ -16,7 +16,7 @@ from shoal.checkpoint.state import load_optimizer, optimizer_state
 from shoal.checkpoint.store import Saved, Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter
 from shoal.data.loader import Loader
-from shoal.errors import IntegrityError, ShoalError, StorageError
+from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.holding import Held, Holding, merged
 from shoal.ledger import EMPTY_DIGEST, chain_digest
 from shoal.mesh import Mesh
@@ -151,6 +151,35 @@ class Keeper:
             self._newest = state.step
         if wait:
             self._confirm(self._store)
+
+    def rescue(self, error: ShoalError, state: RunState, torn: str | None = None) -> None:
+        """Saves `state` before an error ends the run, and says in the error's remedy what of it is kept.
+
+        `torn` says why the model is not that of the state, where it is not. Nothing is saved then, nor where the error
+        is not everywhere: others may wait in another collective. Collective: all ranks, as `save`. Raises: nothing.
+        """
+        if self._store is None or state.step == 0 or isinstance(error, NonFiniteError):
+            return
+        if torn is not None:
+            said = self._kept(state.step, torn)
+        elif error.everywhere or self._mesh.world_size == 1:
+            try:
+                self.save(state, wait=True)
+                said = f"step {state.step} is saved: --resume goes on from there"
+            except Exception as failure:  # the error at hand is the reason to end, and is to be told
+                first = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+                said = f"step {state.step} could not be saved: {first}"
+        elif isinstance(error, PeerError):
+            return
+        else:
+            said = self._kept(state.step, "the other ranks wait within the same work, and cannot save with this one")
+        error.remedy = f"{error.remedy}; {said}"
+
+    def _kept(self, step: int, why: str) -> str:
+        if self._newest >= step:
+            return f"step {step} is saved: --resume goes on from there"
+        kept = f"--resume goes on from step {self._newest}" if self._newest > 0 else "no checkpoint was taken yet"
+        return f"step {step} could not be saved: {why}; {kept}"
 
     def _confirm(self, store: Store) -> None:
         """Raises: StorageError where the last save failed. Collective: all ranks, JSON gathers."""

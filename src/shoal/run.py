@@ -177,6 +177,8 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
             reporter.step(record, slowest_rank)
 
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))
+        if (state.step if state else 0) < num_steps:
+            engine.rehearse()
         records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
         outcome, served = _trained(engine, (state, num_steps), around, records, course.crew)
         predicted = {} if served is not None else engine.plan.prediction  # the planner knows no servers

@@ -15,6 +15,7 @@ from shoal.computation import Computation
 from shoal.data.order import Order
 from shoal.errors import IntegrityError, NonFiniteError, StorageError
 from shoal.evaluation import Evaluator
+from shoal.faults import as_shoal_error
 from shoal.job import Job, Progress
 from shoal.keeper import Keeper, RunState
 from shoal.nonfinite import Search
@@ -84,7 +85,13 @@ def conclude(
     if status != "completed":
         return Outcome(status, state, {}, 0, step_seconds, unsaved)
     if evaluated is None or evaluated[0] != state.step:
-        evaluated = state.step, *parts.evaluator.evaluate(parts.model)
+        try:
+            evaluated = state.step, *parts.evaluator.evaluate(parts.model)
+        except Exception as error:
+            told = as_shoal_error(error)
+            if unsaved is None:
+                parts.keeper.rescue(told, state)
+            raise told from error
         parts.step.strategy.rest()
     return Outcome(status, state, *evaluated[1:], step_seconds, unsaved)
 
@@ -128,6 +135,7 @@ class Trainer:
         self._measures: tuple[float, ...] = Report().measures
         self._step_seconds: list[float] = []
         self._evaluated: Evaluated | None = None
+        self._num_updates = parts.updater.num_begun  # those that the state counts
 
     @property
     def _factor(self) -> float:
@@ -144,13 +152,22 @@ class Trainer:
             parts.keeper.save(self.state, wait=True)
         try:
             status = self._steps()
-        except Exception:
+        except Exception as error:
+            told = as_shoal_error(error)
+            parts.keeper.rescue(told, self.state, self._torn)
             if self._record is not None:  # the last good step's, of which the other ranks' measures are still to come
                 self._parts.records.write(self._record)
                 self._around.on_step(self._record, self._mesh.rank)
-            raise
+            raise told from error
         self._flush()
         return conclude(parts, self.state, status, self._evaluated, self._step_seconds)
+
+    @property
+    def _torn(self) -> str | None:
+        """Why model and optimizer are not those of the state; None where they are."""
+        if self._parts.updater.num_begun == self._num_updates:
+            return None
+        return "the error came in the midst of an update"
 
     def _steps(self) -> str:
         """All the steps that are left, or until a stop: completed or preempted."""
@@ -167,7 +184,11 @@ class Trainer:
             if agreement.checkpoint:
                 self._clock.mark("checkpoint")
                 parts.keeper.save(self.state)
-            sums = self._runner.run(data, self._factor, self._say)
+            try:
+                sums = self._runner.run(data, self._factor, self._say)
+            except Exception:
+                self._buffers.restore()  # to those of the last good step
+                raise
             if self._runner.has_next and sums.rows is not None:
                 agreement = from_rows(sums.rows)
                 self._write_record(agreement)
@@ -242,6 +263,7 @@ class Trainer:
         if parts.job.on_nonfinite == "skip":
             return found
         bad_steps, streak = {**state.bad_steps, state.step: found}, state.bad_streak
+        self._num_updates = -1  # until the model is that of a state again
         restored, complaints = parts.keeper.load(self._first_scale)
         for complaint in complaints:
             self._around.note(complaint)
@@ -251,7 +273,7 @@ class Trainer:
                 conflict="the checkpoint that this run wrote before its first step is not there any more",
                 remedy="leave the run directory alone while the run lasts; start anew with another --out",
             )
-        self.state, self._computation = restored, None
+        self.state, self._computation, self._num_updates = restored, None, parts.updater.num_begun
         self.state.bad_steps, self.state.bad_streak = bad_steps, streak
         self._runner.forget()
         self._agreed = None
@@ -264,6 +286,7 @@ class Trainer:
         parts, state = self._parts, self.state
         parts.step.loader.commit()
         state.advance(sums, update.skipped)
+        self._num_updates = parts.updater.num_begun
         if parts.step.computer.computation is not self._computation:
             self._computation = parts.step.computer.computation
             state.computation = self._computation.to_json()

@@ -213,6 +213,7 @@ class Updater:
             del optimizer.state[parameter]
         self._parameters = [(p, holding.counts(name)) for name, p in holding.parameters() if p.requires_grad]
         self._job, self._observer, self._judged = job, observer, False
+        self.num_begun = 0  # updates, also one that has raised in the midst of it
         self.stepper = stepper or Stepper(optimizer, job, exact=exact)
 
     def step(self, loss: float, weight: float, loss_scale: LossScale, progress: Progress) -> Update:
@@ -237,6 +238,7 @@ class Updater:
             torch._foreach_mul_([gradient for gradient, _ in held], scale)
         self._observer.clipped(norm)
         self.stepper.seed(progress.step)
+        self.num_begun += 1
         self._strategy.update(lambda: self.stepper.step(refuse_noise=self._holding.divides_state))
         if not self._judged:
             self._refuse_whole_state()

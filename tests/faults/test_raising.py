@@ -31,6 +31,7 @@ def test_one_rank_raises(place: str, when: str, tmp_path: Path) -> None:
     assert "Traceback" not in ended.output
     expected = {"data": "cannot read sample", "forward": "a sample that the model", "backward": "no derivative here"}
     assert expected[place] in ended.stderr
+    assert ("step 3 is saved: --resume goes on from there" in ended.stderr) == (when == "later")
     if place == "data":
         assert f"sample {SAMPLES[when]}" in ended.stderr
 
@@ -54,16 +55,19 @@ def test_where_the_others_wait_in_the_same_forward(place: str, tmp_path: Path) -
     ended = run(Run(JOB, tmp_path / "run", None, arguments=("--plan", str(plan)), environment=variables)).expect(2)
     assert "rank 1" in ended.stderr
     assert "PeerError" not in ended.stderr
+    # Before a step all ranks agree; in the midst of one the others wait for this one.
+    said = "step 3 is saved" if place == "data" else "step 3 could not be saved: the other ranks wait"
+    assert said in ended.stderr
 
 
 def test_the_run_goes_on_once_it_is_mended(tmp_path: Path) -> None:
     out = tmp_path / "run"
     variables = {"TEST_RAISE": "data:58"}
-    every = ("--checkpoint-every", "1")
-    run(Run(JOB, out, 2, True, every, environment=variables)).expect(2)
+    ended = run(Run(JOB, out, 2, True, ("--checkpoint-every", "100"), environment=variables)).expect(2)
+    assert ended.result["steps"] == 3
     resumed = run(Run(JOB, out, 1, arguments=("--resume",))).expect(0)
     whole = run(Run(JOB, tmp_path / "whole", 1, True)).expect(0)
-    assert resumed.result["resumed_from"] > 0
+    assert resumed.result["resumed_from"] == 3
     assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
 
 

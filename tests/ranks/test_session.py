@@ -403,6 +403,21 @@ def test_a_loop_that_is_left_goes_on_from_there(how: str, tmp_path: Path) -> Non
     assert rest["decay"] == pytest.approx(whole["decay"])
 
 
+def fails_at(number: int) -> Callable[[shoal.Progress], float]:
+    def schedule(progress: shoal.Progress) -> float:
+        if progress.step == number:
+            raise ValueError("the schedule's own")
+        return 1.0
+
+    return schedule
+
+
+def test_a_schedule_that_raises_leaves_what_was_finished(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match="the schedule's own"):
+        train(tmp_path, schedule=fails_at(3))
+    assert train(tmp_path)["losses"] == train()["losses"][3:]
+
+
 def interrupted(number: signal.Signals, at: int) -> Callable[[int, int], None]:
     def leave(rank: int, step: int) -> None:
         if step == at:

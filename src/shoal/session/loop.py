@@ -213,8 +213,10 @@ class Loop:
         try:
             with self._guard.lifted():
                 update = self.passes.update(sums, progress)
-        except BaseException:
-            self._over = True  # in the midst of an update: what the parameters are now is the state after no step
+        except BaseException as error:
+            self._over = True
+            if isinstance(error, Exception) and not self.passes.torn:
+                self._save()  # the schedule has raised, on all ranks alike
             raise
         step.loss, step.grad_norm, step.learning_rate = sums.loss, update.grad_norm, update.learning_rate
         if update.skipped == "nonfinite" and not self._base.training.skip_nonfinite:
