@@ -166,7 +166,7 @@ def test_a_schedule_multiplies_what_the_groups_have() -> None:
     assert told["rates"] == [0.5 * values[0][0] for values in wanted["values"]]
 
 
-@pytest.mark.parametrize("kind", ["step", "several", "by hand"])
+@pytest.mark.parametrize("kind", ["step", "several", "by hand", "unfrozen", "added"])
 def test_rates_of_a_loop_are_verified(kind: str) -> None:
     verdict = shoal.verify_session(partial(session_rates, kind), 2, steps=4)
     assert verdict.verified, verdict.render()
@@ -403,6 +403,21 @@ def test_a_loop_that_is_left_goes_on_from_there(how: str, tmp_path: Path) -> Non
     assert rest["decay"] == pytest.approx(whole["decay"])
 
 
+def fails_at(number: int) -> Callable[[shoal.Progress], float]:
+    def schedule(progress: shoal.Progress) -> float:
+        if progress.step == number:
+            raise ValueError("the schedule's own")
+        return 1.0
+
+    return schedule
+
+
+def test_a_schedule_that_raises_leaves_what_was_finished(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match="the schedule's own"):
+        train(tmp_path, schedule=fails_at(3))
+    assert train(tmp_path)["losses"] == train()["losses"][3:]
+
+
 def interrupted(number: signal.Signals, at: int) -> Callable[[int, int], None]:
     def leave(rank: int, step: int) -> None:
         if step == at:
@@ -521,7 +536,8 @@ def test_a_stream(world_size: int, tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     in_ranks(world_size, partial(train, kept, break_at=2, **streamed), tmp_path / "first")
     assert in_ranks(world_size, partial(train, kept, **streamed), tmp_path / "rest")[0]["losses"] == whole["losses"][2:]
-    ended = train(data=Stream, length=shoal.Steps(9))
+    with pytest.warns(RuntimeWarning, match="the stream has ended after 4 of 9 steps"):
+        ended = train(data=Stream, length=shoal.Steps(9))
     assert len(ended["losses"]) == STEPS_AN_EPOCH
 
 
@@ -533,3 +549,27 @@ def test_a_stream_is_verified() -> None:
 def test_a_data_loader_is_taken_apart() -> None:
     loaded = train(data=lambda: DataLoader(dataset(), batch_size=BATCH))
     assert loaded == train()
+
+
+# ----------------------------------------------------------------------------------------------------------- statistics
+
+
+def statistics(kept: Path, differ_at: int = 0) -> Told:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    with session(checkpoints=kept, resume=True) as own:
+        own.prepare(model, optimizer)
+        for step in own.steps(dataset()):
+            for batch in step:
+                step.backward(*cross_entropy(model, batch))
+            if step.number == differ_at:
+                optimizer.param_groups[0]["lr"] = 0.2 + 0.1 * own.rank
+        return {"mean": model[1].running_mean.tolist(), "counted": int(model[1].num_batches_tracked)}
+
+
+def test_statistics_are_those_after_the_last_finished_step(tmp_path: Path) -> None:
+    whole = in_ranks(2, partial(statistics, tmp_path / "whole"), tmp_path / "first")
+    with pytest.raises(JobError, match="group 0: lr"):
+        in_ranks(2, partial(statistics, tmp_path / "kept", 2), tmp_path / "second")
+    assert in_ranks(2, partial(statistics, tmp_path / "kept"), tmp_path / "third") == whole

@@ -204,7 +204,7 @@ class Plan(_Section):
         """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""
         document = self.to_mapping()
         for name, changes in sections.items():
-            document[name] = {**document[name], **changes}
+            document[name] = {**document.get(name, {}), **changes}
         return Plan.from_mapping(document, source="plan")
 
     def to_mapping(self) -> dict[str, Any]:

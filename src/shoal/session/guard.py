@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,21 +20,39 @@ class Guard:
 
     def __init__(self, optimizers: Sequence[Optimizer], in_pass: Callable[[], bool]) -> None:
         self._optimizers, self._in_pass = list(optimizers), in_pass
-        self._own = [{name: vars(o)[name] for name in _GUARDED if name in vars(o)} for o in self._optimizers]
+        self._own = [{name: vars(o).get(name) for name in _GUARDED} for o in self._optimizers]
+        self._lifted = False
+        self._guards = [
+            {
+                "step": _refused(o, "step", lambda: not self._lifted, _step),
+                "zero_grad": _refused(o, "zero_grad", lambda: self._in_pass() and not self._lifted, _zero_grad),
+            }
+            for o in self._optimizers
+        ]
         self.put()
 
     def put(self) -> None:
         """Sets the guards, as attributes of the objects."""
-        for optimizer in self._optimizers:
-            vars(optimizer)["step"] = _refused(optimizer.step, lambda: True, _step)
-            vars(optimizer)["zero_grad"] = _refused(optimizer.zero_grad, self._in_pass, _zero_grad)
+        self._replace(self._own, self._guards)
+        self._lifted = False
 
     def lift(self) -> None:
-        """Takes them away: what was there before is there again, as a scheduler's own wrapper."""
-        for optimizer, own in zip(self._optimizers, self._own, strict=True):
+        """Takes them away: what was there before is there again, as a scheduler's own wrapper.
+
+        A wrapper that came later, of a scheduler that was made in the loop, stays and calls the guard, which lets pass.
+        """
+        self._lifted = True
+        self._replace(self._guards, self._own)
+
+    def _replace(self, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
+        for optimizer, before, after in zip(self._optimizers, old, new, strict=True):
+            attributes = vars(optimizer)
             for name in _GUARDED:
-                vars(optimizer).pop(name, None)
-            vars(optimizer).update(own)
+                if attributes.get(name) is not before[name]:
+                    continue
+                attributes.pop(name, None)
+                if after[name] is not None:
+                    attributes[name] = after[name]
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -45,14 +64,16 @@ class Guard:
             self.put()
 
 
-def _refused(method: Callable[..., Any], when: Callable[[], bool], error: Callable[[], UserCodeError]) -> Any:
+def _refused(optimizer: Optimizer, name: str, when: Callable[[], bool], error: Callable[[], UserCodeError]) -> Any:
+    method = getattr(optimizer, name)
+
     @functools.wraps(method)  # schedulers look for a mark of theirs
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    def guarded(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if when():
             raise error()
         return method(*args, **kwargs)
 
-    return guarded
+    return types.MethodType(guarded, optimizer)  # a scheduler unbinds it
 
 
 def _step() -> UserCodeError:

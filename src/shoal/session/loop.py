@@ -132,6 +132,9 @@ class Loop:
             finally:
                 self._save()
         if not any(word.has_data for word in meeting.words):
+            if self._mesh.rank == 0:
+                text = f"the stream has ended after {self.state.step} of {num_steps} steps"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
             return None
         return data or StepData(self.state.step, 0, 0, iter(()))
 
@@ -197,7 +200,7 @@ class Loop:
         except Exception as caught:
             raise self._lost(caught) from caught
         if sums.flags.errors:
-            self.passes.restore()
+            self._restore()
             self._over = True
             try:
                 raise_together(self._mesh, error)
@@ -210,8 +213,10 @@ class Loop:
         try:
             with self._guard.lifted():
                 update = self.passes.update(sums, progress)
-        except BaseException:
-            self._over = True  # in the midst of an update: what the parameters are now is the state after no step
+        except BaseException as error:
+            self._over = True
+            if isinstance(error, Exception) and not self.passes.torn:
+                self._save()  # the schedule has raised, on all ranks alike
             raise
         step.loss, step.grad_norm, step.learning_rate = sums.loss, update.grad_norm, update.learning_rate
         if update.skipped == "nonfinite" and not self._base.training.skip_nonfinite:
@@ -307,16 +312,22 @@ class Loop:
     def _fail(self, error: ShoalError) -> NoReturn:
         """Raises an error that all ranks have alike, after the last checkpoint. Collective: all ranks."""
         self._over = True
-        self.passes.restore()
+        self._restore()
         self._save()
         raise error
+
+    def _restore(self) -> None:
+        """What a pass that did not come to its update has changed is put back."""
+        if self._open:
+            self.passes.restore()
+        self._open = False
 
     def _lost(self, error: Exception) -> Exception:
         """The error where a collective failed: another rank is gone without a word."""
         self._over = True
         if isinstance(error, ShoalError) or not is_lost_peer(error):
             return error
-        self.passes.restore()
+        self._restore()
         torn = "the step was left between its updates, and is not saved"
         said = torn if self._turns else self._saving.alone(self.state)
         return PeerError(

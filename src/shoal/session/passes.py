@@ -41,7 +41,10 @@ class Pass:
 
 
 class Passes:
-    """Computes passes, one after the other. `error`: why this rank could not compute the last one."""
+    """Computes passes, one after the other. `error`: why this rank could not compute the last one.
+
+    `torn`: whether an update was left in the midst of it.
+    """
 
     def __init__(self, base: Base, prepared: Prepared) -> None:
         """Collective: all ranks. Raises: JobError, PlanError."""
@@ -59,6 +62,7 @@ class Passes:
         self._after: Groups | None = None
         self._microbatch: Microbatch | None = None
         self.error: ShoalError | None = None
+        self.torn = False
 
     def watch(self) -> None:
         """Writes down the first state, where the loop is verified. Collective: as Holding.wholes."""
@@ -153,7 +157,11 @@ class Passes:
     def update(self, sums: StepSums, progress: Progress) -> Update:
         """Steps the optimizers of the pass. Raises: as Updater.step."""
         self._way.drop_others()
-        update = self._way.updater.step(sums.loss, sums.weight, self._now.loss_scale, progress)
+        begun = self._way.updater.num_begun
+        try:
+            update = self._way.updater.step(sums.loss, sums.weight, self._now.loss_scale, progress)
+        finally:  # in the midst of it the parameters are the state after no step
+            self.torn = self._way.updater.num_begun > begun
         if update.skipped is None:
             self._buffers.assign(sums.buffers, sums.num_samples)
             self._tell_of_fall_back(sums)
@@ -161,6 +169,7 @@ class Passes:
         self._count += 1
         if self._after is not None:
             self._mark()
+        self.torn = False
         return update
 
     def restore(self) -> None:

@@ -156,6 +156,18 @@ def test_what_a_session_does_itself(loop: Any) -> None:
     one.step()
 
 
+def test_a_scheduler_that_is_made_in_the_loop(loop: Any) -> None:
+    own, model, one, _ = loop
+    for step in own.steps(data(), epochs=2):
+        if step.number == 1:
+            scheduler = lr_scheduler.StepLR(one, 1)
+        for inputs, _ in step.batches(one):
+            step.backward(model(inputs).sum(), len(inputs))
+        scheduler.step()
+    assert one.param_groups[0]["lr"] == pytest.approx(1e-3)
+    one.step()
+
+
 def test_a_pass_with_nothing_to_train(loop: Any) -> None:
     own, model, one, _ = loop
     steps = own.steps(data())
