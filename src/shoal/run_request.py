@@ -110,7 +110,6 @@ class RunRequest:
 
         Raises: InUseError where another run has it, and as `check`.
         """
-        self.check()
         in_use: set[Path] = set()
         request = self
         while True:
@@ -124,18 +123,20 @@ class RunRequest:
 
     def _claim(self) -> DirectoryLock:
         if not (self.out / NAME).exists():  # who has it is the better answer to what it holds
-            self.check()
+            self._check_again()
         lock = claim(self.out, lambda text: print(f"note: {text}", file=sys.stderr))
         try:
-            if self.numbered is not None and RunDirectory(self.out).holds_run():
-                raise InUseError(
-                    given=str(self.out), conflict="another has trained here in between", remedy="take the next"
-                )
-            self.check()
+            self._check_again()
         except BaseException:
             lock.release()
             raise
         return lock
+
+    def _check_again(self) -> None:
+        """Raises: as `check`; InUseError where another number serves as well."""
+        if self.numbered is not None and RunDirectory(self.out).holds_run():
+            raise InUseError(given=str(self.out), conflict="another has trained there since", remedy="take the next")
+        self.check()
 
     def with_devices(self, count: Callable[[], int]) -> RunRequest:
         """The request with a number of devices, counted where neither plan nor option says."""

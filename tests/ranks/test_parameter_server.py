@@ -215,3 +215,49 @@ def test_a_worker_sends_and_gets_what_the_formula_says(exact: bool, tmp_path: Pa
     # Who computes two parts of a step has its parameters already.
     assert pulled <= 6 * sum(p for _, p in parts)
     assert pulled % parts[0][1] == 0
+
+
+class Treacherous:
+    """A schedule that climbs instead of descending from step 21 on, until the run has come back from there, or always.
+
+    As parameters that are out of date do where momentum is high, and always at the same step.
+    """
+
+    def __init__(self, always: bool) -> None:
+        self._always, self._last, self._turned = always, 0, False
+
+    def __call__(self, progress: float) -> float:
+        step = int(getattr(progress, "step", 0))
+        self._turned = self._turned or step < self._last
+        self._last = step
+        return -1.0 if step > 20 and (self._always or not self._turned) else 1.0
+
+
+def treacherous(always: bool) -> shoal.Job:
+    return small(schedule=Treacherous(always), length=shoal.Steps(90))
+
+
+def test_what_was_lost_to_staleness_is_won_back_in_step(tmp_path: Path) -> None:
+    """Stopped after it fell back, it is resumed in step."""
+    job = treacherous(always=False)
+    plan = planned(job, "asynchronous", workers=2, servers=1)
+    found = trained(job, plan, tmp_path / "first", tmp_path / "kept", steps=80)
+    fell_back = found["fell_back"]
+    assert fell_back["to"] == "synchronous"
+    assert fell_back["from_step"] <= 28 < fell_back["step"], "back to where the loss was lowest at a pause"
+    assert fell_back["lowest"] < fell_back["beginning"] <= fell_back["loss"]
+    assert found["applied_steps"] - found["undone"] == 80
+    assert found["warning"] is None
+    then = trained(job, plan, tmp_path / "then", tmp_path / "kept")
+    assert then["fell_back"] == fell_back
+    assert then["staleness"] == {"0": 10}
+    assert then["metrics"]["accuracy"] > 0.5
+    plain = small(length=shoal.Steps(90))
+    assert then["digest"] == by_one_process(plain)[0], "no sample twice and none left out"
+
+
+def test_where_nothing_was_learnt_the_result_says_so(tmp_path: Path) -> None:
+    job = treacherous(always=True)
+    found = trained(job, planned(job, "asynchronous", workers=2, servers=1), tmp_path / "run")
+    assert found["fell_back"] is not None
+    assert "nothing was learnt" in found["warning"]

@@ -12,7 +12,7 @@ import pytest
 
 import shoal.run_request
 from shoal.cli import _parser
-from shoal.errors import CommandError, PlanError, RunDirectoryError, SettingError, SettingWarning
+from shoal.errors import CommandError, InUseError, PlanError, RunDirectoryError, SettingError, SettingWarning
 from shoal.plan import Plan
 from shoal.plan.layout import AXES
 from shoal.plan.legal import conflicts
@@ -119,6 +119,22 @@ def test_a_run_directory_is_checked(job: str) -> None:
     request(job, "--resume").check()
     with pytest.raises(RunDirectoryError, match=r"no job\.json"):
         request(job, "--resume", "--out", "elsewhere").check()
+
+
+def test_two_starts_without_a_directory_choose_two(job: str) -> None:
+    with request(job).claim() as first, request(job).claim() as second:
+        assert (first.folder, second.folder) == (Path("runs/net_job"), Path("runs/net_job-2"))
+        with pytest.raises(InUseError, match="it is in use by pid"):
+            request(job, "--out", "runs/net_job").claim()
+        with pytest.raises(InUseError, match="it is in use by pid"):
+            request(job, "--resume", "--out", "runs/net_job").claim()
+    assert not Path("runs").exists()
+    late = request(job)
+    began(Path("runs/net_job"))  # by another, in between
+    with late.claim() as lock:
+        assert lock.folder == Path("runs/net_job-2")
+    with pytest.raises(RunDirectoryError, match="nothing is overwritten"):
+        request(job, "--out", "runs/net_job").claim()
 
 
 def test_a_resume_takes_plan_settings_and_steps_of_the_run(job: str) -> None:
