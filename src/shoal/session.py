@@ -82,7 +82,7 @@ class Session:
     ) -> None:
         self.training = Training(**training)
         self._job = _check(self.training)
-        self.says_workers = plan is not None and "workers" in plan.data.model_fields_set
+        self._says_workers = plan is not None and "workers" in plan.data.model_fields_set
         environment = joined(os.environ) or Environment()
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
@@ -239,7 +239,7 @@ class _Loop:
         place = Place(self._mesh.data_rank, self._mesh.num_data_ranks)
         cuda = self._mesh.device.type == "cuda"
         assert isinstance(data.source, MapSource)
-        workers = data.workers if data.workers is not None and not session.says_workers else self._plan.data.workers
+        workers = data.workers if data.workers is not None and not session._says_workers else self._plan.data.workers
         self._loader = MapLoader(data.source, order, place, workers, cuda, reading=data.reading)
         self._microbatch: Microbatch | None = None
         self._last = False
