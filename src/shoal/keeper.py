@@ -173,7 +173,7 @@ class Keeper:
         elif isinstance(error, PeerError):
             return
         else:
-            said = self._kept(state.step, "the other ranks wait within the same work, and cannot save with this one")
+            said = self._kept(state.step, "the other ranks may wait within the same work, and cannot be asked to save")
         error.remedy = f"{error.remedy}; {said}"
 
     def _kept(self, step: int, why: str) -> str:

@@ -254,6 +254,8 @@ def test_three_beats_and_exit_code_2(name: str, outcomes: dict[str, Future[Outco
     assert "Traceback" not in ended.output
     assert "InternalError" not in ended.stderr
     assert case.said in ended.stderr, ended.stderr
+    if name.startswith("metric_"):  # found before the first step, not after the first epoch
+        assert "step 1" not in ended.output
     # New files may appear where a run had begun; what was there stays as it was.
     assert outcome.before.items() <= outcome.after.items()
 
