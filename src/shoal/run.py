@@ -101,6 +101,8 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
         return _train_served(loaded, plan, request, environment, signals=signals, course=course)
     with open_mesh(environment, plan.degrees) as mesh:
         shake_hands(mesh, loaded, plan)
+        if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
+            warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
         directory = RunDirectory(request.out)
         meter = StepMeter()
         options = Options(directory.checkpoints, request.checkpoint_every, request.telemetry, observer=meter)
