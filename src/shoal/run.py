@@ -114,6 +114,8 @@ def _train(request: RunRequest, environment: Environment, signals: Signals, cour
             held.callback(lock.release if lock is not None else lambda: None)
             course.out = Path(mesh.gather_json(str(lock.folder if lock is not None else request.out))[0])
             request = replace(request, out=course.out)
+        if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
+            warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
         directory = RunDirectory(request.out)
         meter = StepMeter()
         options = Options(

@@ -8,7 +8,6 @@ beside it the cut gradients are summed over that axis too (hybrid sharding).
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from shoal.errors import PlanError, SettingWarning
+from shoal.errors import PlanError
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
 from shoal.plan.plan import Plan
@@ -48,9 +47,6 @@ def shard(
             remedy='use torch 2.13 or newer, or shard.level = "optimizer"',
         )
     keep = plan.shard.level == "gradients"
-    if plan.shard.offload and mesh.device.type == "cpu" and mesh.rank == 0:
-        message = "shard.offload = true: no effect, since the ranks compute on the host already"
-        warnings.warn(message, SettingWarning, stacklevel=2)
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.shard.offload else OffloadPolicy()
     wide = None if precision.reduce == precision.parameters else precision.reduce
     kept = {p for name, p in model.named_parameters() if p.ndim == 0 or name in absent}
