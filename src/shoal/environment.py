@@ -12,9 +12,7 @@ LISTEN_FD = "SHOAL_LISTEN_FD"  # a socket bound and listening for rank 0, inheri
 REPORT_FILE = "SHOAL_REPORT_FILE"  # where a worker writes how it ended, for the local launcher
 LAUNCHER_PID = "SHOAL_LAUNCHER_PID"  # the local launcher, without which a worker must not live on
 RUN_KEY = "SHOAL_RUN_KEY"  # a secret of this run, with which its processes prove to each other that they are of it
-LOCK_FD = (
-    "SHOAL_RUN_LOCK_FD"  # the lock of the run directory, inherited from the local launcher: it lasts as long as any
-)
+LOCK_FD = "SHOAL_RUN_LOCK_FD"  # the lock of the run directory, inherited from the local launcher
 STARTED_AT = "SHOAL_STARTED_AT"  # time.time() at which the command began
 
 

@@ -217,24 +217,27 @@ def test_a_worker_sends_and_gets_what_the_formula_says(exact: bool, tmp_path: Pa
     assert pulled % parts[0][1] == 0
 
 
-class Treacherous:
-    """A schedule that climbs instead of descending from step 21 on, until the run has come back from there, or always.
+class Treacherous(torch.optim.SGD):
+    """Climbs instead of descending from update 21 on: until the run has gone back from there, or always.
 
-    As parameters that are out of date do where momentum is high, and always at the same step.
+    As momentum does on parameters that are out of date, and always at the same update.
     """
 
-    def __init__(self, always: bool) -> None:
-        self._always, self._last, self._turned = always, 0, False
+    def __init__(self, parameters: Any, always: bool) -> None:
+        super().__init__(parameters, lr=0.05, momentum=0.9)
+        self.param_groups[0] |= {"count": 0, "turned": False}
+        self._always, self._seen = always, 0
 
-    def __call__(self, progress: float) -> float:
-        step = int(getattr(progress, "step", 0))
-        self._turned = self._turned or step < self._last
-        self._last = step
-        return -1.0 if step > 20 and (self._always or not self._turned) else 1.0
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["turned"] = group["turned"] or group["count"] < self._seen
+        group["count"] = self._seen = group["count"] + 1
+        group["maximize"] = group["count"] > 20 and (self._always or not group["turned"])
+        super().step(closure)
 
 
 def treacherous(always: bool) -> shoal.Job:
-    return small(schedule=Treacherous(always), length=shoal.Steps(90))
+    return small(optimizer=lambda p: Treacherous(p, always), schedule=None, length=shoal.Steps(90))
 
 
 def test_what_was_lost_to_staleness_is_won_back_in_step(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-# Measured on the digits and on LeNet (docs/parameter-server.md): with shares of 1/13 and more training goes on, with
+# Measured on the digits and on LeNet (docs/parameter-server.md): with shares of 1/11 and more training goes on, with
 # 1/38 and less it ends at chance at the rate that is right for up-to-date gradients.
 LEAST_SHARE = 1 / 20
 # The loss began at the mean of so many updates, and is judged over so many; a rise is one of so many standard errors.
 # A fall needs as many, and more the longer it was waited for: the lowest of many windows is low by chance.
-# Of 34 runs on the digits these tell those that end at chance from all others; of 2,000 updates of pure noise without
+# Of 49 runs on the digits these tell the 13 that end at chance from all others; of 2,000 updates of pure noise without
 # any trend they call 1 % to 3 % a fall and a rise.
 BEGINNING, WINDOW, ERRORS, FALL = 10, 25, 3.0, 7.0
 
