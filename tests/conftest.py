@@ -65,7 +65,12 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_counters.py", "test_fully_shard_sends_and_holds_what_the_formulas_say"): ("1-2",),
     ("test_counters.py", "test_what_autograd_keeps_is_what_the_plan_said"): ("1f1b, zero 3",),
     ("test_context.py", "test_the_gradient_of_one_process"): ("gpt-2", "masks and rotations-3"),
-    ("test_context.py", "test_what_cannot_be_divided_is_refused"): ("convolution", "keeping", "attention dropout", "few heads"),
+    ("test_context.py", "test_what_cannot_be_divided_is_refused"): (
+        "convolution",
+        "keeping",
+        "attention dropout",
+        "few heads",
+    ),
     ("test_context.py", "test_the_run_of_one_process"): ("with data",),
     ("test_pipeline.py", "test_gradients_are_those_of_one_process"): (),
     ("test_jobs.py", "test_each_case_of_the_conformance_suite"): (

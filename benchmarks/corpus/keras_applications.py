@@ -11,6 +11,7 @@ from torch import Tensor
 import shoal
 from benchmarks.corpus.row import BATCH, SAMPLES, Batch, Row, ids, make_job, numbers
 
+FAMILY = "Keras applications"
 CLASSES = 4
 
 # name -> images' side, and what else the builder is given
@@ -26,9 +27,9 @@ FITTING: dict[str, tuple[int, dict[str, Any]]] = {
 LEFT_OUT = {
     "keras DenseNet169, 201": "12.6 and 18.3 million parameters; more of DenseNet121's layers",
     "keras EfficientNetB1 to B7": "6.6 to 64.1 million parameters; more of EfficientNetB0's layers",
-    "keras EfficientNetV2B1 to B3, S, M, L": "6.9 to 117.8 million parameters; more of EfficientNetV2B0's layers",
+    "keras EfficientNetV2B1 to B3, S, M, L": "6.9 to 117.8 million parameters; more of V2B0's layers",
     "keras ConvNeXtTiny to XLarge": "27.8 to 348.2 million parameters; convnext of Transformers is in the table",
-    "keras ResNet50 to 152, also V2": "23.6 to 58.4 million parameters; resnet and bit of Transformers are in the table",
+    "keras ResNet50 to 152, also V2": "23.6 to 58.4 million parameters; see resnet and bit of Transformers",
     "keras VGG16, VGG19": "33.6 and 38.9 million parameters in plain convolutions and dense layers",
     "keras Xception, InceptionV3, InceptionResNetV2": "20.9 to 54.3 million parameters, images of 71 or 75 at least",
     "keras NASNetMobile, NASNetLarge": "Keras refuses the first on torch; the second has 84.9 million parameters",
@@ -64,7 +65,7 @@ def _row(name: str, side: int, settings: dict[str, Any]) -> Row:
     others = {"global_batch": 2 * BATCH, "optimizer": partial(torch.optim.SGD, lr=0.01)}
     written = f"keras.applications.{name} {side} {settings} {2 * BATCH} SGD"
     job = partial(make_job, model, classified, data, **others)
-    return Row(f"keras.{name}", "Keras applications", job, _import, written)
+    return Row(f"keras.{name}", FAMILY, job, _import, written)
 
 
 ROWS = [_row(name, *given) for name, given in FITTING.items()]
