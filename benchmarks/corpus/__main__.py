@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from benchmarks.corpus.cells import Cell, run
 from benchmarks.corpus.results import PAGE, RESULTS, Results, page, reason
 from benchmarks.corpus.row import Row
-from benchmarks.corpus.rows import LEFT_OUT, all_rows, by_kind, cells_of, sampled
+from benchmarks.corpus.rows import LEFT_OUT, all_rows, by_kind, cells_of, is_finding, known, sampled
 
 
 def main() -> None:
@@ -38,7 +38,9 @@ def main() -> None:
     if not options.sample:
         _write(results, rows)
     if bad:
-        raise SystemExit(f"{len(bad)} of {len(cells)} cells neither verified nor refused: {'; '.join(bad)}")
+        names = " ".join(dict.fromkeys(cell.row.name for cell in bad))
+        told = "; ".join(cell.name for cell in bad)
+        raise SystemExit(f"not verified: {told}. Again: python -m benchmarks.corpus --only {names}")
 
 
 def _options() -> argparse.Namespace:
@@ -53,7 +55,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _compute(cells: Sequence[Cell], results: Results, options: argparse.Namespace) -> list[str]:
+def _compute(cells: Sequence[Cell], results: Results, options: argparse.Namespace) -> list[Cell]:
     bad = []
     for number, (cell, found) in enumerate(run(cells, options.at_once), 1):
         if not options.sample:
@@ -61,15 +63,16 @@ def _compute(cells: Sequence[Cell], results: Results, options: argparse.Namespac
         said = f"({found['worst']:.2f})" if found["status"] == "verified" else reason(found)
         place = f"{number}/{len(cells)}"
         print(f"{place} {cell.name}: {found['status']} {said} in {found.get('seconds', '?')} s", flush=True)
-        if found["status"] not in ("verified", "refused"):
-            bad.append(cell.name)
+        if is_finding(cell, found):
+            print(found.get("traceback") or found.get("said"), flush=True)
+            bad.append(cell)
     return bad
 
 
 def _write(results: Results, rows: dict[str, Row]) -> None:
     every = cells_of(rows, list(rows))
     results.tidy(every)
-    PAGE.write_text(page(results, rows, every, LEFT_OUT), encoding="utf-8")
+    PAGE.write_text(page(results, every, known, LEFT_OUT), encoding="utf-8")
 
 
 if __name__ == "__main__":

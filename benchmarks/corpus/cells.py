@@ -13,9 +13,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ class Cell:
         return f"{self.row.name}, {self.kind}"
 
 
-# --------------------------------------------------------------------------------------------------- in a cell's process
+# ------------------------------------------------------------------------------------------ in a cell's process
 
 
 def computed(cell: Cell) -> Found:
@@ -121,7 +120,7 @@ def _hash(folder: Path) -> tuple[str, int]:
     return digest, sum(value.numel() for value in last.parameters.values())
 
 
-# -------------------------------------------------------------------------------------------------------------- outside
+# ------------------------------------------------------------------------------------------ outside
 
 
 def start(cell: Cell) -> tuple[int, int]:
@@ -189,9 +188,8 @@ def run(cells: Sequence[Cell], at_once: int) -> Iterator[tuple[Cell, Found]]:
 
 def prepared(row: Row) -> Found | None:
     """Imports what a row needs; what is to be said where that is not possible."""
-    prepare: Callable[[], Any] = partial(row.prepare)
     try:
-        prepare()
+        row.prepare()
     except Exception as error:
         return {"status": "failed", "kind": type(error).__name__, "said": str(error)[:1000], "seconds": 0.0}
     return None

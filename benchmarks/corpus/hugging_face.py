@@ -191,11 +191,10 @@ _LOSSES: dict[Callable[..., Batch], Any] = {causal: token_loss, masked: token_lo
 
 
 def row(family: str, name: str, built: tuple[str, dict[str, Any]], data: Callable[[], Batch], **others: Any) -> Row:
-    """A row of Transformers. `others`: `loss`, `fuse` and what else a Job has, `refused` of the row."""
-    refused = others.pop("refused", {})
+    """A row of Transformers. `others`: `loss`, `fuse` and what else a Job has."""
     loss = others.pop("loss", None) or _LOSSES.get(data, class_loss)
     model = partial(build, *built)
     told = f"{data.func.__name__}{data.keywords}" if isinstance(data, partial) else data.__name__
     written = f"{built} {told} {loss.__name__} {others}"
     job, prepare = partial(make_job, model, loss, data, **others), partial(class_named, built[0])
-    return Row(name, family, job, prepare, written, refused)
+    return Row(name, family, job, prepare, written)

@@ -1,4 +1,4 @@
-"""Modules of plain torch as people write them: recurrence, attention, norms, parametrizations, odd parameters and buffers."""
+"""Modules of plain torch as people write them: recurrence, attention, norms, odd parameters and buffers."""
 
 from __future__ import annotations
 
@@ -354,5 +354,13 @@ ROWS = [
     torch_row("torch layers", "counting_buffers", Counting, classified, _POINT, fuse=False),
     torch_row("torch layers", "fake_quantize", fake_quantised, classified, _POINT, fuse=False),
     torch_row("torch layers", "float64", double, double_classified, _POINT),
-    torch_row("torch layers", "sparse_embedding_bag", partial(Bags, mode="sum", sparse=True), classified, words, optimizer=_BAG, clip_norm=None),
-]  # fmt: skip
+    torch_row(
+        "torch layers",
+        "sparse_embedding_bag",
+        partial(Bags, mode="sum", sparse=True),
+        classified,
+        words,
+        optimizer=_BAG,
+        clip_norm=None,
+    ),
+]

@@ -59,18 +59,44 @@ VISION: Table = {
     "vit_msn": ("ViTMSNForImageClassification", {}),
 }
 LARGER: Table = {
-    "mobilevit": ("MobileViTForImageClassification", {"hidden_sizes": (16, 24, 32), "neck_hidden_sizes": (4, 8, 8, 16, 16, 24, 32), "patch_size": 2, "image_size": 64}),
+    "mobilevit": (
+        "MobileViTForImageClassification",
+        {
+            "hidden_sizes": (16, 24, 32),
+            "neck_hidden_sizes": (4, 8, 8, 16, 16, 24, 32),
+            "patch_size": 2,
+            "image_size": 64,
+        },
+    ),
     "mobilevitv2": ("MobileViTV2ForImageClassification", {"width_multiplier": 0.25, "patch_size": 2, "image_size": 64}),
-    "levit": ("LevitForImageClassification", {"image_size": 64, "patch_size": 16, "hidden_sizes": (16, 24, 32), "depths": (1, 1, 1), "num_attention_heads": (2, 2, 2), "key_dim": (4, 4, 4)}),
+    "levit": (
+        "LevitForImageClassification",
+        {
+            "image_size": 64,
+            "patch_size": 16,
+            "hidden_sizes": (16, 24, 32),
+            "depths": (1, 1, 1),
+            "num_attention_heads": (2, 2, 2),
+            "key_dim": (4, 4, 4),
+        },
+    ),
     "cvt": ("CvtForImageClassification", {"embed_dim": (8, 16, 16), "num_heads": (1, 2, 2), "depth": (1, 2, 3)}),
     "pvt": ("PvtForImageClassification", {**_STAGES, "image_size": 64}),
-    "swiftformer": ("SwiftFormerForImageClassification", {"depths": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 16), "image_size": 64}),
-}  # fmt: skip
+    "swiftformer": (
+        "SwiftFormerForImageClassification",
+        {"depths": (1, 1, 1, 1), "embed_dims": (8, 8, 16, 16), "image_size": 64},
+    ),
+}
 
 _EARS: dict[str, Any] = {
-    "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_conv_pos_embeddings": 8,
-    "num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "mask_time_length": 2,
-}  # fmt: skip
+    "conv_dim": (8, 8),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 4),
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+    "mask_time_length": 2,
+}
 AUDIO: Table = {
     "wav2vec2": ("Wav2Vec2ForSequenceClassification", _EARS),
     "hubert": ("HubertForSequenceClassification", _EARS),
@@ -101,13 +127,40 @@ ROWS = [
     *(row("vision", name, given, images) for name, given in VISION.items()),
     *(row("vision", name, given, larger_images) for name, given in LARGER.items()),
     *(row("audio", name, given, sound) for name, given in AUDIO.items()),
-    row("audio", "audio_spectrogram_transformer", ("ASTForAudioClassification", _AST), partial(spectra, 32, 16, "input_values")),
+    row(
+        "audio",
+        "audio_spectrogram_transformer",
+        ("ASTForAudioClassification", _AST),
+        partial(spectra, 32, 16, "input_values"),
+    ),
     row("audio", "whisper", ("WhisperForConditionalGeneration", _WHISPER), partial(spoken, 8, 32), loss=token_loss),
-    row("audio", "speech_to_text", ("Speech2TextForConditionalGeneration", _HEARD), partial(spoken, 32, 8), loss=token_loss),
+    row(
+        "audio",
+        "speech_to_text",
+        ("Speech2TextForConditionalGeneration", _HEARD),
+        partial(spoken, 32, 8),
+        loss=token_loss,
+    ),
     row("multimodal", "clip", ("CLIPModel", _JOINED), pairs, loss=contrastive_loss, fuse=False),
     row("multimodal", "siglip", ("SiglipModel", _JOINED), pairs, loss=contrastive_loss, fuse=False),
     row("multimodal", "chinese_clip", ("ChineseCLIPModel", _JOINED), pairs, loss=contrastive_loss, fuse=False),
-    row("multimodal", "llava", ("LlavaForConditionalGeneration", {"image_token_index": 63, "vision_config": {"model_type": "clip_vision_model", **_SEEN}, "text_config": {"model_type": "llama"}, "vision_feature_layer": -1}), captioned, loss=token_loss),
+    row(
+        "multimodal",
+        "llava",
+        (
+            "LlavaForConditionalGeneration",
+            {
+                "image_token_index": 63,
+                "vision_config": {"model_type": "clip_vision_model", **_SEEN},
+                "text_config": {"model_type": "llama"},
+                "vision_feature_layer": -1,
+            },
+        ),
+        captioned,
+        loss=token_loss,
+    ),
     row("time series", "patchtst", ("PatchTSTForPrediction", _PATCHES), partial(series, 16, 4, 2), loss=own_loss),
-    row("time series", "patchtsmixer", ("PatchTSMixerForPrediction", _PATCHES), partial(series, 16, 4, 2), loss=own_loss),
-]  # fmt: skip
+    row(
+        "time series", "patchtsmixer", ("PatchTSMixerForPrediction", _PATCHES), partial(series, 16, 4, 2), loss=own_loss
+    ),
+]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,6 @@ class Row:
     """One model. `written` is all that defines it, as text: a result counts only for what it was run with.
 
     job: makes the job. prepare: imports what the job needs, and uses no autograd.
-    refused: words of a refusal that is right, by cell; any other refusal on data ranks is a finding.
     """
 
     name: str
@@ -35,7 +33,6 @@ class Row:
     job: Callable[[], shoal.Job]
     prepare: Callable[[], Any]
     written: str
-    refused: dict[str, str] = field(default_factory=dict)
 
 
 def make_job(model: Callable[[], nn.Module], loss: Loss, data: Callable[[], Any], **others: Any) -> shoal.Job:
@@ -61,21 +58,18 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def torch_row(family: str, name: str, model: Any, loss: Loss, data: Any, **others: Any) -> Row:
-    """A row of plain torch. `others`: what else a Job has, `refused` of the row."""
-    refused = others.pop("refused", {})
+    """A row of plain torch. `others`: what else a Job has."""
     written = " ".join(map(_told, (model, loss, data, sorted(others.items()))))
-    return Row(name, family, partial(make_job, model, loss, data, **others), lambda: None, written, refused)
+    return Row(name, family, partial(make_job, model, loss, data, **others), lambda: None, written)
 
 
 def _told(value: Any) -> str:
-    """What a result depends on, the same in every process: names and arguments, and the code of what is the corpus' own."""
+    """What a result depends on, the same in every process: names and arguments."""
     if isinstance(value, partial):
         arguments = (*value.args, *sorted(value.keywords.items()))
         return f"{_told(value.func)}({', '.join(map(_told, arguments))})"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_told, value))})"
     if inspect.isclass(value) or inspect.isfunction(value):
-        own = value.__module__.startswith("benchmarks.")
-        code = hashlib.sha256(inspect.getsource(value).encode()).hexdigest()[:8] if own else ""
-        return f"{value.__qualname__} {code}".strip()
+        return value.__qualname__
     return repr(value)

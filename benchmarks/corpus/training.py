@@ -202,8 +202,20 @@ ROWS = [
         for name, optimizer in OPTIMIZERS.items()
     ),
     torch_row("torch optimizers", "muon", matrices, classified, _POINT, optimizer=muon),
-    torch_row("torch optimizers", "sparse_adam", Words, classified, many_words, optimizer=partial(_OPTIM.SparseAdam, lr=0.01), **_FREE),
-    torch_row("torch optimizers", "sparse_sgd", Words, classified, many_words, optimizer=partial(_OPTIM.SGD, lr=0.1), **_FREE),
+    torch_row(
+        "torch optimizers",
+        "sparse_adam",
+        Words,
+        classified,
+        many_words,
+        optimizer=partial(_OPTIM.SparseAdam, lr=0.01),
+        **_FREE,
+    ),
+    torch_row(
+        "torch optimizers", "sparse_sgd", Words, classified, many_words, optimizer=partial(_OPTIM.SGD, lr=0.1), **_FREE
+    ),
     torch_row("torch optimizers", "schedule", small, classified, _POINT, schedule=shoal.warmup_cosine(warmup=0.5)),
-    torch_row("torch optimizers", "ragged_last_batch", small, classified, _POINT, global_batch=7, length=shoal.Epochs(1)),
-]  # fmt: skip
+    torch_row(
+        "torch optimizers", "ragged_last_batch", small, classified, _POINT, global_batch=7, length=shoal.Epochs(1)
+    ),
+]

@@ -110,7 +110,7 @@ class StepBuffers:
 def _reshaped(name: str, before: Tensor, after: Tensor) -> JobError:
     return JobError(
         given=f"buffer {name} of shape {list(before.shape)}, which a forward gives the shape {list(after.shape)}",
-        conflict="a step makes one value of what its microbatches leave in a buffer, so all have to be of one shape",
+        conflict="a step makes one value of what its microbatches leave in a buffer: all have to be of one shape",
         remedy="build it for the longest sample (in Transformers a larger max_position_embeddings or "
         "max_source_positions), or keep what a forward can compute again in a plain attribute",
     )

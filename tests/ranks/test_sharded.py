@@ -241,3 +241,21 @@ def test_an_output_may_be_changed_in_place() -> None:
     job = small(model=in_sequences, loss=changed_in_place, eval_data=None, metrics={})
     verdict = shoal.verify(job, shoal.Plan().with_sections(layout={"shard": 2}), 2)
     assert verdict.verified, verdict.render()
+
+
+class Padded(nn.Module):
+    """A weight of no rows beside another, as Transformers' MobileBERT has one where two widths are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.more = nn.Parameter(torch.zeros(0, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.nn.functional.linear(x, torch.cat([self.first.weight, self.more]), self.first.bias))
+
+
+def test_a_parameter_without_elements_stays_whole() -> None:
+    job = small(model=Padded, eval_data=None, metrics={})
+    verdict = shoal.verify(job, shoal.Plan().with_sections(layout={"shard": 2}), 1)
+    assert verdict.verified, verdict.render()

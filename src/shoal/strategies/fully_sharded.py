@@ -8,6 +8,7 @@ beside it the cut gradients are summed over that axis too (hybrid sharding).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from shoal.errors import PlanError
+from shoal.errors import JobError, PlanError
 from shoal.mesh import Mesh
 from shoal.microbatch import Microbatch
 from shoal.plan.plan import Plan
@@ -49,7 +50,8 @@ def shard(
     keep = plan.shard.level == "gradients"
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.shard.offload else OffloadPolicy()
     wide = None if precision.reduce == precision.parameters else precision.reduce
-    kept = {p for name, p in model.named_parameters() if p.ndim == 0 or name in absent}
+    _refuse_sparse(model)
+    kept = {p for name, p in model.named_parameters() if not _is_cut(p.shape) or name in absent}
     found = [*(unit for unit in units(model) if not kept.issuperset(unit.parameters())), model]
     for unit in found:
         unit.register_forward_hook(_no_views)
@@ -110,13 +112,31 @@ class _Home:
 
 
 def scalars(model: nn.Module) -> list[str]:
-    """The parameters without dims, which fully_shard does not take: they stay whole, and their gradients partial."""
-    return [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    """The parameters without dims or elements, which fully_shard does not take.
+
+    They stay whole, and their gradients partial.
+    """
+    return [name for name, parameter in model.named_parameters() if not _is_cut(parameter.shape)]
+
+
+def _is_cut(shape: tuple[int, ...]) -> bool:
+    return len(shape) > 0 and math.prod(shape) > 0
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """Raises: JobError for an embedding with sparse gradients, which fully_shard's sums do not take."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise JobError(
+                given=f"{name or 'the model'}: {type(module).__name__}(sparse=True), with sharded gradients",
+                conflict="torch's fully_shard cuts and sums dense gradients only",
+                remedy='build it with sparse=False, or use shard.level = "optimizer" or the data axis',
+            )
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of what this rank has of a parameter that fully_shard cuts: of its rows, as torch.chunk deals them."""
-    if not shape:
+    if not _is_cut(shape):
         return shape
     each = -(-shape[0] // mesh.layout.shard)
     start = mesh.layout.coordinate(mesh.rank).shard * each
@@ -185,7 +205,7 @@ class FullySharded(Replicated):
         every = [p for p in model.parameters() if p.requires_grad]
         self._parameters = [p for p in every if not p.is_meta]
         # Told of over all ranks, and so by numbers that all have: those of other stages too, and not the scalars.
-        self._cut = dict(enumerate(p for p in every if p.ndim))
+        self._cut = dict(enumerate(p for p in every if _is_cut(p.shape)))
         self._used = torch.zeros(len(self._cut), dtype=torch.float64)
         self._cut = {number: p for number, p in self._cut.items() if not p.is_meta}
         self._handles: dict[int, RemovableHandle] = {}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.strategies.fully_sharded import UNIT_BYTES, units
+from shoal.errors import JobError
+from shoal.mesh import alone
+from shoal.plan.plan import Plan
+from shoal.precision import Precision
+from shoal.strategies.fully_sharded import UNIT_BYTES, shard, units
 
 
 class Block(nn.Module):
@@ -55,3 +60,10 @@ def test_without_blocks_size_decides() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2))
     assert names(model) == ["1"]
+
+
+def test_sparse_gradients_are_refused_by_the_name_of_their_module() -> None:
+    model, cpu = nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True), nn.Linear(2, 2)), torch.device("cpu")
+    plan = Plan().with_sections(layout={"shard": 2}, shard={"level": "parameters"})
+    with pytest.raises(JobError, match=r"0: EmbeddingBag\(sparse=True\).*sparse=False"):
+        shard(model, plan, alone(cpu), Precision.of(plan.precision, cpu))
