@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from shoal.data.opened import open_data
@@ -104,8 +103,7 @@ class Session:
         return taken[0] if len(taken) == 1 else tuple(taken)
 
     def _place(self, model: nn.Module) -> None:
-        kind = self._precision.parameters
-        model.to(self.mesh.device) if kind == torch.float32 else model.to(self.mesh.device, kind)
+        model = self._precision.apply(model.to(self.mesh.device))
         self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
         if not any(p.requires_grad for p in model.parameters()):
             return
