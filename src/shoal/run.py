@@ -70,6 +70,13 @@ class _Course:
     crew: Crew | None = None  # with servers, the other processes
     out: Path | None = None  # that of rank 0, where it took one
 
+    def take(self, record: StepRecord) -> None:
+        """Counts a finished step."""
+        self.steps, self.samples, self.loss, self.digest = record.step, record.samples, record.loss, record.digest
+        self.recent.append(MeasuredStep(record.seconds, record.spans))
+        self.peak_bytes = int(record.ranks["memory_bytes"].max) if "memory_bytes" in record.ranks else None
+        self.first_step_at = self.first_step_at or time.time()
+
 
 _RECENT = 1000  # steps whose times are compared with the prediction
 
@@ -185,11 +192,7 @@ def _train_built(engine: Engine, loaded: LoadedJob, request: RunRequest, signals
         introduce(reporter, engine, loaded, request, state.step if state else None)
 
         def on_step(record: StepRecord, slowest_rank: int) -> None:
-            course.steps, course.samples, course.loss = record.step, record.samples, record.loss
-            course.digest = record.digest
-            course.recent.append(MeasuredStep(record.seconds, record.spans))
-            course.peak_bytes = int(record.ranks["memory_bytes"].max) if "memory_bytes" in record.ranks else None
-            course.first_step_at = course.first_step_at or time.time()
+            course.take(record)
             reporter.step(record, slowest_rank)
 
         around = Surroundings(reporter.note, on_step, lambda: bool(signals.received))

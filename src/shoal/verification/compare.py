@@ -389,9 +389,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     difference = float((a - b).norm())
     if math.isnan(difference):  # the same places not finite on both sides are no difference
         finite = torch.isfinite(a)
-        if not torch.equal(finite, torch.isfinite(b)):
-            return math.inf
-        return float((a - b)[finite].norm())
+        return float((a - b)[finite].norm()) if torch.equal(finite, torch.isfinite(b)) else math.inf
     return difference
 
 
