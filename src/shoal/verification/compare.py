@@ -317,7 +317,6 @@ class _Comparison:
         for name, value in found.items():
             if name in self._order:
                 continue
-            key = f"update/{name}"
             yield self._state(name, value) if value.is_floating_point() else self._equal("update", name, value)
         for name in sorted(self._base.phase("update").keys() - found.keys()):
             yield self._say("update", name, "is missing")
