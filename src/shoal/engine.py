@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
