@@ -17,6 +17,7 @@ BUILT_INS = {
     "PlanError": ValueError,
     "HardwareError": ValueError,
     "RunDirectoryError": FileExistsError,
+    "InUseError": FileExistsError,
     "DataError": RuntimeError,
     "DatasetNotFoundError": FileNotFoundError,
     "LossError": TypeError,

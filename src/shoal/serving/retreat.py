@@ -81,7 +81,7 @@ class Retreat:
 
     def keep_if_best(self) -> None:
         """Keeps the servers' values where the loss was never as low at a pause."""
-        loss = self._guard.lately
+        loss = self._guard.of_now
         if self.ahead and self._kept is not None and loss < min(self._kept.loss, self._guard.beginning):
             self._servers.fetch(optimizer=True)
             self._keep(loss)

@@ -18,6 +18,7 @@ LEAST_SHARE = 1 / 20
 # Of 49 runs on the digits these tell the 13 that end at chance from all others; of 2,000 updates of pure noise without
 # any trend they call 1 % to 3 % a fall and a rise.
 BEGINNING, WINDOW, ERRORS, FALL = 10, 25, 3.0, 7.0
+LAST = 3
 
 
 def largest_rate(momentum: float, staleness: int) -> float:
@@ -85,8 +86,13 @@ class LossGuard:
 
     @property
     def lately(self) -> float:
-        """The mean of the last few updates: of those in the window that the state of now has seen best."""
+        """The mean over the last few updates; infinite before there are as many."""
         return fmean(list(self._recent)[-BEGINNING:]) if len(self._recent) >= BEGINNING else math.inf
+
+    @property
+    def of_now(self) -> float:
+        """How good the values of now are: as `lately`, or worse where the last of these were: a rise is sudden."""
+        return max(self.lately, fmean(list(self._recent)[-LAST:])) if self.lately < math.inf else math.inf
 
     def add(self, loss: float | None) -> None:
         """The loss of one more update; None where it was left out."""

@@ -75,6 +75,18 @@ def test_whether_anything_was_learnt() -> None:
     assert guard.learnt
 
 
+def test_values_after_a_sudden_rise_are_no_good_ones() -> None:
+    """As at step 46 of a run that was taken back there: its mean over ten was the lowest so far."""
+    guard = LossGuard()
+    for loss in [2.3] * 10 + [1.74, 1.82, 1.96, 2.04, 1.61, 1.62, 1.7]:
+        guard.add(loss)
+    assert guard.of_now == guard.lately < 2.3
+    for loss in [2.58, 2.40, 2.59]:
+        guard.add(loss)
+    assert guard.lately < 2.1
+    assert guard.of_now > 2.5
+
+
 @pytest.mark.parametrize(
     ("momentum", "staleness", "warned"),
     [(0.9, 1, True), (0.9, 2, True), (0.9, 0, False), (0.5, 1, False), (0.5, 2, False), (0.0, 7, False)],
