@@ -25,7 +25,7 @@ _LAYERDROP = (
 KNOWN = {
     "wav2vec2_conformer_growing": {ANY: "refused on purpose: its buffer of positions is too short for these samples"},
     "sparse_adam": {ANY: "refused on purpose: the sum over all grains is dense"},
-    **dict.fromkeys(("hubert", "unispeech", "wav2vec2_conformer"), {"ZeRO-3": _LAYERDROP}),
+    **{name: {"ZeRO-3": _LAYERDROP} for name in ("hubert", "unispeech", "wav2vec2_conformer")},
     "adaptive_softmax": {"ZeRO-3": "a rank whose samples need a cluster of classes waits for one whose do not"},
 }
 

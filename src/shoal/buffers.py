@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import JobError
+from shoal.trace import numbers
 
 
 class StepBuffers:
@@ -47,8 +48,12 @@ class StepBuffers:
 
     @property
     def num_values(self) -> int:
-        """Elements in all of them."""
-        return sum(self._now(name).numel() for name in self.names)
+        """Numbers in all of them: a complex one is two."""
+        return sum(map(self._length, self.names))
+
+    def _length(self, name: str) -> int:
+        value = self._now(name)
+        return value.numel() * (1 + value.is_complex())
 
     def begin(self) -> None:
         """Keeps the step's values."""
@@ -76,8 +81,8 @@ class StepBuffers:
     def _value(self, name: str) -> Tensor:
         value = self._now(name).detach()
         if value.is_meta or not self._counts(name):  # other ranks hold it, or count it
-            return torch.zeros(value.numel(), dtype=torch.float64, device=self._device)
-        return value.double().flatten()
+            return torch.zeros(self._length(name), dtype=torch.float64, device=self._device)
+        return numbers(value).flatten()
 
     def restore(self) -> None:
         """Puts the step's values back. Raises: JobError where a forward has given a buffer another shape."""
@@ -97,11 +102,14 @@ class StepBuffers:
             return
         values = torch.from_numpy(weighted / num_samples)
         with torch.no_grad():
-            for name, part in zip(self.names, values.split([self._now(n).numel() for n in self.names]), strict=True):
+            for name, part in zip(self.names, values.split(list(map(self._length, self.names))), strict=True):
                 buffer = self._now(name)
                 if buffer.is_meta:
                     continue
-                buffer.copy_((part if buffer.is_floating_point() else part.round()).view_as(buffer))
+                if buffer.is_complex():
+                    buffer.copy_(torch.view_as_complex(part.reshape(*buffer.shape, 2).contiguous()))
+                else:
+                    buffer.copy_((part if buffer.is_floating_point() else part.round()).view_as(buffer))
 
 
 def _reshaped(name: str, before: Tensor, after: Tensor) -> JobError:

@@ -16,6 +16,7 @@ from shoal.adapters import adapted
 from shoal.agreement import collectively, together
 from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
+from shoal.checkpoint.tensor_file import NAMES
 from shoal.computation import Computation, Computer, Evaluate, Pair
 from shoal.data.loader import Loader, MapLoader, Place
 from shoal.data.order import Order
@@ -172,6 +173,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: _refuse_streams(source, plan))
     holding, pipeline = _hold(job, plan, mesh, precision, source)
     model = holding.model
+    together(mesh, lambda: _refuse_dtypes(holding))
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
@@ -245,11 +247,21 @@ def _hold(
     return Holding(mesh, model, divides_state=plan.layout.shard > 1), None
 
 
+def _refuse_dtypes(holding: Holding) -> None:
+    """Raises: JobError for a parameter or buffer that no checkpoint and no trace can hold."""
+    found = next(((name, t.dtype) for name, (_, t) in holding.tensors().items() if t.dtype not in NAMES), None)
+    if found is not None:
+        raise JobError(
+            given=f"{found[0]} in {str(found[1]).removeprefix('torch.')}",
+            conflict="safetensors, the format of checkpoints, has no such dtype",
+            remedy="use another, as complex64, or of complex128 its torch.view_as_real in float64",
+        )
+
+
 def build_model(job: Job, precision: Precision) -> nn.Module:
-    """The job's model with the seed's initial values, on the device in the plan's dtype."""
+    """The job's model with the seed's initial values, on the device in the plan's dtype. Raises: as its parts."""
     seed_everything(random_key(job.seed, "initial values"))
-    model = make_model(job).to(precision.device)
-    return model if precision.parameters == torch.float32 else model.to(precision.parameters)
+    return precision.apply(make_model(job).to(precision.device))
 
 
 def make_model(job: Job) -> nn.Module:

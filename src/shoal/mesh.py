@@ -110,8 +110,11 @@ class Mesh:
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Rank 0's values into every rank's tensors, in place. Collective: all ranks, one broadcast a tensor."""
         if self.world_size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, src=0)
+            for tensor in tensors:  # as bytes: Gloo knows neither complex numbers nor float8
+                sent = tensor.contiguous()
+                dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
+                if sent.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(sent)
 
 
 def alone(device: torch.device) -> Mesh:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shoal.errors import JobError
 from shoal.narrow import ProductsInFloat32, is_slow
 from shoal.plan.plan import PrecisionSection
 
@@ -54,8 +56,25 @@ class Precision:
         slow = self.device.type == "cpu" and any(map(is_slow, {self.parameters, self.compute}))
         return ProductsInFloat32() if slow else contextlib.nullcontext()
 
+    def apply(self, model: nn.Module) -> nn.Module:
+        """The model with its parameters and buffers `converted`, in place.
+
+        Raises: JobError where autocast would leave all of a float64 model as it is.
+        """
+        kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if self.compute != self.parameters and self.parameters == torch.float32 and kinds == {torch.float64}:
+            narrow = str(self.compute).removeprefix("torch.")
+            raise JobError(
+                given=f'a model in float64, with precision.compute = "{narrow}"',
+                conflict="autocast leaves float64 as it is: nothing would be computed in fewer bits",
+                remedy='use a model in float32, or precision.compute = "float32": the model is computed as it is made',
+            )
+        if self.parameters != torch.float32:
+            model._apply(lambda tensor: converted(tensor, self.parameters))
+        return model
+
     def inputs(self, batch: Any) -> Any:
-        """The batch on the device; floating tensors in the parameters' dtype where that is not float32.
+        """The batch on the device, `converted` to the parameters' dtype.
 
         With `channels_last` images, float [N, C, H, W], lie in memory as [N, H, W, C]. Convolutions, pools and norms
         hand that on from layer to layer; weights stay as they are.
@@ -72,8 +91,23 @@ class Precision:
         value = value.to(self.device, non_blocking=True)
         if self.widens and value.is_floating_point() and value.itemsize < 4:
             return value.float()
-        narrow = self.parameters != torch.float32 and value.is_floating_point()
-        return value.to(self.parameters) if narrow else value
+        return converted(value, self.parameters)
+
+
+def converted(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    """A tensor in a run whose parameters are of a kind: float32 leaves everything as the job makes it.
+
+    Else what is floating is of that kind. What is complex stays so: in float64 it is complex128, and fewer bits have no
+    counterpart.
+    """
+    if kind == torch.float64 and tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.to(kind) if kind != torch.float32 and tensor.is_floating_point() else tensor
+
+
+def widest(kind: torch.dtype, tensors: Iterable[Tensor]) -> torch.dtype:
+    """The dtype in which gradients of these are summed, where a plan says `kind`: float64 where one of them is."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else kind
 
 
 def _channels_last(value: Any) -> Any:

@@ -78,7 +78,7 @@ class ForwardRecorder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for number, leaf in enumerate(tree_leaves(value)):
                 # What is not divided by samples cannot be compared a grain at a time.
-                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows) or leaf.is_complex():
+                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows):
                     continue
                 name = call if number == 0 else f"{call}[{number}]"
                 for grain, numbers in zip(microbatch.grains, fingerprint(whole(leaf), rows), strict=True):

@@ -107,9 +107,7 @@ class Session:
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The same two objects: the model on its device in the plan's dtype, with rank 0's values on every rank."""
-        kind = self._precision.parameters
-        model = adapted(model)
-        model.to(self.mesh.device) if kind == torch.float32 else model.to(self.mesh.device, kind)
+        model = self._precision.apply(adapted(model).to(self.mesh.device))
         self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
         recompute(model, self.plan.memory.recompute)
         compile_blocks(model, self.plan, self._precision)

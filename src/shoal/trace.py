@@ -118,7 +118,7 @@ def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
     """
     found = []
     for part in tensor.detach().split(rows):
-        flat = part.reshape(-1).double()
+        flat = numbers(part).reshape(-1)
         if not len(flat):
             found.append([0.0] * 4)
             continue
@@ -130,6 +130,26 @@ def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
         ]
         found.append(torch.stack(parts).tolist())
     return found
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor's values in float64, or in complex128."""
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def numbers(tensor: Tensor) -> Tensor:
+    """The tensor's values in float64; of complex ones both parts, in one more dim."""
+    found = wide(tensor)
+    return torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are of one dtype and shape, and the same to the bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
 
 
 def digest(tensor: Tensor) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.checkpoint.state import raw
 
 # What the format calls the dtypes.
-_NAMES = {
+NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -43,7 +43,7 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     for name in order:
         tensor, begin = tensors[name], end
         end += tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     yield len(text).to_bytes(8, "little")

@@ -21,7 +21,7 @@ from shoal.job import Job
 from shoal.mesh import alone, choose_device
 from shoal.observation import Observer
 from shoal.plan.plan import Plan
-from shoal.precision import Precision
+from shoal.precision import Precision, widest
 from shoal.serving.peers import OverError, introduce, key_of, raise_if_error
 from shoal.serving.roles import Role
 from shoal.step import StepRunner
@@ -47,7 +47,7 @@ class Worker:
         self._engine, self._wire, self._watch, self._loader = engine, wire, watch, engine.loader
         self._runner: StepRunner | None = None
         self._parts = engine.step_parts(0, lambda text: None)
-        self._reduce = Precision.of(engine.plan.precision, engine.mesh.device).reduce
+        self._reduce = widest(Precision.of(engine.plan.precision, engine.mesh.device).reduce, engine.parameters)
         wire.send({"kind": "ready"})  # not before: until here nobody reads what it is told
         welcome, tensors = wire.receive()
         if welcome["kind"] == "end":

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 from shoal.collectives.choose import not_on, open_tree
 from shoal.collectives.fixed_tree import TreeSum
 from shoal.deferred import deferred
+from shoal.errors import JobError
 from shoal.holding import Division, Holding
 from shoal.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import refuse_unsupported
-from shoal.precision import Precision
+from shoal.precision import Precision, widest
 from shoal.startup import return_freed_memory
 from shoal.strategies.base import Mark, Strategy
 from shoal.strategies.data_parallel import DataParallel, ExactDataParallel, Summing
@@ -60,8 +61,7 @@ def divide(made: Made, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[Ho
     """
     mesh = _mapped(plan, mesh)
     model, values = deferred(made.make, made.key)
-    if precision.parameters != torch.float32:
-        model.to(precision.parameters)
+    precision.apply(model)
     if plan.shards_model and sum(p.nbytes for p in model.parameters()) >= _LARGE_BYTES:
         return_freed_memory()
     axes = _Axes(made, plan, mesh, precision, model)
@@ -210,10 +210,16 @@ def num_samples(batch: Any) -> int:
 
 
 def assemble(plan: Plan, holding: Holding, parameters: Sequence[Tensor], num_grains: int, mark: Mark) -> Strategy:
-    """The strategy that a plan asks for. Raises: PlanError for what this version does not execute."""
+    """The strategy that a plan asks for. Raises: PlanError for what this version does not execute; JobError."""
     refuse_unsupported(plan)
     mesh = holding.mesh
-    reduce = Precision.of(plan.precision, mesh.device).reduce
+    reduce = widest(Precision.of(plan.precision, mesh.device).reduce, parameters)
+    if plan.collectives.compression != "none" and reduce == torch.float64:
+        raise JobError(
+            given=f'a model with float64 parameters, with collectives.compression = "{plan.collectives.compression}"',
+            conflict="compression begins with gradients in float32",
+            remedy='use collectives.compression = "none", or a model in float32',
+        )
     strategy: Strategy
     if plan.serves:
         from shoal.strategies.parameter_server import ExactPart, FastPart

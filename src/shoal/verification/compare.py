@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.trace import PHASES, Part, StepTrace
+from shoal.trace import PHASES, Part, StepTrace, identical, numbers
 from shoal.verification.reference import Computed
 
 # The spread of four ways is a sample of four: the chance that a fifth is so many times as far is below 10^-4 for one
@@ -34,7 +34,6 @@ UNITS = 16.0
 UNIT = 2.0**-24
 # What is said of a tensor that is not the same on two ranks.
 STRAY = "is not what the first rank that holds it has"
-
 
 Of = Callable[[Computed], Tensor | None]  # a tensor of a reference, where it has that
 
@@ -83,9 +82,9 @@ class References:
 
     def tensors(self, of: Of) -> tuple[list[Tensor], Tensor | None]:
         """One tensor from all of them, as float64."""
-        found = [t.double() for way in self.ways if (t := of(way)) is not None]
+        found = [numbers(t) for way in self.ways if (t := of(way)) is not None]
         true = of(self.exact) if self.exact is not None else None
-        return found, None if true is None else true.double()
+        return found, None if true is None else numbers(true)
 
 
 def compare(
@@ -151,7 +150,7 @@ class _Comparison:
     ) -> tuple[float, float]:
         """(error, tolerance) of one tensor; what a step moves by is taken relative to `size`, which is else `scale`."""
         runs, true = (references or self._r).tensors(of)
-        value = value.double()
+        value = numbers(value)
         if any(r.shape != value.shape for r in runs) or not runs:
             return math.inf, 0.0
         if true is not None and bool((runs[0].isfinite() & ~true.isfinite()).any()):
@@ -289,7 +288,7 @@ class _Comparison:
         for name, value in {**self._p.phase("update"), **self._p.phase("buffers")}.items():
             key = f"update/{name}" if f"update/{name}" in self._p.tensors else f"buffers/{name}"
             old = self._before.tensors.get(key)
-            if old is not None and not torch.equal(value, old):
+            if old is not None and not identical(value, old):
                 yield self._say("update", name, "has changed in a step that was left out")
         yield from self._replicas("update")
 
@@ -321,14 +320,16 @@ class _Comparison:
             if name in self._order:
                 continue
             key = f"update/{name}"
-            if not value.is_floating_point():
-                same = torch.equal(value, self._base.tensors.get(key, torch.empty(0)))
-                yield self._check("update", name, 0.0, 0.0) if same else self._say("update", name, "has another value")
-                continue
-            yield self._state(name, value)
+            yield self._state(name, value) if value.is_floating_point() else self._equal("update", name, value)
         for name in sorted(self._base.phase("update").keys() - found.keys()):
             yield self._say("update", name, "is missing")
         yield from self._replicas("update")
+
+    def _equal(self, phase: str, name: str, value: Tensor) -> Check:
+        """What is whole numbers has the same bits as in one of the ways."""
+        ways = (way.trace.tensors.get(f"{phase}/{name}", torch.empty(0)) for way in self._r.ways)
+        same = any(identical(value, own) for own in ways)
+        return self._check(phase, name, 0.0, 0.0) if same else self._say(phase, name, "has another value")
 
     def _state(self, name: str, value: Tensor) -> Check:
         key = f"update/{name}"
@@ -359,9 +360,11 @@ class _Comparison:
 
     def _buffers(self) -> Iterator[Check]:
         for name, value in self._p.phase("buffers").items():
+            if not (value.is_floating_point() or value.is_complex()):
+                yield self._equal("buffers", name, value)
+                continue
             key = f"buffers/{name}"
-            size = float(value.double().norm())
-            yield self._check("buffers", name, *self._judge(key, value, _tensor(key), size))
+            yield self._check("buffers", name, *self._judge(key, value, _tensor(key), float(numbers(value).norm())))
         yield from self._replicas("buffers")
 
     def _replicas(self, phase: str) -> Iterator[Check]:

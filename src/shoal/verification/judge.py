@@ -22,7 +22,7 @@ from shoal.mesh import alone
 from shoal.plan.plan import Plan
 from shoal.precision import Precision
 from shoal.run_request import cores_here
-from shoal.trace import PHASES, StepTrace
+from shoal.trace import PHASES, StepTrace, identical
 from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import Diagnosis, diagnose
 from shoal.verification.layers import SampledLayers
@@ -166,7 +166,7 @@ class _Judges:
             key = f"update/{name}" if f"update/{name}" in initial.tensors else f"buffers/{name}"
             held = initial.tensors.get(key)
             said = "is missing" if held is None else "does not begin as the job's model() makes it from the seed"
-            if held is None or not torch.equal(held, value.detach().cpu()):
+            if held is None or not identical(held, value.detach().cpu()):
                 found.append(Check(0, "data", f"initial {name}", None, math.inf, 0.0, said))
         for rank, key in initial.strays():
             found.append(Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY))

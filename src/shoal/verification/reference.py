@@ -23,12 +23,12 @@ from shoal.engine import build_model
 from shoal.grains import random_key
 from shoal.job import Job, Progress
 from shoal.microbatch import Microbatch
-from shoal.precision import Precision
+from shoal.precision import Precision, converted
 from shoal.randomness import GrainScope, seed_everything
 from shoal.recorder import ForwardRecorder
 from shoal.startup import step_optimizer
 from shoal.strategies.data_parallel import run_backward
-from shoal.trace import Part, StepTrace, state_by_key
+from shoal.trace import Part, StepTrace, identical, state_by_key, wide
 from shoal.update import Parameters, build_optimizer
 from shoal.verification.halves import Halves
 
@@ -103,7 +103,7 @@ class Reference:
     def _load(self, before: StepTrace) -> None:
         self.set_state(before)
         kind = self._precision.parameters
-        saved = {k: v if k.endswith("/step") else _as(v, kind) for k, v in before.optimizer_tensors.items()}
+        saved = {k: v if k.endswith("/step") else converted(v, kind) for k, v in before.optimizer_tensors.items()}
         load_optimizer(self._optimizer, self.model, saved, before.optimizer)
 
     def microbatches(self, number: int, way: Way, per_microbatch: int) -> Iterator[tuple[int, Microbatch]]:
@@ -125,7 +125,8 @@ class Reference:
         self._forward.clear()
         start = {name: b.detach().clone() for name, b in self.model.named_buffers()}
         sums: dict[str, Tensor] = {}
-        buffers = {name: torch.zeros_like(b, dtype=torch.float64) for name, b in start.items()}
+        buffers = {name: torch.zeros_like(wide(b)) for name, b in start.items()}
+        changed: set[str] = set()
         samples = 0
         size = sum(p.numel() for p in self._parameters) * 4
         for rank, microbatch in self.microbatches(trace.step, way, computer.computation.effective_grains):
@@ -143,12 +144,14 @@ class Reference:
                 found.magnitudes[name] = found.magnitudes.get(name, 0.0) + float(gradient.double().norm())
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
-                    buffers[name] += buffer.double() * microbatch.num_samples
+                    if name in changed or not identical(buffer, start[name]):
+                        changed.add(name)
+                    buffers[name] += wide(buffer) * microbatch.num_samples
                     buffer.copy_(start[name])
             samples += microbatch.num_samples
             trace.parts.append(part)
         trace.forward = dict(self._forward.found)
-        self._sums, self._buffer_means = sums, {n: b / max(1, samples) for n, b in buffers.items()}
+        self._sums, self._buffer_means = sums, {n: buffers[n] / max(1, samples) for n in changed}
 
     def _compute(self, computer: Computer, microbatch: Microbatch, rank: int, trace: StepTrace) -> Part:
         batch = self._precision.inputs(microbatch.batch)
@@ -206,8 +209,9 @@ class Reference:
     def _set_buffers(self) -> None:
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
-                value = self._buffer_means[name]
-                buffer.copy_(value if buffer.is_floating_point() else value.round())
+                value = self._buffer_means.get(name)
+                if value is not None:
+                    buffer.copy_(value if buffer.is_floating_point() or buffer.is_complex() else value.round())
 
     def _capture(self, trace: StepTrace) -> None:
         tensors, trace.optimizer = optimizer_state(self._optimizer, self.model)
@@ -232,12 +236,8 @@ class Reference:
         """Parameters and buffers of a trace into the model."""
         kind = self._precision.parameters
         held = {**state.phase("buffers"), **state.parameters}
-        load_model(self.model, {k: _as(v, kind) for k, v in held.items()})
+        load_model(self.model, {k: converted(v, kind) for k, v in held.items()})
 
     def close(self) -> None:
         """Takes the hooks off."""
         self._forward.close()
-
-
-def _as(tensor: Tensor, kind: torch.dtype) -> Tensor:
-    return tensor.to(kind) if tensor.is_floating_point() else tensor
