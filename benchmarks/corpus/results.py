@@ -38,8 +38,10 @@ class Results:
         return self._cells.get(self._key(cell))
 
     def put(self, cell: Cell, found: Found) -> None:
-        """Adds a line."""
+        """Adds a line, which names no place of this machine."""
         found = {"row": cell.row.name, "cell": cell.kind, **found}
+        found.pop("traceback", None)
+        found = json.loads(json.dumps(found).replace(f"{ROOT}/", ""))
         self._cells[self._key(cell)] = found
         self._path.parent.mkdir(exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
