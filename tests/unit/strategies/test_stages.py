@@ -167,7 +167,7 @@ def test_what_the_job_raises_without_data_is_not_called_its_fault() -> None:
     def grouped(model: nn.Module, batch: Any) -> Any:
         raise user_error("the model or loss", RuntimeError("Expected inputs of BF16 type"))
 
-    with pytest.raises(JobError, match="run without data.*RuntimeError: Expected inputs of BF16.*batched_mm"):
+    with pytest.raises(JobError, match=r"run without data.*RuntimeError: Expected inputs of BF16.*batched_mm"):
         Stages.build(linear_stack(4), grouped, BATCH, num_stages=2)
 
 
