@@ -50,6 +50,13 @@ _MISTAKES = (
 
 # By file and function: of each thing that is checked one case, the one that shows most.
 USUAL: dict[tuple[str, str], tuple[str, ...]] = {
+    ("test_dtypes.py", "test_is_verified"): (
+        "float64-data",
+        "float64-exact",
+        "mixed-data",
+        "rotary-data",
+        "rotary-narrow",
+    ),
     ("test_tensor.py", "test_the_training_of_one_process"): ("gpt-3", "perceptron-2", "stubborn-2", "llama-2"),
     ("test_tensor.py", "test_the_models_of_the_examples_are_verified"): ("gpt",),
     ("test_tensor.py", "test_norms_that_see_a_part_of_the_positions_are_verified"): ("3",),

@@ -28,6 +28,7 @@ class Precision:
     reduce: torch.dtype
     device: torch.device
     widens: bool = False  # inputs of fewer bits too
+    widened: bool = False  # parameters have been made float32, and so are all inputs
     channels_last: bool = False  # inputs of four dims and more than one pixel
 
     @classmethod
@@ -43,7 +44,8 @@ class Precision:
 
     def wide(self) -> Precision:
         """The same in float32."""
-        return Precision(torch.float32, torch.float32, torch.float32, self.device, widens=True)
+        kind = torch.float32
+        return Precision(kind, kind, kind, self.device, widens=True, widened=self.parameters.itemsize < 4)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of a forward: autocast where compute differs from the parameters."""
@@ -89,7 +91,7 @@ class Precision:
         if not isinstance(value, Tensor):
             return value
         value = value.to(self.device, non_blocking=True)
-        if self.widens and value.is_floating_point() and value.itemsize < 4:
+        if self.widens and value.is_floating_point() and (self.widened or value.itemsize < 4):
             return value.float()
         return converted(value, self.parameters)
 

@@ -77,6 +77,22 @@ def test_the_new_value_is_the_mean_weighted_by_samples() -> None:
     assert model.replaced.tolist() == [1.0, 1.0]
 
 
+def test_both_parts_of_a_complex_value_are_means() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("turn", torch.zeros(2, dtype=torch.complex64))
+    buffers = StepBuffers(model)
+    buffers.watch()
+    buffers.begin()
+    weighted = torch.zeros(buffers.num_values, dtype=torch.float64)
+    for value, num_samples in ((4 + 8j, 3), (8 - 4j, 1)):
+        model.turn += torch.tensor([value, -value])  # type: ignore[operator]
+        weighted += buffers.weighted(num_samples)
+        buffers.restore()
+    buffers.assign(weighted.numpy(), 4)
+    assert buffers.num_values == 4
+    assert model.turn.tolist() == [5 + 5j, -5 - 5j]  # type: ignore[operator]
+
+
 def test_a_step_without_samples_assigns_nothing() -> None:
     model = Counter()
     buffers = StepBuffers(model)

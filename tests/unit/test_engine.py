@@ -12,7 +12,12 @@ from torch import nn
 import shoal
 from shoal.deferred import deferred
 from shoal.engine import build_model, make_model
+from shoal.errors import JobError
+from shoal.holding import Holding
+from shoal.mesh import alone
 from shoal.precision import Precision
+from shoal.strategies.assemble import assemble
+from shoal.update import Parameters
 
 CPU = torch.device("cpu")
 
@@ -53,3 +58,34 @@ def test_a_model_may_choose_threads() -> None:
     torch.set_num_threads(1)
     build_model(job(lambda: (torch.set_num_threads(2), factorised())[1]), Precision.of(shoal.Plan().precision, CPU))
     assert torch.get_num_threads() == 2
+
+
+def with_table() -> nn.Module:
+    model = nn.Linear(3, 2)
+    model.register_buffer("table", torch.polar(torch.ones(4), torch.arange(4).float()))
+    model.register_buffer("count", torch.tensor(3))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight", "table"),
+    [
+        ("float32", torch.float32, torch.complex64),
+        ("bfloat16", torch.bfloat16, torch.complex64),
+        ("float64", torch.float64, torch.complex128),  # the reference's
+    ],
+)
+def test_what_is_complex_stays_so(kind: str, weight: torch.dtype, table: torch.dtype) -> None:
+    wanted = getattr(torch, kind)
+    model = build_model(job(with_table), Precision(wanted, wanted, wanted, CPU))
+    assert model.weight.dtype == weight
+    assert model.table.dtype == table
+    assert model.count.dtype == torch.int64
+    torch.testing.assert_close(model.table.to(torch.complex64), with_table().table)
+
+
+def test_compression_refuses_float64() -> None:
+    model = nn.Linear(3, 2).double()
+    plan = shoal.Plan().with_sections(layout={"data": 2}, collectives={"compression": "bfloat16"})
+    with pytest.raises(JobError, match="compression begins with gradients in float32"):
+        assemble(plan, Holding(alone(CPU), model), Parameters(model), 8, lambda span: None)

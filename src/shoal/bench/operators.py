@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shoal.bench.probes import Call, Probe
-from shoal.norms import global_norm
 from shoal.profiling.events import Trace
 from shoal.profiling.operators import costs
 from shoal.profiling.recording import Recorder
@@ -141,7 +140,7 @@ def _update() -> Call:
     parameters, gradients, state = ([torch.randn(n) for n in sizes] for _ in range(3))
 
     def call() -> None:
-        global_norm(gradients)
+        torch._foreach_norm(gradients)
         torch._foreach_mul_(gradients, 0.999)
         torch._fused_sgd_(
             parameters,

@@ -31,6 +31,7 @@ from shoal.serving.tally import Arrived, Tally, exactly_once
 from shoal.serving.worker import fixed_tensors
 from shoal.strategies.base import Flags, StepSums
 from shoal.strategies.parameter_server import combine
+from shoal.trace import numbers
 from shoal.trainer import MAX_BAD_STREAK, Evaluated, Outcome, Parts, Surroundings, conclude
 from shoal.update import Update, clipping, judged
 
@@ -305,7 +306,7 @@ class Conductor:
         weighted = sums.buffers
         if self._plan.server.mode != "synchronous":
             if start is None:
-                start = torch.cat([self._initial[name].double().flatten() for name in self._buffers.names])
+                start = torch.cat([numbers(self._initial[name]).flatten() for name in self._buffers.names])
             weighted = weighted + (self._buffers.weighted(1) - start).numpy() * sums.num_samples
         self._buffers.assign(weighted, sums.num_samples)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -40,6 +40,7 @@ def shard(
     """Cuts the parameters of a model (on the meta device, or real) in place; the units that are gathered as one.
 
     Names do not change; `absent` ones are of other stages. Collective: none; each unit's forward and backward are.
+    Raises: PlanError; JobError for what fully_shard does not cut.
     """
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise PlanError(
@@ -53,6 +54,7 @@ def shard(
     _refuse_sparse(model)
     kept = {p for name, p in model.named_parameters() if not _is_cut(p.shape) or name in absent}
     found = [*(unit for unit in units(model) if not kept.issuperset(unit.parameters())), model]
+    _refuse_mixed(found, kept, plan)
     for unit in found:
         unit.register_forward_hook(_no_views)
         fully_shard(
@@ -71,6 +73,21 @@ def shard(
             unit.set_force_sum_reduction_for_comms(True)
         _give_homes(unit)
     return found
+
+
+def _refuse_mixed(found: Iterable[nn.Module], kept: set[nn.Parameter], plan: Plan) -> None:
+    """Raises: JobError for trainable parameters of several dtypes in one unit; a unit within another comes before."""
+    seen = set(kept)
+    for unit in found:
+        own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in own})
+        if len(kinds) > 1:
+            raise JobError(
+                given=f"shard.level = {plan.shard.level!r} for a model with parameters in {' and '.join(kinds)}",
+                conflict="torch's fully_shard cuts parameters of one dtype together",
+                remedy='use shard.level = "optimizer", or one dtype for all parameters',
+            )
+        seen.update(own)
 
 
 def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:

@@ -101,3 +101,35 @@ def test_samples_and_grains_have_to_be_the_same() -> None:
         parallel.parts = [part]
         checks = compare(parallel, BEFORE, references, ["w"], {})
         assert next(check for check in checks if not check.passed).phase == "data"
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (torch.tensor([1 + 1j]), torch.tensor([1 + 2j])),  # the imaginary part alone
+        (torch.tensor([2**60 + 1]), torch.tensor([2**60])),  # float64 has one number for both
+        (torch.tensor([True, False]), torch.tensor([True, True])),
+        (torch.tensor([1.0, -math.inf]), torch.tensor([2.0, -math.inf])),
+        (torch.tensor([0.5]).to(torch.float8_e4m3fn), torch.tensor([0.25]).to(torch.float8_e4m3fn)),
+    ],
+    ids=["complex", "whole", "truth", "infinite", "float8"],
+)
+def test_buffers_of_any_dtype_are_compared_whole(value: Tensor, other: Tensor) -> None:
+    def checks(found: Tensor) -> list[Check]:
+        parallel, way = trace(GRADIENT), computed(GRADIENT)
+        parallel.tensors["buffers/b"], way.trace.tensors["buffers/b"] = found, value
+        every = compare(parallel, BEFORE, References([way], None, True), ["w"], {})
+        return [check for check in every if check.phase == "buffers"]
+
+    assert [check.passed for check in checks(value)] == [True]
+    assert [check.passed for check in checks(other)] == [False]
+
+
+def test_values_that_are_not_numbers_are_unchanged_where_a_step_is_left_out() -> None:
+    parallel, way, before = trace(GRADIENT), computed(GRADIENT), StepTrace(-1)
+    nothing = {"update/w": torch.ones(100), "buffers/b": torch.tensor([math.nan])}
+    parallel.tensors |= nothing
+    way.trace.tensors |= nothing
+    before.tensors |= nothing
+    parallel.skipped = way.trace.skipped = "nonfinite"
+    assert all(check.passed for check in compare(parallel, before, References([way], None, True), ["w"], {}))
