@@ -64,7 +64,8 @@ def _compute(cells: Sequence[Cell], results: Results, options: argparse.Namespac
         place = f"{number}/{len(cells)}"
         print(f"{place} {cell.name}: {found['status']} {said} in {found.get('seconds', '?')} s", flush=True)
         if is_finding(cell, found):
-            print(found.get("traceback") or found.get("said"), flush=True)
+            if options.sample:
+                print(found.get("traceback") or found.get("said"), flush=True)
             bad.append(cell)
     return bad
 

@@ -132,18 +132,19 @@ class Tied(nn.Module):
 
 
 class Complex(nn.Module):
-    """A filter in the frequency domain, by a complex parameter and a complex buffer."""
+    """A filter in the frequency domain: a complex parameter, or one of pairs of real numbers; and a complex buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, real: bool) -> None:
         super().__init__()
-        self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        numbers = torch.randn(5, dtype=torch.complex64)
+        self.filter = nn.Parameter(torch.view_as_real(numbers).clone() if real else numbers)
         self.register_buffer("turn", torch.exp(1j * torch.arange(5)).to(torch.complex64))
         self.head = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(
-            torch.fft.irfft(torch.fft.rfft(x.float()) * self.filter * self.turn, n=8).to(self.head.weight.dtype)
-        )
+        factors = self.filter if self.filter.is_complex() else torch.view_as_complex(self.filter.float())
+        found = torch.fft.irfft(torch.fft.rfft(x.float()) * factors * self.turn, n=8)
+        return self.head(found.to(x.dtype))
 
 
 class Buffers(nn.Module):
@@ -153,7 +154,7 @@ class Buffers(nn.Module):
         super().__init__()
         self.head = nn.Linear(8, CLASSES)
         for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
-                      torch.bfloat16, torch.float64, torch.complex64, torch.complex128):  # fmt: skip
+                      torch.bfloat16, torch.float64, torch.complex64):  # fmt: skip
             self.register_buffer(f"of_{dtype}".replace("torch.", ""), torch.ones(8).to(dtype))
         self.register_buffer("scalar", torch.tensor(0.5))
         self.register_buffer("empty", torch.zeros(0, 3))
@@ -324,7 +325,8 @@ _PLAIN: dict[str, tuple[Any, Any]] = {
     "multihead_attention": (Attending, _STEPS),
     "embedding_bag": (partial(Bags, mode="mean", padding_idx=0), words),
     "tied": (Tied, chosen_ids),
-    "complex_parameter": (Complex, _POINT),
+    "complex_parameter": (partial(Complex, False), _POINT),
+    "complex_filter": (partial(Complex, True), _POINT),
     "buffers_of_all_dtypes": (Buffers, _POINT),
     "straight_through": (Rounded, _POINT),
     "branches": (Branching, _POINT),

@@ -78,7 +78,7 @@ class ForwardRecorder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for number, leaf in enumerate(tree_leaves(value)):
                 # What is not divided by samples cannot be compared a grain at a time.
-                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows):
+                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows) or _is_blank(leaf):
                     continue
                 name = call if number == 0 else f"{call}[{number}]"
                 for grain, numbers in zip(microbatch.grains, fingerprint(whole(leaf), rows), strict=True):
@@ -88,6 +88,11 @@ class ForwardRecorder:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
+
+
+def _is_blank(leaf: Tensor) -> bool:
+    """Whether it stands for what another stage has: NaN everywhere, of one number in memory."""
+    return leaf.numel() > 1 and not any(leaf.stride()) and bool(leaf.view(-1)[0].isnan())
 
 
 class OwnGradients:

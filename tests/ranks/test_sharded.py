@@ -259,3 +259,26 @@ def test_a_parameter_without_elements_stays_whole() -> None:
     job = small(model=Padded, eval_data=None, metrics={})
     verdict = shoal.verify(job, shoal.Plan().with_sections(layout={"shard": 2}), 1)
     assert verdict.verified, verdict.render()
+
+
+class Encoded(nn.Module):
+    """Gives what its first half has made, too, as encoder-decoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        encoded = self.encoder(x)
+        return self.decoder(torch.tanh(encoded)), encoded
+
+
+def first_output(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    return shoal.cross_entropy(model(batch[0])[0], batch[1])
+
+
+def test_an_output_of_an_earlier_stage_is_not_looked_for_in_the_last() -> None:
+    job = small(model=Encoded, loss=first_output, eval_data=None, metrics={})
+    plan = shoal.Plan().with_sections(layout={"pipeline": 2}, pipeline={"split": ["decoder"]})
+    verdict = shoal.verify(job, plan, 1)
+    assert verdict.verified, verdict.render()

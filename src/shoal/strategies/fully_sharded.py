@@ -167,6 +167,10 @@ def units(model: nn.Module) -> list[nn.Module]:
     """
     blocks = [_outermost(model, block.name) for block in repeated_blocks(model) if block.children is None]
     found = list(dict.fromkeys(blocks)) or list(_large(model))
+    # It calls those of its clusters that the batch has a class of: not the same ones on each rank.
+    adaptive = [m for m in model.modules() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
+    clusters = {inner for module in adaptive for inner in module.modules()}
+    found = [unit for unit in found if unit not in clusters]
     homes: dict[int, set[int]] = {}
     for number, module in enumerate(model.modules()):
         for parameter in module.parameters(recurse=False):

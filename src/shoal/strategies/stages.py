@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from shoal.errors import ShoalError, UserCodeError
+from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.modes import without_modes
 from shoal.randomness import active_scope
 from shoal.strategies.blocks import repeated_blocks
@@ -337,14 +337,16 @@ class Stages:
                 given = fake_of(mode, batch, self._device)
                 with mode, tracer.running(), self._handling(tracer.call):
                     function(self._model, given)
-        except ShoalError:
-            raise
         except Exception as error:
-            raise UserCodeError(
+            if isinstance(error, ShoalError) and not isinstance(error, UserCodeError):
+                raise
+            raised = error.__cause__ or error if isinstance(error, UserCodeError) else error
+            raise JobError(
                 given="a pipeline of this model",
-                conflict=f"run without data, to see what is computed when, it raised {type(error).__name__}: "
-                + (str(error).strip().splitlines() or [""])[0][:300],
-                remedy="let the model's code not depend on the values of tensors, or use layout.pipeline = 1",
+                conflict=f"run without data, to see what is computed when, it raised {type(raised).__name__}: "
+                + (str(raised).strip().splitlines() or [""])[0][:300],
+                remedy="let the model's code not depend on the values of tensors (mixtures of experts in Transformers: "
+                'experts_implementation="batched_mm"), or use layout.pipeline = 1',
             ) from error
         return tracer.trace
 

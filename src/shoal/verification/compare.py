@@ -155,11 +155,10 @@ class _Comparison:
             return math.inf, 0.0
         if true is not None and bool((runs[0].isfinite() & ~true.isfinite()).any()):
             true = None  # float64 does not compute it
-        error = min(distance(value, r) for r in runs)
+        error = min(distance(value.double(), r) for r in runs)
         spread = max(distance(r, runs[0]) for r in runs)
         away = [distance(r, true) if true is not None else self._r.layers * float(r.norm()) for r in runs]
-        rounding = max(away)
-        moves = MULTIPLE * spread + PRECISION_SHARE * rounding
+        moves = MULTIPLE * spread + PRECISION_SHARE * max(away)
         if not math.isfinite(moves):
             return error, 0.0
         return error, self._moves(where, moves, scale if size is None else size) + UNITS * UNIT * scale

@@ -62,6 +62,12 @@ def test_without_blocks_size_decides() -> None:
     assert names(model) == ["1"]
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")  # of the softmax itself
+def test_clusters_of_an_adaptive_softmax_are_no_units() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.AdaptiveLogSoftmaxWithLoss(8, 20, [4, 10]))
+    assert names(model) == []
+
+
 def test_sparse_gradients_are_refused_by_the_name_of_their_module() -> None:
     model, cpu = nn.Sequential(nn.EmbeddingBag(4, 2, sparse=True), nn.Linear(2, 2)), torch.device("cpu")
     plan = Plan().with_sections(layout={"shard": 2}, shard={"level": "parameters"})

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.errors import PlanError, ShoalError, UserCodeError
+from shoal.errors import JobError, PlanError, ShoalError
+from shoal.faults import user_error
 from shoal.strategies.split_backward import backward_input, backward_weight, run_engine
 from shoal.strategies.stage_cuts import balanced
 from shoal.strategies.stages import Passed, Stages
@@ -156,8 +157,18 @@ def test_what_cannot_be_cut_is_refused() -> None:
         Stages.build(linear_stack(4), loss, BATCH, num_stages=3, split=("1",))
     with pytest.raises(PlanError, match=r"split = \['1', '2'\]"):
         Stages.build(linear_stack(4), loss, BATCH, num_stages=3, split=("2", "1"))
-    with pytest.raises(UserCodeError, match="run without data"):
+    with pytest.raises(JobError, match="run without data"):
         Stages.build(linear_stack(4), lambda m, b: (m(b[0]).sum().item(), 1), BATCH, num_stages=2)
+
+
+def test_what_the_job_raises_without_data_is_not_called_its_fault() -> None:
+    """As a kernel that has no version for tensors without data: with data it computes."""
+
+    def grouped(model: nn.Module, batch: Any) -> Any:
+        raise user_error("the model or loss", RuntimeError("Expected inputs of BF16 type"))
+
+    with pytest.raises(JobError, match=r"run without data.*RuntimeError: Expected inputs of BF16.*batched_mm"):
+        Stages.build(linear_stack(4), grouped, BATCH, num_stages=2)
 
 
 def test_no_cut_within_a_reentrant_checkpoint() -> None:
