@@ -20,6 +20,7 @@ def said(plan: Plan, label: str = "devices") -> str:
         plan=plan,
         mesh=SimpleNamespace(device=torch.device("cpu")),
         strategy=SimpleNamespace(compression=None),
+        notes=(),
         num_train_samples=100,
         num_parameters=10,
         holding=SimpleNamespace(division=SimpleNamespace(notes=())),

@@ -15,7 +15,7 @@ from shoal.computation import Computation, Computer
 from shoal.coupling import MIXES, meaning
 from shoal.data.loader import MapLoader, Place
 from shoal.data.order import Order
-from shoal.data.source import MapSource, open_source
+from shoal.data.source import MapSource, source_of
 from shoal.job import Job, Steps
 from shoal.plan.plan import PrecisionSection
 from shoal.precision import Precision
@@ -27,7 +27,7 @@ Loss = Callable[[nn.Module, Any], Any]
 
 def found(model: nn.Module, loss: Loss, collate: Any = None, **precisions: str) -> Computation:
     """What the first batch of 4 grains of 4 samples shows; model and buffers stay as they were."""
-    source = open_source("train_data", [(row, row.sum()[None]) for row in X], collate)
+    source = source_of("train_data", [(row, row.sum()[None]) for row in X], collate)
     assert isinstance(source, MapSource)
     order = Order(32, 16, 4, seed=0, shuffle=True, length=Steps(4))
     (first,) = MapLoader(source, order, Place(0, 1), 0, pin_memory=False).step(0).microbatches

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.errors import InUseError
+from shoal.errors import InUseError, RunDirectoryError
 
 
 def steps(session: shoal.Session) -> Iterator[Any]:
@@ -22,17 +22,23 @@ def steps(session: shoal.Session) -> Iterator[Any]:
 
 
 def test_a_second_session_is_refused_until_the_first_is_over(tmp_path: Path) -> None:
-    def session() -> shoal.Session:
-        return shoal.Session(global_batch=4, grains=2, checkpoints=tmp_path / "kept")
+    def session(**more: Any) -> shoal.Session:
+        return shoal.Session(global_batch=4, grains=2, checkpoints=tmp_path / "kept", **more)
 
     with session() as first:
         going = steps(first)
         next(going)
         with session() as second, pytest.raises(InUseError, match="close the Session of this process"):
             next(steps(second))
-    with session() as third:  # the first was closed in the midst
-        for _ in steps(third):
-            pass
-        assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-00000002"]
-        with session() as fourth:
-            next(steps(fourth))
+    assert kept(tmp_path) == ["step-00000001"]  # it was left after one
+    with session() as third, pytest.raises(RunDirectoryError, match="resume=True"):
+        next(steps(third))
+    with session(resume=True) as fourth:
+        assert [step.number for step in steps(fourth)] == [2]
+        assert kept(tmp_path) == ["step-00000001", "step-00000002"]
+        with session(resume=True) as fifth:
+            assert list(steps(fifth)) == []
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "kept").iterdir())

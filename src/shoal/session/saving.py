@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.agreement import together
 from shoal.checkpoint.store import Store
 from shoal.data.loader import Loader
-from shoal.errors import StorageError
+from shoal.errors import RunDirectoryError, StorageError
 from shoal.holding import Holding
 from shoal.keeper import Keeper, RunState, Trained
 from shoal.precision import LossScale
@@ -29,7 +29,7 @@ class Saving:
         store = None if folder is None else Store(Path(folder))
         self._held = contextlib.ExitStack()
         if store is not None:
-            together(base.mesh, lambda: store.hold(self._held) if base.mesh.rank == 0 else None)
+            together(base.mesh, lambda: self._take(store, base.training.resume) if base.mesh.rank == 0 else None)
         self._rank = base.mesh.rank
         self._prepared, self._schedulers = prepared, Schedulers(prepared.schedulers)
         every = as_one(prepared.optimizers, base.plan.execution.exact)
@@ -39,6 +39,18 @@ class Saving:
         if self.keeps:
             self._schedulers.state()
         self.mark()
+
+    def _take(self, store: Store, resume: bool) -> None:
+        """Raises: InUseError; RunDirectoryError where another training's checkpoints would be taken for this one's."""
+        store.hold(self._held)
+        steps = store.steps()
+        if steps and not resume:
+            self._held.close()
+            raise RunDirectoryError(
+                given=f"Session(checkpoints={str(store.folder)!r}) without resume",
+                conflict=f"it holds checkpoints up to step {max(steps)}, which a resume would take for this training's",
+                remedy="write resume=True to go on from there, or another directory",
+            )
 
     def load(self, scale: LossScale) -> RunState | None:
         """The state of the newest good checkpoint. Collective: all ranks. Raises: as Keeper.load."""
