@@ -36,6 +36,9 @@ class StepBuffers:
         self._versions: dict[str, tuple[int, int]] = {}
         self._changed: set[str] = set()
         self._saved: dict[str, Tensor] = {}
+        # Buffers that are not known to change: what they go back to where a forward begins to change them after all.
+        self._still: dict[str, tuple[tuple[int, int], Tensor]] = {}
+        self._shapes = {name: self._now(name).shape for name in self._homes}  # the same on all ranks
         self._nothing = torch.zeros(0, dtype=torch.float64, device=self._device)
 
     def _now(self, name: str) -> Tensor:
@@ -54,12 +57,16 @@ class StepBuffers:
         return sum(map(self._length, self.names))
 
     def _length(self, name: str) -> int:
-        value = self._now(name)
-        return value.numel() * (1 + value.is_complex())
+        return self._shapes[name].numel() * (1 + self._now(name).is_complex())
 
     def begin(self) -> None:
         """Keeps the step's values."""
         self._saved = {name: self._now(name).detach().clone() for name in self.names if not self._now(name).is_meta}
+        self._still = {name: kept for name, kept in self._still.items() if name not in self._saved}
+        for name in self._homes.keys() - self._saved.keys():
+            value, mark = self._now(name), self._version(name)
+            if not value.is_meta and (name not in self._still or self._still[name][0] != mark):
+                self._still[name] = mark, value.detach().clone()
         self._changed = set()
         self._mark()
 
@@ -75,9 +82,15 @@ class StepBuffers:
         return self._changed | {name for name, mark in self._versions.items() if self._version(name) != mark}
 
     def weighted(self, num_samples: int) -> Tensor:
-        """The values now, flat float64 [num_values], times the samples that made them."""
+        """The values now, flat float64 [num_values], times the samples that made them.
+
+        Raises: JobError where a forward has given a buffer another shape.
+        """
         if not self.names:
             return self._nothing
+        for name in self.names:
+            if self._now(name).shape != self._shapes[name]:
+                raise _reshaped(name, self._shapes[name], self._now(name).shape)
         return torch.cat([self._value(name) for name in self.names]) * num_samples
 
     def _value(self, name: str) -> Tensor:
@@ -91,10 +104,11 @@ class StepBuffers:
         if not self._homes:
             return
         self._changed = self.changed()
+        started = {name: self._still[name][1] for name in self._changed & self._still.keys()} | self._saved
         with torch.no_grad():
-            for name, value in self._saved.items():
+            for name, value in started.items():
                 if self._now(name).shape != value.shape:
-                    raise _reshaped(name, value, self._now(name))
+                    raise _reshaped(name, value.shape, self._now(name).shape)
                 self._now(name).copy_(value)
         self._mark()
 
@@ -115,9 +129,9 @@ class StepBuffers:
         self._saved = {}  # the step is over: there is nothing to go back to
 
 
-def _reshaped(name: str, before: Tensor, after: Tensor) -> JobError:
+def _reshaped(name: str, before: torch.Size, after: torch.Size) -> JobError:
     return JobError(
-        given=f"buffer {name} of shape {list(before.shape)}, which a forward gives the shape {list(after.shape)}",
+        given=f"buffer {name} of shape {list(before)}, which a forward gives the shape {list(after)}",
         conflict="a step makes one value of what its microbatches leave in a buffer: all have to be of one shape",
         remedy="build it for the longest sample (in Transformers a larger max_position_embeddings or "
         "max_source_positions), or keep what a forward can compute again in a plain attribute",

@@ -13,7 +13,7 @@ from torch import nn
 from shoal.agreement import Agreement, Report, agree, from_rows, measures, raise_together, to_row
 from shoal.computation import Computation
 from shoal.data.order import Order
-from shoal.errors import IntegrityError, NonFiniteError, StorageError
+from shoal.errors import IntegrityError, JobError, NonFiniteError, StorageError
 from shoal.evaluation import Evaluator
 from shoal.faults import as_shoal_error
 from shoal.job import Job, Progress
@@ -187,7 +187,8 @@ class Trainer:
             try:
                 sums = self._runner.run(data, self._factor, self._say)
             except Exception:
-                self._buffers.restore()  # to those of the last good step
+                with contextlib.suppress(JobError):  # of a buffer that has another shape now: that is the error
+                    self._buffers.restore()  # to those of the last good step
                 raise
             if self._runner.has_next and sums.rows is not None:
                 agreement = from_rows(sums.rows)

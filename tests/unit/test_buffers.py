@@ -120,6 +120,38 @@ def test_a_removed_buffer_is_a_fault() -> None:
         buffers.begin()
 
 
+def test_a_buffer_that_begins_to_change_goes_back_too() -> None:
+    model = Counter()
+    buffers = StepBuffers(model)
+    buffers.watch(())
+    for _ in range(2):
+        buffers.begin()
+        buffers.restore()
+    model.seen += 8
+    model.replaced = torch.ones(2)
+    before = buffers.num_values
+    buffers.watch(("seen", "replaced"))  # agreed on by the ranks before the step is computed again
+    assert (before, buffers.num_values) == (0, 3)
+    buffers.restore()
+    assert model.seen == 0
+    assert torch.equal(model.replaced, torch.zeros(2))
+    buffers.begin()
+    model.seen += 4
+    buffers.assign(buffers.weighted(2).numpy(), 2)
+    buffers.restore()
+    assert model.seen == 4
+
+
+def test_the_ranks_vectors_match_where_a_buffer_grows_on_one() -> None:
+    model = nn.Sequential(Counter())
+    buffers = StepBuffers(model)
+    buffers.watch()
+    buffers.begin()
+    expected = buffers.num_values
+    model[0].replaced = torch.zeros(3)
+    assert buffers.num_values == expected
+
+
 def test_a_buffer_that_grows_is_refused_by_name() -> None:
     model = nn.Sequential(Counter())
     buffers = StepBuffers(model)
