@@ -282,13 +282,16 @@ class _Judge:
 
 
 def _in_use(folder: Path, holder: Holder) -> InUseError:
-    itself = holder.pid == os.getpid() and holder.runs_here
+    if holder.pid == os.getpid() and holder.runs_here:
+        remedy = "close the Session of this process that has it, or give another directory"
+    elif holder.local and holder.host == socket.gethostname() and not holder.runs_here:
+        remedy = f"it is dead, and a process that it started still runs: end that (fuser {folder / NAME} names it)"
+    else:
+        remedy = f"wait until that has ended, or end it (kill {holder.pid} on {holder.host}), or give another directory"
     return InUseError(
         given=str(folder),
         conflict=f"it is in use by {holder} since {holder.since} ({holder.command})",
-        remedy="close the Session of this process that has it, or give another directory"
-        if itself
-        else f"wait until that has ended, or end it (kill {holder.pid} on {holder.host}), or give another directory",
+        remedy=remedy,
     )
 
 
@@ -320,9 +323,18 @@ def _unmake(made: list[Path]) -> None:
             path.rmdir()
 
 
+# Whoever looks at a file that is not locked yet has its OS lock for a moment.
+_LOOKS_SECONDS = 5.0
+
+
 def _fill(descriptor: int, holder: Holder) -> None:
+    """Raises: OSError where another process keeps the OS lock."""
     os.write(descriptor, (json.dumps(asdict(holder), indent=2) + "\n").encode())
-    _lock(descriptor)
+    until = time.monotonic() + _LOOKS_SECONDS
+    while _lock(descriptor) is False:
+        if time.monotonic() > until:
+            raise OSError(errno.EWOULDBLOCK, "another process keeps the lock of its own file")
+        time.sleep(0.01)
 
 
 def _put(aside: Path, target: Path, descriptor: int, holder: Holder) -> int | None:

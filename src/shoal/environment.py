@@ -21,7 +21,7 @@ class Environment:
     """This process's rank and how the ranks find each other.
 
     `listen_fd` is an open listening socket for rank 0's store; `agent_store` says that a launcher already serves one.
-    `key`: a secret of the run, where its launcher made one.
+    `key`: a secret of the run, where its launcher made one. `own_gpu`: a process may see its own GPU only.
     """
 
     rank: int = 0
@@ -32,6 +32,7 @@ class Environment:
     port: int = 0
     listen_fd: int | None = None
     agent_store: bool = False
+    own_gpu: bool = False
     key: str | None = field(default=None, repr=False)
 
     @property
@@ -108,7 +109,13 @@ def joined(variables: Mapping[str, str]) -> Environment | None:
         listen_fd=int(fd) if fd else None,
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         key=variables.get(RUN_KEY),
+        own_gpu=_OWN_GPU in variables,
     )
+
+
+# srun shows a task of such a step its own GPUs only.
+_BINDING = frozenset({"SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"})
+_OWN_GPU = "SHOAL_OWN_GPU"
 
 
 def _slurm_task(variables: Mapping[str, str]) -> Environment | None:
@@ -140,6 +147,7 @@ def _slurm_task(variables: Mapping[str, str]) -> Environment | None:
             "MASTER_ADDR": variables.get("MASTER_ADDR", first),
             "MASTER_PORT": port,
         }
+        | ({_OWN_GPU: "1"} if _BINDING & variables.keys() else {})
     )
 
 
@@ -158,9 +166,9 @@ def _repeated(text: str) -> list[int]:
 
 def _first_host(nodes: str) -> str:
     """gpu007 from "gpu[007-009,012],login1"."""
-    found = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodes)
-    assert found is not None, "every part may be empty"
-    return "".join(part or "" for part in found.groups())
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "it may be empty"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
 def _refuse_unknown(variables: Mapping[str, str]) -> None:

@@ -181,13 +181,14 @@ def choose_device(environment: Environment) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     found = torch.cuda.device_count()
-    if environment.local_world_size > found:
+    own = environment.own_gpu and found == 1
+    if environment.local_world_size > found and not own:
         raise LaunchError(
             given=f"{environment.local_world_size} processes on this host",
             conflict=f"it has {found} GPU(s), and a GPU serves one process",
             remedy=f"use --devices {found} at most, or CUDA_VISIBLE_DEVICES= for CPU processes",
         )
-    device = torch.device("cuda", environment.local_rank)
+    device = torch.device("cuda", 0 if own else environment.local_rank)
     torch.cuda.set_device(device)
     return device
 

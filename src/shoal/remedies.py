@@ -10,7 +10,7 @@ from typing import Any
 
 # What torch says of tensors that do not go together, each with what to do.
 _DEVICES = re.compile(r"same device|device type|on device|found at least two devices|expected device|is on cpu", re.I)
-_DTYPES = re.compile(r"dtype|scalar type|\b(Float|Double|Half|BFloat16|Long|Int)(Tensor)?\b|floating point", re.I)
+_DTYPES = re.compile(r"dtype|scalar type|\b(Float|Double|Half|BFloat16|Long|Int)(Tensor)?\b|floating point")
 _SHAPES = re.compile(
     r"\bshapes?\b|\bsizes?\b|\bdim(ension)?s?\b|dimensional|size of tensor|must match|out of bounds|broadcast"
     r"|input\[|channels|numel|elements|normalized_shape|batch_size",

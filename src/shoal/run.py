@@ -90,33 +90,39 @@ def run(request: RunRequest, environment: Environment, signals: Signals, *, clai
     course = _Course()
     error: ShoalError | None = None
     code = ExitCode.DONE
+    held = contextlib.ExitStack()  # the lock, until the last file is written
     try:
         if environment.rank == 0 or not request.plan.serves:  # others may come when the run is under way
             request.check()
-        code = _train(request, environment, signals, course, claims)
+        code = _train(request, environment, signals, course, held if claims else None)
     except (Exception, SystemExit) as caught:
         error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
         code = error.exit_code
         _note_failure(request, environment, error, course)
+    finally:
+        held.close()
     tell(environment, code, error)
     return code
 
 
-def _train(request: RunRequest, environment: Environment, signals: Signals, course: _Course, claims: bool) -> ExitCode:
+def _train(
+    request: RunRequest, environment: Environment, signals: Signals, course: _Course, held: contextlib.ExitStack | None
+) -> ExitCode:
     threads = max(1, cores_here() // environment.local_world_size)
     prepare_process(request.plan.execution.exact, threads)
     loaded = load(request.job)
     plan, course.notes = admitted(loaded.job, request.plan, request.wishes.max_microbatch)
     if environment.rank == 0:
         warn_of(loaded.job.without_effect())
-        warn_of(unheeded(request.plan, loaded.job.grains, None if loaded.job.fuse else "Job(fuse=False)"))
+        if not request.plan_resumed:  # what a run keeps was completed by it
+            warn_of(unheeded(request.plan, loaded.job.grains, None if loaded.job.fuse else "Job(fuse=False)"))
     if plan.serves:
         return _train_served(loaded, plan, request, environment, signals=signals, course=course)
-    with open_mesh(environment, plan.degrees) as mesh, contextlib.ExitStack() as held:
+    with open_mesh(environment, plan.degrees) as mesh:
         job = together(mesh, lambda: opened(loaded.job))
         loaded = replace(loaded, job=job)
         shake_hands(mesh, loaded, plan)
-        if claims:
+        if held is not None:
             lock = together(mesh, lambda: request.claim() if mesh.rank == 0 else None)
             held.callback(lock.release if lock is not None else lambda: None)
             course.out = Path(mesh.gather_json(str(lock.folder if lock is not None else request.out))[0])
