@@ -22,6 +22,7 @@ class Environment:
 
     `listen_fd` is an open listening socket for rank 0's store; `agent_store` says that a launcher already serves one.
     `key`: a secret of the run, where its launcher made one. `own_gpu`: a process may see its own GPU only.
+    `restarts`: how often torchrun has started the ranks anew.
     """
 
     rank: int = 0
@@ -33,6 +34,7 @@ class Environment:
     listen_fd: int | None = None
     agent_store: bool = False
     own_gpu: bool = False
+    restarts: int = 0
     key: str | None = field(default=None, repr=False)
 
     @property
@@ -110,6 +112,7 @@ def joined(variables: Mapping[str, str]) -> Environment | None:
         agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         key=variables.get(RUN_KEY),
         own_gpu=_OWN_GPU in variables,
+        restarts=int(variables.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 

@@ -114,7 +114,7 @@ class Evaluator:
         return {"samples": samples, "sums": sums}
 
     def _pair(self, name: str, function: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        pair = Pair(function, self._precision, f"metric {name!r}")
+        pair = Pair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
         with self._precision.products():
             return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
 

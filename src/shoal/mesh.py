@@ -143,9 +143,11 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # what stays on one host listens on loopback only
     store = _open_store(environment)
     try:
+        # An agent's store outlives groups, and what their ranks have written into it: each opening has its own place.
+        opened = store.add(f"shoal/{environment.restarts}/opened by {environment.rank}", 1)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore("shoal", store),
+            store=PrefixStore(f"shoal/{environment.restarts}/{opened}", store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=COLLECTIVE_TIMEOUT,

@@ -11,7 +11,18 @@ from torch.utils.data import TensorDataset
 import shoal
 
 
+def warm_up() -> None:
+    """Another training before it, as of a fold: its ranks find each other anew."""
+    with shoal.Session(global_batch=16) as session:
+        model = torch.nn.Linear(4, 2)
+        model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in session.steps((torch.randn(16, 4), torch.zeros(16, dtype=torch.int64))):
+            for inputs, labels in step:
+                step.backward(*shoal.cross_entropy(model(inputs), labels))
+
+
 def main() -> None:
+    warm_up()
     torch.manual_seed(0)
     with shoal.Session(exact=True, global_batch=16) as session:
         model = tiny.conv_model()

@@ -503,6 +503,24 @@ def left_between(kept: Path) -> None:
                 step.backward(generator_loss(g, d, batch), len(batch[0]))
 
 
+def clipped(**changes: Any) -> Told:
+    """A loop that clips by itself, as a plain one does."""
+    with session(**changes) as own:
+        model = network()
+        model, _ = own.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in own.steps(dataset()):
+            for batch in step:
+                step.backward(*cross_entropy(model, batch))
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return {}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_clipping_within_the_batches_is_refused(exact: bool, tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match=r"Session\(clip_norm=\.\.\.\)"):
+        in_ranks(2, partial(clipped, exact=exact), tmp_path / "ranks")
+
+
 def test_a_batch_loop_that_is_left_for_the_next_step() -> None:
     with pytest.raises(UserCodeError, match="not iterated to its end"):
         first_batches()

@@ -23,6 +23,7 @@ from shoal.observation import Observer
 from shoal.precision import LossScale
 from shoal.randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.recorder import Recorder
+from shoal.session.guard import Watch
 from shoal.session.prepared import Prepared
 from shoal.session.rates import Groups, as_one, turned
 from shoal.session.ways import Base, Chosen, Way, Ways
@@ -59,6 +60,7 @@ class Passes:
         self._buffers.begin()
         self._every = as_one(prepared.optimizers, base.plan.execution.exact)
         self._count = 0  # of all passes: a verification compares each update by itself
+        self._watch = Watch()
         self._after: Groups | None = None
         self._microbatch: Microbatch | None = None
         self.error: ShoalError | None = None
@@ -75,8 +77,12 @@ class Passes:
         self._after, self._values = Groups(self._prepared.optimizers), model_tensors(self._root)
 
     def begin(self, now: Pass) -> None:
-        """A pass starts. Raises: JobError where its optimizers have nothing to train."""
+        """A pass starts.
+
+        Raises: JobError where its optimizers have nothing to train; UserCodeError for gradients changed too late.
+        """
         self._now, self.error = now, None
+        self._watch.begin(self._prepared.optimizers)
         if self._base.replay is not None:
             self._replay()
         self._way: Way = self.ways.of(now.chosen)
@@ -114,11 +120,14 @@ class Passes:
                     yield batch
                 if not self._taken:
                     raise _no_backward(self._now.step + 1)
+                self._watch.check(self._prepared.optimizers)
+                self._watch.drop()
                 self._observer.computed()
                 self._buffers.restore()
         except Exception as error:
             self.error = as_shoal_error(error)
         finally:
+            self._watch.drop()
             self._microbatch = None
 
     @contextlib.contextmanager
@@ -148,6 +157,7 @@ class Passes:
         self._observer.loss(total.detach(), weight)
         factor = self._factor
         self._way.strategy.backward(microbatch, total * factor if factor != 1.0 else total, sums, self._last)
+        self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)
 
     def finish(self, error: ShoalError | None) -> StepSums:
         """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""
@@ -169,6 +179,7 @@ class Passes:
         self._count += 1
         if self._after is not None:
             self._mark()
+        self._watch.note(self._way.parameters)
         self.torn = False
         return update
 

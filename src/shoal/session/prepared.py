@@ -83,6 +83,15 @@ class Prepared:
                     "give prepare() its optimizer too, and build the scheduler from that",
                 )
 
+    def unprepared(self) -> list[str]:
+        """Names of optimizers that a scheduler of torch is built on which was not prepared."""
+        known = {id(scheduler.optimizer) for scheduler in self.schedulers}
+        return [
+            type(optimizer).__name__
+            for optimizer in self.optimizers
+            if id(optimizer) not in known and any("initial_lr" in group for group in optimizer.param_groups)
+        ]
+
     def check_parameters(self) -> None:
         """Raises: JobError where an optimizer has parameters of no prepared model, or of another optimizer."""
         known = {id(p) for model in self.models for p in model.parameters()}

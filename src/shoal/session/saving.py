@@ -38,6 +38,13 @@ class Saving:
         self.keeps = store is not None
         if self.keeps:
             self._schedulers.state()
+            if (names := prepared.unprepared()) and self._rank == 0:
+                warnings.warn(
+                    f"a scheduler of {', '.join(names)} was not given to prepare(): its place is in no checkpoint, and "
+                    "a resume begins its schedule anew; write session.prepare(model, optimizer, scheduler)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         self.mark()
 
     def _take(self, store: Store, resume: bool) -> None:

@@ -42,9 +42,10 @@ class Base:
 
 @dataclass(frozen=True)
 class Way:
-    """How one pass updates. `trained` are its own parameters by identity, `others` all that get no gradient from it."""
+    """How one pass updates. `trained`: its `parameters` by identity; `others` get no gradient from it."""
 
     optimizers: tuple[Optimizer, ...]
+    parameters: tuple[nn.Parameter, ...]
     trained: tuple[int, ...]
     others: tuple[nn.Parameter, ...]
     strategy: Strategy
@@ -113,7 +114,7 @@ class Ways:
         one = as_one(optimizers, exact)
         updater = Updater(one, base.job, self._observer, strategy, self._holding, exact=exact, stepper=stepper)
         others = tuple(p for _, p in named if id(p) not in mine)
-        return Way(tuple(optimizers), trained, others, strategy, updater, stepper)
+        return Way(tuple(optimizers), tuple(parameters), trained, others, strategy, updater, stepper)
 
     def _all_trained(self) -> frozenset[int]:
         return frozenset(id(p) for _, p in self._holding.parameters() if p.requires_grad)
