@@ -48,8 +48,11 @@ class Step:
         self.grad_norm = math.nan
         self.learning_rate = math.nan
 
-    def backward(self, total: Tensor, weight: Tensor | float) -> None:
-        """Takes the loss of the batch at hand: a sum over its samples or tokens, and how many they were."""
+    def backward(self, total: Tensor, weight: Tensor | float | None = None) -> None:
+        """Takes the loss of the batch at hand: a sum over its samples or tokens, and how many they were.
+
+        Raises: LossError for a total without its weight.
+        """
         self._loop.passes.backward(self.number, total, weight)
 
     def batches(self, *optimizers: Any) -> Iterator[Any]:

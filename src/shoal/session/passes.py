@@ -146,12 +146,12 @@ class Passes:
         if leaked:
             raise _not_fusible("randomness outside torch's functions")
 
-    def backward(self, number: int, total: Tensor, weight: Tensor | float) -> None:
+    def backward(self, number: int, total: Tensor, weight: Tensor | float | None) -> None:
         """Adds the batch at hand. Raises: LossError; UserCodeError where there is none, or it was added before."""
         microbatch = self._microbatch
         if microbatch is None or self._taken:
             raise _no_batch(number, again=microbatch is not None)
-        total, weight = check_pair("loss", (total, weight))
+        total, weight = check_pair("loss", total if weight is None else (total, weight))
         self._taken = True
         sums = microbatch_sums(microbatch, total, weight, self._buffers.weighted(microbatch.num_samples))
         self._observer.loss(total.detach(), weight)

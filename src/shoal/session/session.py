@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoal.data.opened import open_data
@@ -26,7 +27,7 @@ from shoal.replay import Replay
 from shoal.session.loop import Loop, Step
 from shoal.session.prepared import Prepared
 from shoal.session.reading import open_loader
-from shoal.session.training import Training
+from shoal.session.training import Training, missing_attribute
 from shoal.session.ways import Base
 from shoal.startup import prepare_process
 from shoal.strategies.compiled import compile_blocks
@@ -79,6 +80,19 @@ class Session:
     def rank(self) -> int:
         """This process's number; rank 0 prints."""
         return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self.mesh.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches and prepared models are."""
+        return self.mesh.device
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_attribute(name)
 
     @property
     def samples(self) -> int:

@@ -28,6 +28,32 @@ _ELSEWHERE = {
     "strategy": "plan",
 }
 
+# Methods and attributes that other trainers' objects have, and what to write here.
+_METHODS = {
+    "accumulate": "nothing: global_batch is the batch of one update, however it is accumulated",
+    "autocast": "shoal.Session(precision=...): the loop over a step's batches is in its context",
+    "backward": "step.backward(total, weight) for each batch",
+    "clip_gradients": "shoal.Session(clip_norm=...)",
+    "clip_grad_norm_": "shoal.Session(clip_norm=...)",
+    "gather": "step.loss, or session.evaluate(dataset, metrics), which are of all ranks",
+    "gather_for_metrics": "session.evaluate(dataset, metrics)",
+    "is_local_main_process": "session.rank == 0",
+    "is_main_process": "session.rank == 0",
+    "num_processes": "session.world_size",
+    "print": "if session.rank == 0: print(...)",
+    "save": "shoal.Session(checkpoints=...)",
+    "save_state": "shoal.Session(checkpoints=...)",
+    "setup": "session.prepare(model, optimizer)",
+    "unwrap_model": "nothing: prepare gives back the model itself",
+    "wait_for_everyone": "nothing: ranks meet at each step",
+}
+
+
+def missing_attribute(name: str) -> AttributeError:
+    """The error for what a Session does not have: with what to write, where another trainer has it."""
+    hint = f"; write {_METHODS[name]}" if name in _METHODS else ""
+    return AttributeError(f"a Session has no {name}{hint}", name=name)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:

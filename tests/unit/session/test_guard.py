@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import shoal
-from shoal.errors import UserCodeError
+from shoal.errors import LossError, UserCodeError
 
 DATA = TensorDataset(torch.randn(24, 2, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 2)
 Loop = Callable[[Any, Any], None]
@@ -76,3 +76,23 @@ def test_a_scheduler_that_no_checkpoint_has_is_told_of(tmp_path: Path) -> None:
         session.prepare(model, optimizer)
         with pytest.warns(RuntimeWarning, match="a scheduler of SGD was not given to prepare"):
             session.steps(DATA)
+
+
+def test_a_loss_without_its_weight_is_told_what_to_write() -> None:
+    with shoal.Session(global_batch=8) as session:
+        model = torch.nn.Linear(2, 2)
+        model, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        steps = session.steps(DATA)
+        step = next(steps)
+        batches = iter(step)
+        inputs, labels = next(batches)
+        with pytest.raises(LossError, match="mean of means"):
+            step.backward(torch.nn.functional.cross_entropy(model(inputs), labels))
+
+
+def test_attributes_of_other_trainers() -> None:
+    with shoal.Session(global_batch=8) as session:
+        assert (session.rank, session.world_size, session.device.type) == (0, 1, "cpu")
+        with pytest.raises(AttributeError, match=r"a Session has no backward; write step\.backward\(total, weight\)"):
+            session.backward(torch.zeros(()))
+        assert not hasattr(session, "nothing_of_the_kind")
