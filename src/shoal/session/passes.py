@@ -149,6 +149,15 @@ class Passes:
         factor = self._factor
         self._way.strategy.backward(microbatch, total * factor if factor != 1.0 else total, sums, self._last)
 
+    def rate(self, progress: Progress) -> None:
+        """What the schedule says of the update to come; where it raises, `error` says so before the ranks sum."""
+        if self.error is not None:
+            return
+        try:
+            self._way.stepper.foresee(progress)
+        except Exception as error:
+            self.error = as_shoal_error(error)
+
     def finish(self, error: ShoalError | None) -> StepSums:
         """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""
         flags = Flags(errors=1) if error is not None else Flags()

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from shoal.data.opened import open_data
+from shoal.agreement import together
+from shoal.data.opened import open_evaluation
 from shoal.environment import Environment, joined
 from shoal.errors import JobError, PlanError
 from shoal.evaluation import Evaluator
@@ -155,16 +156,26 @@ class Session:
                 if models
                 else "write first: model, optimizer = session.prepare(model, optimizer)",
             )
-        data = open_data("dataset", dataset, self.training.collate)
+        if self._loop is not None:
+            self._loop.asked.insist()
+        data = together(self.mesh, lambda: open_evaluation("dataset", dataset, self.training.collate))
+        if self.mesh.rank == 0:
+            warn_of(data.notes)
         evaluator = Evaluator(self._job, self.mesh, self._precision, data.source, metrics, collate=data.collate)
         return evaluator.evaluate(models[0] if model is None else model)
 
     def close(self) -> None:
-        """Ends the process group; a loop that was left is saved first."""
-        steps = self._steps() if self._steps is not None else None
-        if steps is not None:
-            steps.close()
-        self._exit.close()
+        """Ends the process group; a loop that was left is saved first. Raises: KeyboardInterrupt that came in it."""
+        try:
+            steps = self._steps() if self._steps is not None else None
+            if steps is not None:
+                steps.close()
+            if self._loop is not None:
+                self._loop.close()
+        finally:
+            self._exit.close()
+        if self._loop is not None:
+            self._loop.asked.insist()
 
     def __enter__(self) -> Session:
         return self
