@@ -73,7 +73,7 @@ class Loop:
         self.passes = Passes(base, prepared)
         self._saving = Saving(base, prepared, self.passes.holding, loader, self.passes.ways.strategy)
         self._guard: Guard | None = None
-        self._closed = False
+        self.closed = False
         try:
             self.state = self._begun()
         except BaseException:
@@ -121,9 +121,9 @@ class Loop:
     def close(self) -> None:
         """Gives back what the loop has taken, also of one that never began; once."""
         self._over = True
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         if self._guard is not None:
             self._guard.lift()
         self._saving.close()

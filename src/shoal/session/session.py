@@ -156,8 +156,7 @@ class Session:
                 if models
                 else "write first: model, optimizer = session.prepare(model, optimizer)",
             )
-        if self._loop is not None:
-            self._loop.asked.insist()
+        self._insist()
         data = together(self.mesh, lambda: open_evaluation("dataset", dataset, self.training.collate))
         if self.mesh.rank == 0:
             warn_of(data.notes)
@@ -174,7 +173,11 @@ class Session:
                 self._loop.close()
         finally:
             self._exit.close()
-        if self._loop is not None:
+        self._insist()
+
+    def _insist(self) -> None:
+        """Raises: what a request to stop ends with, where the loop is over and could not raise it itself."""
+        if self._loop is not None and self._loop.closed:
             self._loop.asked.insist()
 
     def __enter__(self) -> Session:

@@ -102,6 +102,25 @@ def test_ctrl_c_and_a_break_in_the_same_step(where: str, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
 
 
+def interrupted_before_an_evaluation(kept: Path, found: list[Any]) -> None:
+    model = line()
+    with session(kept) as own:
+        own.prepare(model, sgd(model))
+        for step in own.steps(data()):
+            for inputs, _ in step:
+                step.backward(model(inputs).sum(), len(inputs))
+            signal.raise_signal(signal.SIGINT)
+            found.append(own.evaluate(data(), {}))
+
+
+def test_ctrl_c_in_a_step_that_evaluates(tmp_path: Path) -> None:
+    """The request waits for the end of the step."""
+    found: list[Any] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_before_an_evaluation(tmp_path, found)
+    assert found == [({}, 16)]
+
+
 def test_another_rank_that_was_asked_and_a_break() -> None:
     asked = Asked()
     asked.insist()
