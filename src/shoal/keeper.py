@@ -90,7 +90,7 @@ class RunState:
         )
 
 
-class Kept(Protocol):
+class AlsoKept(Protocol):
     """What else a checkpoint keeps, the same on all ranks."""
 
     def state(self) -> Any:
@@ -108,7 +108,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
     loader: Loader
     strategy: Strategy
-    schedulers: Kept | None = None
+    schedulers: AlsoKept | None = None
 
 
 class Keeper:

@@ -24,7 +24,7 @@ from shoal.session.asked import Asked
 from shoal.session.guard import Guard
 from shoal.session.meeting import Meeting, Word, groups_differ, meet
 from shoal.session.mistakes import left_within, not_finite, not_iterated, not_now, other_passes, which_optimizer
-from shoal.session.passes import Pass, Passes
+from shoal.session.passes import BatchPass, BatchPasses
 from shoal.session.prepared import Prepared
 from shoal.session.rates import group_values, number_of
 from shoal.session.saving import Saving
@@ -70,7 +70,7 @@ class Loop:
         """Collective: all ranks. Raises: JobError, PlanError; as the checkpoints."""
         self._base, self._prepared, self._loader, self._order = base, prepared, loader, order
         self._mesh = base.mesh
-        self.passes = Passes(base, prepared)
+        self.passes = BatchPasses(base, prepared)
         self._saving = Saving(base, prepared, self.passes.holding, loader, self.passes.ways.strategy)
         self._guard: Guard | None = None
         self.closed = False
@@ -174,7 +174,7 @@ class Loop:
     def _batches(self, step: Step, chosen: Chosen) -> Generator[Any]:
         """This rank's batches, then the update."""
         self._agree(step, chosen)
-        self.passes.begin(Pass(self.state.step, chosen, len(self._turns), self.state.loss_scale))
+        self.passes.begin(BatchPass(self.state.step, chosen, len(self._turns), self.state.loss_scale))
         self._open = True
         try:
             yield from self.passes.batches(self._microbatches(), self._data.num_microbatches)

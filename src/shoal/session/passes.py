@@ -25,13 +25,13 @@ from shoal.randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.recorder import Recorder
 from shoal.session.prepared import Prepared
 from shoal.session.rates import Groups, as_one, turned
-from shoal.session.ways import Base, Chosen, Way, Ways
+from shoal.session.ways import Base, Chosen, UpdateWay, UpdateWays
 from shoal.strategies.base import NUM_SUMS, Flags, StepSums, microbatch_sums
 from shoal.update import Update
 
 
 @dataclass(frozen=True)
-class Pass:
+class BatchPass:
     """One pass: of which step (from 0), for which optimizers, and its number in the step."""
 
     step: int
@@ -40,7 +40,7 @@ class Pass:
     loss_scale: LossScale
 
 
-class Passes:
+class BatchPasses:
     """Computes passes, one after the other. `error`: why this rank could not compute the last one.
 
     `torn`: whether an update was left in the midst of it.
@@ -53,7 +53,7 @@ class Passes:
         self.holding = Holding(base.mesh, self._root, divides_state=base.plan.layout.shard > 1)
         replay = base.replay
         self._observer = Recorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
-        self.ways = Ways(base, prepared, self.holding, self._observer)
+        self.ways = UpdateWays(base, prepared, self.holding, self._observer)
         self._buffers = StepBuffers(self._root)
         self._buffers.watch()
         self._buffers.begin()
@@ -74,12 +74,12 @@ class Passes:
         """Keeps what an update has left, to tell what the loop itself changes before the next."""
         self._after, self._values = Groups(self._prepared.optimizers), model_tensors(self._root)
 
-    def begin(self, now: Pass) -> None:
+    def begin(self, now: BatchPass) -> None:
         """A pass starts. Raises: JobError where its optimizers have nothing to train."""
         self._now, self.error = now, None
         if self._base.replay is not None:
             self._replay()
-        self._way: Way = self.ways.of(now.chosen)
+        self._way: UpdateWay = self.ways.of(now.chosen)
         self._way.stepper.turn = now.turn
         self._way.strategy.begin(now.step, self._factor)
         self._buffers.begin()
