@@ -314,8 +314,10 @@ class Loop:
         numbers = sorted({number for chosen in self._turns for number in chosen})
         return [type(self._prepared.optimizers[number]).__name__ for number in numbers]
 
-    def _word(self, **said: Any) -> Word:
-        return Word(asked=bool(self.asked.received), clean=not self._turns, step=self.state.step, **said)
+    def _word(self, leaves: bool = False, **said: Any) -> Word:
+        # Between two updates of a step there is nothing to save: a request waits for the last of them.
+        asked = bool(self.asked.received) and (leaves or not self._turns)
+        return Word(leaves=leaves, asked=asked, clean=not self._turns, step=self.state.step, **said)
 
     def _meet(self, word: Word) -> Meeting:
         """What all say. Raises: PeerError where another has left, what ends a rank that was asked to stop."""

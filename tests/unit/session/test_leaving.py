@@ -121,6 +121,26 @@ def test_ctrl_c_in_a_step_that_evaluates(tmp_path: Path) -> None:
     assert found == [({}, 16)]
 
 
+def asked_between_updates(kept: Path) -> None:
+    first, second = line(), line()
+    one, other = sgd(first), sgd(second)
+    with session(kept) as own:
+        own.prepare(first, second, one, other)
+        for step in own.steps(data()):
+            for model, optimizer in ((first, one), (second, other)):
+                for inputs, _ in step.batches(optimizer):
+                    step.backward(model(inputs).sum(), len(inputs))
+                if step.number == 2 and model is first:
+                    signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_request_between_two_updates_waits_for_the_last(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        asked_between_updates(tmp_path)
+    assert ended.value.code == ExitCode.PREEMPTED
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+
+
 def test_another_rank_that_was_asked_and_a_break() -> None:
     asked = Asked()
     asked.insist()
