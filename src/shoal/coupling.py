@@ -27,14 +27,14 @@ _ROUNDING = {4: 1e-3, 8: 1e-7}
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _LeafRows:
     """The rows of one tensor, in no order: a number of each, and the size of the largest."""
 
     numbers: Tensor
     size: float
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Rows:
+    def of(cls, tensor: Tensor) -> _LeafRows:
         rows = tensor.detach().reshape(len(tensor), -1).double()
         weights = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device).add_(1.0).cos_()
         size = float(rows.square().sum(1).max().sqrt()) if rows.numel() else 0.0
@@ -47,8 +47,8 @@ class _Call:
 
     name: str
     kind: str
-    given: list[_Rows]
-    gave: list[_Rows]
+    given: list[_LeafRows]
+    gave: list[_LeafRows]
 
 
 @dataclass
@@ -69,9 +69,9 @@ class _Watched:
         return after
 
 
-def _rows(value: Any) -> list[_Rows]:
+def _rows(value: Any) -> list[_LeafRows]:
     return [
-        _Rows.of(leaf)
+        _LeafRows.of(leaf)
         for leaf in tree_leaves(value)
         if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) and not leaf.is_complex() and not leaf.is_sparse
     ]
@@ -88,7 +88,7 @@ def _watching(model: nn.Module) -> Iterator[_Watched]:
             handle.remove()
 
 
-def _differ(whole: list[_Rows], parts: list[list[_Rows]], rounding: float) -> bool:
+def _differ(whole: list[_LeafRows], parts: list[list[_LeafRows]], rounding: float) -> bool:
     """Whether rows of a batch together are others than those of its grains; what is no row by row tells nothing."""
     if any(len(part) != len(whole) for part in parts):
         return True

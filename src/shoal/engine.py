@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,17 +20,18 @@ from shoal.buffers import StepBuffers
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.tensor_file import NAMES
 from shoal.computation import Computation, Computer, Evaluate, Pair
-from shoal.data.loader import Loader, MapLoader, Place
-from shoal.data.opened import Opened, open_data, opened
+from shoal.data.loader import Loader
+from shoal.data.opened import Opened, open_evaluation, opened
 from shoal.data.order import Order
-from shoal.data.source import MapSource, Source, small_batch
-from shoal.data.stream import StreamLoader, no_lockstep
+from shoal.data.reading import loader_of, order_of, refuse_epochs
+from shoal.data.source import MapSource, small_batch
+from shoal.data.stream import no_lockstep
 from shoal.errors import JobError, SettingWarning, ShoalError
 from shoal.evaluation import Evaluator
 from shoal.faults import user_error
 from shoal.grains import random_key
 from shoal.holding import Holding
-from shoal.job import Epochs, Job
+from shoal.job import Job
 from shoal.keeper import Keeper, RunState, Trained
 from shoal.mesh import Mesh
 from shoal.observation import Observer
@@ -51,9 +52,6 @@ from shoal.update import Parameters, Updater, build_optimizer, refuse_on_parts
 
 if TYPE_CHECKING:
     from shoal.strategies.pipeline import Pipeline
-
-# A stream's length is unknown: one pass that no run comes to the end of by counting.
-_ENDLESS = 1 << 62
 
 
 @dataclass
@@ -207,7 +205,7 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, holding, exact=plan.execution.exact)
     evaluation = together(mesh, lambda: _evaluation_data(job))
-    order = _order(job, source)
+    order = order_of(data, job, job.length, job.shuffle is not False)
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     store = Store(options.checkpoints) if options.checkpoints is not None else None
     keeper = Keeper(mesh, store, Trained(holding, optimizer, loader, strategy), options.checkpoint_every)
@@ -315,19 +313,8 @@ def make_model(job: Job) -> nn.Module:
     return model
 
 
-def _order(job: Job, source: Source) -> Order:
-    num_samples = len(source) if isinstance(source, MapSource) else _ENDLESS
-    return Order(num_samples, job.global_batch, job.grains, job.seed, job.shuffle is not False, job.length)
-
-
 def _evaluation_data(job: Job) -> Opened | None:
-    if job.eval_data is None:
-        return None
-    found = open_data("eval_data", job.eval_data, job.collate)
-    if not found.workers or not isinstance(found.source, MapSource):
-        return found
-    said = f"eval_data: num_workers={found.workers} has no effect: an evaluation reads in the rank itself"
-    return replace(found, notes=(*found.notes, said))
+    return None if job.eval_data is None else open_evaluation("eval_data", job.eval_data, job.collate)
 
 
 def _with_workers(plan: Plan, data: Opened, options: Options) -> tuple[Plan, tuple[str, ...]]:
@@ -342,14 +329,9 @@ def _with_workers(plan: Plan, data: Opened, options: Options) -> tuple[Plan, tup
 
 
 def _loader(job: Job, plan: Plan, mesh: Mesh, data: Opened, order: Order) -> Loader:
-    place, source = Place(mesh.data_rank, mesh.num_data_ranks), data.source
-    if isinstance(source, MapSource):
-        workers, on_gpu = plan.data.workers, mesh.device.type == "cuda"
-        return MapLoader(source, order, place, workers, on_gpu, reading=data.reading)
-    if isinstance(job.length, Epochs):
-        raise JobError(
-            given=f"length={job.length} with a stream as train_data",
-            conflict="a stream has no length, and so no epochs",
-            remedy="write length=shoal.Steps(...) or shoal.Samples(...)",
-        )
-    return StreamLoader(source, order, place, data.collate)
+    given, remedy = (
+        f"length={job.length} with a stream as train_data",
+        "write length=shoal.Steps(...) or shoal.Samples(...)",
+    )
+    refuse_epochs(data, job.length, given, remedy)
+    return loader_of(data, order, mesh, plan.data.workers)

@@ -90,7 +90,7 @@ class RunState:
         )
 
 
-class Kept(Protocol):
+class AlsoKept(Protocol):
     """What else a checkpoint keeps, the same on all ranks."""
 
     def state(self) -> Any:
@@ -108,7 +108,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
     loader: Loader
     strategy: Strategy
-    schedulers: Kept | None = None
+    schedulers: AlsoKept | None = None
 
 
 class Keeper:
@@ -336,7 +336,9 @@ class Keeper:
         replaced = load_optimizer(trained.optimizer, holding.model, tensors, taken_up)
         fill(saved, "model", held)
         compressed = self._compressed
-        self._notes = replaced + (compressed.restore(saved) if compressed is not None else left_behind(saved))
+        self._notes = compressed.restore(saved) if compressed is not None else left_behind(saved)
+        if trained.schedulers is None:  # a loop of one's own sets the groups as it likes
+            self._notes = replaced + self._notes
         trained.loader.restore(document["streams"])
         if trained.schedulers is not None:
             trained.schedulers.restore(document.get("schedulers", []))

@@ -291,7 +291,8 @@ def test_two_models_are_verified(critics: int) -> None:
 
 @pytest.mark.parametrize("layout", ["data", "shard"])
 def test_two_models_go_on_where_they_were_left(layout: str, tmp_path: Path) -> None:
-    plan = shoal.Plan().with_sections(layout={layout: 2}, shard={"level": "optimizer"})
+    shard = {"level": "optimizer"} if layout == "shard" else {}
+    plan = shoal.Plan().with_sections(layout={layout: 2}, shard=shard)
     whole = in_ranks(2, partial(session_gan, plan=plan), tmp_path / "whole")[0]
     kept: Told = {"checkpoints": str(tmp_path / "kept"), "plan": plan}
     first = in_ranks(2, partial(session_gan, leave_at=3, **kept), tmp_path / "first")[0]
@@ -351,6 +352,7 @@ def train(
     *,
     within: Callable[[int, int], None] = lambda rank, number: None,
     break_at: int = 0,
+    evaluate: bool = False,
     data: Any = None,
     length: Any = None,
     **changes: Any,
@@ -376,6 +378,9 @@ def train(
             leave(own.rank, step.number)
             if step.number == break_at:
                 break
+        if evaluate:
+            del steps  # as where the loop was written over the call itself
+            own.evaluate(dataset(), {})
     return {"losses": losses, "rates": rates, "decay": optimizer.param_groups[0]["weight_decay"]}
 
 
@@ -519,6 +524,87 @@ def clipped(**changes: Any) -> Told:
 def test_clipping_within_the_batches_is_refused(exact: bool, tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match=r"Session\(clip_norm=\.\.\.\)"):
         in_ranks(2, partial(clipped, exact=exact), tmp_path / "ranks")
+
+
+def three_passes(kept: Path, leave_in: int) -> Told:
+    """Rank 0 raises after the second of three updates: of the first step, or of one after a step of two updates."""
+    g, d = pair()
+    opt_g, opt_d = optimizers(g, d)
+    with session(checkpoints=kept) as own:
+        own.prepare(g, d, opt_g, opt_d)
+        for step in own.steps(noise_and_samples()):
+            for number, chosen in enumerate((opt_d, opt_g, opt_d)[: 3 if step.number == leave_in else 2]):
+                for batch in step.batches(chosen):
+                    loss = generator_loss(g, d, batch) if chosen is opt_g else critic_loss(g, d, batch)
+                    step.backward(loss, len(batch[0]))
+                if (own.rank, step.number, number) == (0, leave_in, 1):
+                    raise ValueError("the loop's own")
+    return {}
+
+
+@pytest.mark.parametrize("leave_in", [1, 2])
+def test_one_rank_that_leaves_between_updates(leave_in: int, tmp_path: Path) -> None:
+    """Where rank 0 takes the step for finished the others know better, and nobody saves or waits."""
+    kept = tmp_path / "kept"
+
+    def loop() -> Told:
+        if os.environ["RANK"] == "1":
+            with pytest.raises(PeerError, match="rank 0 left the loop"):
+                three_passes(kept, leave_in)
+        else:
+            words = "no step before it tells" if leave_in == 1 else "some before and some after"
+            with pytest.warns(RuntimeWarning, match=words), pytest.raises(ValueError, match="the loop's own"):
+                three_passes(kept, leave_in)
+        return {}
+
+    in_ranks(2, loop, tmp_path / "ranks")
+    assert not list(kept.glob("step-*"))
+
+
+@pytest.mark.parametrize("how", ["end", "break"])
+def test_one_rank_that_is_asked_to_stop_in_the_last_step(how: str, tmp_path: Path) -> None:
+    """All of them stop, before they do anything together after the loop."""
+    kept = tmp_path / "kept"
+    number, asked = (signal.SIGTERM, 8) if how == "end" else (signal.SIGINT, 3)
+
+    def ask(rank: int, step: int) -> None:
+        if rank == 1 and step == asked:
+            os.kill(os.getpid(), number)
+
+    def loop() -> Told:
+        with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
+            train(kept, ask, break_at=0 if how == "end" else asked, evaluate=True)
+        return {"code": getattr(ended.value, "code", None)}
+
+    codes = [told["code"] for told in in_ranks(2, loop, tmp_path / "ranks")]
+    assert codes == [ExitCode.PREEMPTED, ExitCode.PREEMPTED if how == "end" else None]
+    assert [path.name for path in kept.glob("step-*")] == [f"step-{asked:08}"]
+
+
+def test_a_schedule_that_raises_on_one_rank(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+
+    def loop() -> Told:
+        mine = os.environ["RANK"] == "1"
+        error, words = (UserCodeError, "the schedule's own") if mine else (PeerError, "rank 1 on .*the schedule's own")
+        with pytest.raises(error, match=words):
+            train(kept, schedule=fails_at(3 if mine else -1))
+        return {}
+
+    in_ranks(2, loop, tmp_path / "ranks")
+    assert [path.name for path in kept.glob("step-*")] == ["step-00000003"]
+
+
+def test_an_evaluation_that_one_rank_cannot_begin(tmp_path: Path) -> None:
+    def loop() -> Told:
+        model = network()
+        with session() as own:
+            own.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with pytest.raises(shoal.ShoalError) as ended:
+                own.evaluate(dataset() if own.rank else None, {})
+            return {"kind": type(ended.value).__name__}
+
+    assert [told["kind"] for told in in_ranks(2, loop, tmp_path / "ranks")] == ["DataError", "PeerError"]
 
 
 def test_a_batch_loop_that_is_left_for_the_next_step() -> None:

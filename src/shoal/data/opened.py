@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.data.source import Collate, Source, built, source_of
+from shoal.data.source import Collate, MapSource, Source, built, source_of
 from shoal.data.taken_apart import is_loader, refuse_batches, take_apart
 from shoal.errors import DataError
 from shoal.job import Job
@@ -44,6 +44,15 @@ def open_data(name: str, data: Any, collate: Collate | None, global_batch: int |
     collate = parts.collate or collate
     source = source_of(name, parts.dataset, collate)
     return Opened(source, collate, parts.shuffle, parts.workers, parts.reading, parts.notes)
+
+
+def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
+    """As `open_data`, for what an evaluation reads."""
+    found = open_data(name, data, collate)
+    if not found.workers or not isinstance(found.source, MapSource):
+        return found
+    said = f"{name}: num_workers={found.workers} has no effect: an evaluation reads in the rank itself"
+    return replace(found, notes=(*found.notes, said))
 
 
 def opened(job: Job) -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,17 +19,16 @@ from torch.utils.data import (
     default_collate,
 )
 
-from shoal.data.source import is_stream
+from shoal.data.source import Collate, is_stream
 from shoal.errors import DataError
 
-Collate = Callable[[list[Any]], Any]
 _Mistake = tuple[str, str, str]
 _MARKS = ("dataset", "batch_size", "batch_sampler", "sampler", "collate_fn", "num_workers", "drop_last")
 _WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "prefetch_factor", "timeout")
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoaderSettings:
     """What was in a loader. `collate` is None where it is torch's default, `shuffle` where the dataset is a stream.
 
     `reading` are arguments for worker processes; `notes` say what has no effect, a sentence each.
@@ -61,7 +60,7 @@ def refuse_batches(name: str, data: Any) -> None:
         )
 
 
-def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: int | None) -> Parts:
+def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: int | None) -> LoaderSettings:
     """The parts of a loader; `global_batch` is what its batch size has to be, None where that is no matter.
 
     Raises: DataError with everything at once that this version does not do as the loader says.
@@ -80,7 +79,7 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
     if mistakes:
         given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
         raise DataError(given=f"{name}: a {type(loader).__name__} with {given}", conflict=conflict, remedy=remedy)
-    return Parts(
+    return LoaderSettings(
         dataset=dataset,
         collate=None if loader.collate_fn is default_collate else loader.collate_fn,
         shuffle=shuffle,

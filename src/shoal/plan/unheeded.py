@@ -27,7 +27,7 @@ def unheeded(plan: Plan, num_grains: int, alone: str | None) -> Iterator[str]:
         yield from idle_reduction(plan, ModelFacts(num_grains, grain_size=1))
 
 
-def warn_of(sentences: Iterable[str]) -> None:
-    """A warning each."""
+def warn_of(sentences: Iterable[str], above: int = 0) -> None:
+    """A warning each, at the line that called the caller, or so many calls above."""
     for sentence in sentences:
-        warnings.warn(sentence, SettingWarning, stacklevel=3)
+        warnings.warn(sentence, SettingWarning, stacklevel=3 + above)

@@ -22,7 +22,7 @@ from shoal.trainer import Parts, Surroundings
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _GoodState:
     """The state after a step, on the CPU, and how good the loss was then."""
 
     state: RunState
@@ -37,7 +37,7 @@ class Retreat:
     def __init__(self, parts: Parts, around: Surroundings, state: RunState, plan: Plan, servers: Servers) -> None:
         self._parts, self._around, self._state, self._plan, self._servers = parts, around, state, plan, servers
         self._guard = LossGuard(state.server)
-        self._kept: _Kept | None = None
+        self._kept: _GoodState | None = None
         self._mode = plan.server.mode
         self.era = 0  # how often versions have begun anew: who pulled one before does not have that of now
 
@@ -88,7 +88,9 @@ class Retreat:
 
     def _keep(self, loss: float) -> None:
         model, optimizer = self._parts.model, self._parts.updater.optimizer
-        self._kept = _Kept(copy.deepcopy(self._state), loss, model_tensors(model), optimizer_state(optimizer, model))
+        self._kept = _GoodState(
+            copy.deepcopy(self._state), loss, model_tensors(model), optimizer_state(optimizer, model)
+        )
 
     def go(self, logbook: Logbook, desk: Desk) -> int:
         """Goes back to the best state that was kept, and on from there in step; how many steps that undoes.

@@ -24,10 +24,12 @@ class Asked:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self._elsewhere = False
         self._ended = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number in self.received:
+            self._ended = True
             signal.signal(number, _DEFAULTS[signal.Signals(number)])
             signal.raise_signal(number)
             return
@@ -52,6 +54,18 @@ class Asked:
                     signal.signal(number, _DEFAULTS[number])
             if signal.SIGTERM in self.received and not self._ended:  # the loop was left for another reason
                 signal.raise_signal(signal.SIGTERM)
+
+    def tell(self, anywhere: bool) -> None:
+        """Notes that the loop was left on all ranks, and that one of them was asked to stop before."""
+        self._elsewhere = anywhere
+
+    def insist(self) -> None:
+        """Raises: what ends a rank, once, where a loop was left by other means than the request to stop.
+
+        A generator that is closed by a break can raise nothing itself.
+        """
+        if not self._ended and (self._elsewhere or signal.SIGINT in self.received):
+            raise self.end()
 
     def end(self) -> BaseException:
         """What ends this rank's loop, whichever rank was asked."""

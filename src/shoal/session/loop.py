@@ -14,7 +14,7 @@ from torch import Tensor
 from shoal.agreement import raise_together
 from shoal.data.loader import Loader, MapLoader
 from shoal.data.order import Order
-from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCodeError
+from shoal.errors import PeerError, ShoalError
 from shoal.faults import as_shoal_error, is_lost_peer
 from shoal.job import Progress
 from shoal.keeper import RunState
@@ -23,13 +23,13 @@ from shoal.precision import LossScale
 from shoal.session.asked import Asked
 from shoal.session.guard import Guard
 from shoal.session.meeting import Meeting, Word, groups_differ, meet
-from shoal.session.passes import Pass, Passes
+from shoal.session.mistakes import left_within, not_finite, not_iterated, not_now, other_passes, which_optimizer
+from shoal.session.passes import BatchPass, BatchPasses
 from shoal.session.prepared import Prepared
 from shoal.session.rates import group_values, number_of
 from shoal.session.saving import Saving
 from shoal.session.ways import Base, Chosen
 from shoal.strategies.base import StepSums
-from shoal.update import Update
 
 
 class Step:
@@ -72,15 +72,17 @@ class Loop:
     def __init__(self, base: Base, prepared: Prepared, loader: Loader, order: Order) -> None:
         """Collective: all ranks. Raises: JobError, PlanError; as the checkpoints."""
         self._base, self._prepared, self._loader, self._order = base, prepared, loader, order
-        self._mesh, training, plan = base.mesh, base.training, base.plan
-        self.passes = Passes(base, prepared)
+        self._mesh = base.mesh
+        self.passes = BatchPasses(base, prepared)
         self._saving = Saving(base, prepared, self.passes.holding, loader, self.passes.ways.strategy)
-        scale = LossScale.of(plan.precision.loss_scale, base.precision.compute)
-        self.state = (self._saving.load(scale) if training.resume else None) or RunState(loss_scale=scale)
-        fuse = training.fuse and not (base.replay and base.replay.grain_by_grain)
-        loader.seek(self.state.step, plan.batch.grains_per_microbatch if fuse else 1)
-        self.passes.watch()
-        self._asked = Asked()
+        self._guard: Guard | None = None
+        self.closed = False
+        try:
+            self.state = self._begun()
+        except BaseException:
+            self.close()
+            raise
+        self.asked = Asked()
         self._turns: list[Chosen] = []  # the passes of the step at hand
         self._known: set[tuple[Chosen, ...]] = set()  # with which steps have ended
         self._alone = False
@@ -89,13 +91,23 @@ class Loop:
         self._open = False
         self._held: list[Microbatch] | None = None
         self._sums: StepSums | None = None
-        self._guard = Guard(prepared.optimizers, lambda: self._open)
         self._skipped: str | None = None
+
+    def _begun(self) -> RunState:
+        """The state to go on from, which the model, the optimizers and the loader then have. Collective: all ranks."""
+        training, plan, replay = self._base.training, self._base.plan, self._base.replay
+        scale = LossScale.of(plan.precision.loss_scale, self._base.precision.compute)
+        state = (self._saving.load(scale) if training.resume else None) or RunState(loss_scale=scale)
+        fuse = training.fuse and not (replay and replay.grain_by_grain)
+        self._loader.seek(state.step, plan.batch.grains_per_microbatch if fuse else 1)
+        self.passes.watch()
+        return state
 
     def run(self) -> Generator[Step]:
         """The steps. All ranks leave together: where one does not come to the next step, the others raise."""
+        self._guard = Guard(self._prepared.optimizers, lambda: self._open)
         try:
-            with self._asked.noted(self._saving.keeps):
+            with self.asked.noted(self._saving.keeps):
                 while (data := self._next()) is not None:
                     step = Step(self, data)
                     self._data, self._held = data, None
@@ -107,11 +119,19 @@ class Loop:
                     self._conclude(step)
                 self._end()
         finally:
-            self._over = True
+            self.close()
+
+    def close(self) -> None:
+        """Gives back what the loop has taken, also of one that never began; once."""
+        self._over = True
+        if self.closed:
+            return
+        self.closed = True
+        if self._guard is not None:
             self._guard.lift()
-            self._saving.close()
-            self._loader.close()
-            self.passes.close()
+        self._saving.close()
+        self._loader.close()
+        self.passes.close()
 
     def _next(self) -> StepData | None:
         """The next step on this rank; None at the end."""
@@ -145,10 +165,10 @@ class Loop:
         """A pass of the step at hand."""
         every = tuple(range(len(self._prepared.optimizers)))
         if alone and len(every) > 1:
-            raise _which_optimizer(len(every))
+            raise which_optimizer(len(every))
         chosen = tuple(sorted({self._prepared.index(optimizer) for optimizer in optimizers})) or every
         if step.number != self.state.step + 1 or self._over or self._open or (self._alone and self._turns):
-            raise _not_now(step.number, self._open)
+            raise not_now(step.number, self._open)
         self._alone = alone
         found = self._batches(step, chosen)
         self._pass = weakref.ref(found)
@@ -157,17 +177,18 @@ class Loop:
     def _batches(self, step: Step, chosen: Chosen) -> Generator[Any]:
         """This rank's batches, then the update."""
         self._agree(step, chosen)
-        self.passes.begin(Pass(self.state.step, chosen, len(self._turns), self.state.loss_scale))
+        self.passes.begin(BatchPass(self.state.step, chosen, len(self._turns), self.state.loss_scale))
         self._open = True
         try:
             yield from self.passes.batches(self._microbatches(), self._data.num_microbatches)
         except GeneratorExit:
             with contextlib.suppress(Exception):  # what took this rank out of its loop is what is told of here
-                self._sum(_left_within(step.number, self._mesh.rank))
+                self._sum(left_within(step.number, self._mesh.rank))
             return
         except BaseException:
             self._over = True  # Ctrl-C in the midst of what the ranks do together
             raise
+        self.passes.rate(self._progress())
         sums = self._sum(self.passes.error)
         self._open = False
         self._update(step, chosen, sums)
@@ -179,7 +200,7 @@ class Loop:
         bits = float(sum(1 << number for number in chosen))
         meeting = self._meet(self._word(checkpoint=due, passes=bits, groups=number_of(values)))
         if meeting.differ("passes"):
-            self._fail(_other_passes(step.number))
+            self._fail(other_passes(step.number))
         if meeting.differ("groups"):
             self._fail(groups_differ(self._mesh, values, step.number))
         if meeting.words[0].checkpoint:
@@ -212,21 +233,24 @@ class Loop:
         return sums
 
     def _update(self, step: Step, chosen: Chosen, sums: StepSums) -> None:
-        progress = Progress(self.state.step, self._order.num_steps, self.state.samples)
+        assert self._guard is not None
         try:
             with self._guard.lifted():
-                update = self.passes.update(sums, progress)
+                update = self.passes.update(sums, self._progress())
         except BaseException as error:
             self._over = True
             if isinstance(error, Exception) and not self.passes.torn:
-                self._save()  # the schedule has raised, on all ranks alike
+                raise self._lost(error) from error
             raise
         step.loss, step.grad_norm, step.learning_rate = sums.loss, update.grad_norm, update.learning_rate
         if update.skipped == "nonfinite" and not self._base.training.skip_nonfinite:
-            self._fail(_not_finite(step.number, sums, update))
+            self._fail(not_finite(step.number, sums, update))
         self._turns.append(chosen)
         self._sums, self._skipped = sums, self._skipped or update.skipped
         self.state.adapt(update.skipped)
+
+    def _progress(self) -> Progress:
+        return Progress(self.state.step, self._order.num_steps, self.state.samples)
 
     def _conclude(self, step: Step) -> None:
         """Counts a step that its loop's body has gone through. Raises: UserCodeError for one without its batches."""
@@ -234,10 +258,10 @@ class Loop:
         if begun is not None and self._open:
             begun.close()
         if self._over:
-            raise _not_iterated(step.number)
+            raise not_iterated(step.number)
         if not self._turns:
             self._leave()
-            raise _not_iterated(step.number)
+            raise not_iterated(step.number)
         self._count()
 
     def _count(self) -> None:
@@ -248,11 +272,8 @@ class Loop:
         self._turns, self._skipped = [], None
 
     def _is_finished(self) -> bool:
-        """Whether a step that was left in its body had all its updates, as far as one can tell."""
-        if not self._turns or self._alone or self._known:
-            return bool(self._turns) and (self._alone or tuple(self._turns) in self._known)
-        updated = {number for chosen in self._turns for number in chosen}
-        return len(updated) == len(self._prepared.optimizers)
+        """Whether a step that was left in its body had all its updates: those of a step before it."""
+        return bool(self._turns) and (self._alone or tuple(self._turns) in self._known)
 
     def _leave(self) -> None:
         """This rank's loop ends here; it tells the others, and all save what was finished. Collective: all ranks."""
@@ -265,24 +286,41 @@ class Loop:
         if live:
             self._count()
         try:
-            self._meet(self._word(leaves=True))
+            meeting = self._meet(self._word(leaves=True))
             self._over = True
-            self._save(live=live)
+            self.asked.tell(any(word.asked for word in meeting.words))
+            self._save_all(meeting, live=live)
         except ShoalError as error:  # nobody would see it raised: the generator is being closed
             self._over = True
             warnings.warn(f"the loop was left after {self.state.step} steps: {error}", RuntimeWarning, stacklevel=2)
 
     def _end(self) -> None:
-        """After the last step. Collective: all ranks."""
+        """After the last step. Collective: all ranks. Raises: PeerError where another has left within it."""
         self._saving.mark()
-        self._meet(self._word(leaves=True))
+        meeting = self._meet(self._word(leaves=True))
         self._over = True
-        self._save(live=True)
-        if self._asked.received:
-            raise self._asked.end()
+        self._save_all(meeting, live=True)
+        if not meeting.clean:
+            raise meeting.behind(self.state.step)
+        if any(word.asked for word in meeting.words):
+            raise self.asked.end()
 
-    def _word(self, **said: Any) -> Word:
-        return Word(asked=bool(self._asked.received), clean=not self._turns, step=self.state.step, **said)
+    def _save_all(self, meeting: Meeting, live: bool = False) -> None:
+        """The last checkpoint, where all ranks say that the state is the same one. Collective: all ranks."""
+        if meeting.clean:
+            self._save(live=live)
+        else:
+            self._saving.torn(self.state, self._names(), at_first=not self._known)
+
+    def _names(self) -> list[str]:
+        """Of the optimizers that have made updates of the step at hand."""
+        numbers = sorted({number for chosen in self._turns for number in chosen})
+        return [type(self._prepared.optimizers[number]).__name__ for number in numbers]
+
+    def _word(self, leaves: bool = False, **said: Any) -> Word:
+        # Between two updates of a step there is nothing to save: a request waits for the last of them.
+        asked = bool(self.asked.received) and (leaves or not self._turns)
+        return Word(leaves=leaves, asked=asked, clean=not self._turns, step=self.state.step, **said)
 
     def _meet(self, word: Word) -> Meeting:
         """What all say. Raises: PeerError where another has left, what ends a rank that was asked to stop."""
@@ -293,17 +331,15 @@ class Loop:
         if word.leaves or not meeting.ends:
             return meeting
         self._over = True
-        if meeting.clean:
-            self._save()
+        self._save_all(meeting)
         if any(other.leaves for other in meeting.words):
             raise meeting.left(self.state.step)
-        raise self._asked.end()
+        raise self.asked.end()
 
     def _save(self, live: bool = False) -> None:
         """The last checkpoint. Collective: all ranks."""
         if self._turns:
-            numbers = sorted({number for chosen in self._turns for number in chosen})
-            self._saving.torn(self.state, [type(self._prepared.optimizers[n]).__name__ for n in numbers])
+            self._saving.torn(self.state, self._names(), at_first=not self._known)
             return
         try:
             self._saving.last(self.state, live=live)
@@ -338,52 +374,3 @@ class Loop:
             conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}",
             remedy=f"look at what the other rank said; {said}",
         )
-
-
-def _which_optimizer(count: int) -> JobError:
-    return JobError(
-        given=f"for batch in step, with {count} optimizers",
-        conflict="each update has its own loss, so that it has to be said which of them a pass over the batches is for",
-        remedy="write: for batch in step.batches(optimizer): ... step.backward(total, weight), once for each update; "
-        "step.batches() where one loss is for all of them",
-    )
-
-
-def _not_now(number: int, is_open: bool) -> JobError:
-    return JobError(
-        given=f"the batches of step {number} " + ("within a pass over them" if is_open else "after its update"),
-        conflict="a pass over a step's batches ends with an update, and passes follow each other",
-        remedy="write step.batches(optimizer) for each of several updates of a step, one after the other",
-    )
-
-
-def _other_passes(number: int) -> JobError:
-    return JobError(
-        given=f"step {number}, in which ranks update different optimizers at a time",
-        conflict="the gradients of a pass are summed over all ranks",
-        remedy="choose optimizers by what is the same on all ranks, as step.number is",
-    )
-
-
-def _left_within(number: int, rank: int) -> UserCodeError:
-    return UserCodeError(
-        given=f"rank {rank} left the loop within step {number} (a break, a return or an exception of its own)",
-        conflict="the batches of all ranks belong to the step's update, which did not take place",
-        remedy="look at what that rank said",
-    )
-
-
-def _not_finite(number: int, sums: StepSums, update: Update) -> NonFiniteError:
-    return NonFiniteError(
-        given=f"step {number}: loss {sums.loss}, gradient norm {update.grad_norm}",
-        conflict="one of them is not finite; the parameters are those before the step",
-        remedy="mend the data, or write Session(skip_nonfinite=True)",
-    )
-
-
-def _not_iterated(number: int) -> UserCodeError:
-    return UserCodeError(
-        given=f"step {number} was not iterated to its end",
-        conflict="its batches belong to the training",
-        remedy="write: for batch in step: ... step.backward(total, weight)",
-    )

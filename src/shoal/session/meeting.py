@@ -58,6 +58,15 @@ class Meeting:
             "step.loss and session.evaluate() are",
         )
 
+    def behind(self, step: int) -> PeerError:
+        """The error of those that have finished the last step, where another has not."""
+        others = [rank for rank, word in enumerate(self.words) if not word.clean or word.step != step]
+        return PeerError(
+            given=f"rank {', '.join(map(str, others))} between two updates of a step that is finished elsewhere",
+            conflict="the ranks of a Session take every step together",
+            remedy="make the same updates on all ranks, and look at what that rank said",
+        )
+
 
 def meet(mesh: Mesh, word: Word) -> Meeting:
     """Collective: all ranks, one all-gather of 9 numbers a rank."""

@@ -26,13 +26,13 @@ from shoal.recorder import Recorder
 from shoal.session.guard import Watch
 from shoal.session.prepared import Prepared
 from shoal.session.rates import Groups, as_one, turned
-from shoal.session.ways import Base, Chosen, Way, Ways
+from shoal.session.ways import Base, Chosen, UpdateWay, UpdateWays
 from shoal.strategies.base import NUM_SUMS, Flags, StepSums, microbatch_sums
 from shoal.update import Update
 
 
 @dataclass(frozen=True)
-class Pass:
+class BatchPass:
     """One pass: of which step (from 0), for which optimizers, and its number in the step."""
 
     step: int
@@ -41,7 +41,7 @@ class Pass:
     loss_scale: LossScale
 
 
-class Passes:
+class BatchPasses:
     """Computes passes, one after the other. `error`: why this rank could not compute the last one.
 
     `torn`: whether an update was left in the midst of it.
@@ -54,7 +54,7 @@ class Passes:
         self.holding = Holding(base.mesh, self._root, divides_state=base.plan.layout.shard > 1)
         replay = base.replay
         self._observer = Recorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
-        self.ways = Ways(base, prepared, self.holding, self._observer)
+        self.ways = UpdateWays(base, prepared, self.holding, self._observer)
         self._buffers = StepBuffers(self._root)
         self._buffers.watch()
         self._buffers.begin()
@@ -76,7 +76,7 @@ class Passes:
         """Keeps what an update has left, to tell what the loop itself changes before the next."""
         self._after, self._values = Groups(self._prepared.optimizers), model_tensors(self._root)
 
-    def begin(self, now: Pass) -> None:
+    def begin(self, now: BatchPass) -> None:
         """A pass starts.
 
         Raises: JobError where its optimizers have nothing to train; UserCodeError for gradients changed too late.
@@ -85,7 +85,7 @@ class Passes:
         self._watch.begin(self._prepared.optimizers)
         if self._base.replay is not None:
             self._replay()
-        self._way: Way = self.ways.of(now.chosen)
+        self._way: UpdateWay = self.ways.of(now.chosen)
         self._way.stepper.turn = now.turn
         self._way.strategy.begin(now.step, self._factor)
         self._buffers.begin()
@@ -158,6 +158,15 @@ class Passes:
         factor = self._factor
         self._way.strategy.backward(microbatch, total * factor if factor != 1.0 else total, sums, self._last)
         self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)
+
+    def rate(self, progress: Progress) -> None:
+        """What the schedule says of the update to come; where it raises, `error` says so before the ranks sum."""
+        if self.error is not None:
+            return
+        try:
+            self._way.stepper.foresee(progress)
+        except Exception as error:
+            self.error = as_shoal_error(error)
 
     def finish(self, error: ShoalError | None) -> StepSums:
         """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""

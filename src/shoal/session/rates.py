@@ -92,9 +92,12 @@ class OwnStepper(Stepper):
         self._now = 1.0
         self.turn = 0
 
-    def set_rates(self, progress: Progress) -> float:
-        """Notes the multiplier; the rate of the first group. Raises: UserCodeError."""
+    def foresee(self, progress: Progress) -> None:
+        """Notes the multiplier of the update to come. Raises: UserCodeError."""
         self._now = self.multiplier(progress)
+
+    def set_rates(self, progress: Progress) -> float:
+        """The rate of the first group, times the multiplier that was foreseen."""
         return float(self._optimizer.param_groups[0].get("lr", 1.0)) * self._now
 
     def seed(self, step: int) -> None:

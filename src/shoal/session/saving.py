@@ -28,31 +28,35 @@ class Saving:
         folder = base.training.checkpoints if base.replay is None else None  # a verification leaves the user's alone
         store = None if folder is None else Store(Path(folder))
         self._held = contextlib.ExitStack()
-        if store is not None:
-            together(base.mesh, lambda: self._take(store, base.training.resume) if base.mesh.rank == 0 else None)
         self._rank = base.mesh.rank
         self._prepared, self._schedulers = prepared, Schedulers(prepared.schedulers)
         every = as_one(prepared.optimizers, base.plan.execution.exact)
         trained = Trained(holding, every, loader, strategy, self._schedulers)
-        self._keeper = Keeper(base.mesh, store, trained, None)
         self.keeps = store is not None
-        if self.keeps:
-            self._schedulers.state()
-            if (names := prepared.unprepared()) and self._rank == 0:
-                warnings.warn(
-                    f"a scheduler of {', '.join(names)} was not given to prepare(): its place is in no checkpoint, and "
-                    "a resume begins its schedule anew; write session.prepare(model, optimizer, scheduler)",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        try:
+            if store is not None:
+                together(base.mesh, lambda: self._take(store, base.training.resume))
+            self._keeper = Keeper(base.mesh, store, trained, None)
+        except BaseException:
+            self._held.close()
+            raise
         self.mark()
 
     def _take(self, store: Store, resume: bool) -> None:
         """Raises: InUseError; RunDirectoryError where another training's checkpoints would be taken for this one's."""
+        self._schedulers.state()
+        if self._rank != 0:
+            return
+        if names := self._prepared.unprepared():
+            warnings.warn(
+                f"a scheduler of {', '.join(names)} was not given to prepare(): its place is in no checkpoint, and "
+                "a resume begins its schedule anew; write session.prepare(model, optimizer, scheduler)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         store.hold(self._held)
         steps = store.steps()
         if steps and not resume:
-            self._held.close()
             raise RunDirectoryError(
                 given=f"Session(checkpoints={str(store.folder)!r}) without resume",
                 conflict=f"it holds checkpoints up to step {max(steps)}, which a resume would take for this training's",
@@ -109,15 +113,21 @@ class Saving:
             f"step {state.step} could not be saved here ({why}); Session(resume=True) goes on from the newest there is"
         )
 
-    def torn(self, state: RunState, names: list[str]) -> None:
-        """Warns that a step was left between its updates."""
-        if self.keeps and self._rank == 0:
-            warnings.warn(
-                f"step {state.step + 1} was left after the update of {', '.join(names)} and before its others: that is "
-                "the state after no step, and is not saved; the newest checkpoint is that of an earlier step",
-                RuntimeWarning,
-                stacklevel=2,
+    def torn(self, state: RunState, names: list[str], *, at_first: bool) -> None:
+        """Warns that a step was left between its updates. `at_first`: none before it tells which updates a step has."""
+        if not self.keeps or self._rank != 0:
+            return
+        if not names:
+            said = "the ranks left the loop within a step, some before and some after the last of its updates: that"
+        elif at_first:
+            said = (
+                f"step {state.step + 1} was left after the update of {', '.join(names)}, and no step before it tells "
+                "whether that was the last of its updates: that may be"
             )
+        else:
+            said = f"step {state.step + 1} was left after the update of {', '.join(names)} and before its others: that"
+        said += (" the" if said.endswith("be") else " is the") + " state after no step, and is not saved; "
+        warnings.warn(f"{said}the newest checkpoint is that of an earlier step", RuntimeWarning, stacklevel=2)
 
     def _put_back(self) -> None:
         self._groups.put_back()

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.data.opened import open_data
+from shoal.agreement import together
+from shoal.data.opened import open_evaluation
 from shoal.environment import Environment, joined
 from shoal.errors import JobError, PlanError
 from shoal.evaluation import Evaluator
@@ -169,16 +170,29 @@ class Session:
                 if models
                 else "write first: model, optimizer = session.prepare(model, optimizer)",
             )
-        data = open_data("dataset", dataset, self.training.collate)
+        self._insist()
+        data = together(self.mesh, lambda: open_evaluation("dataset", dataset, self.training.collate))
+        if self.mesh.rank == 0:
+            warn_of(data.notes)
         evaluator = Evaluator(self._job, self.mesh, self._precision, data.source, metrics, collate=data.collate)
         return evaluator.evaluate(models[0] if model is None else model)
 
     def close(self) -> None:
-        """Ends the process group; a loop that was left is saved first."""
-        steps = self._steps() if self._steps is not None else None
-        if steps is not None:
-            steps.close()
-        self._exit.close()
+        """Ends the process group; a loop that was left is saved first. Raises: KeyboardInterrupt that came in it."""
+        try:
+            steps = self._steps() if self._steps is not None else None
+            if steps is not None:
+                steps.close()
+            if self._loop is not None:
+                self._loop.close()
+        finally:
+            self._exit.close()
+        self._insist()
+
+    def _insist(self) -> None:
+        """Raises: what a request to stop ends with, where the loop is over and could not raise it itself."""
+        if self._loop is not None and self._loop.closed:
+            self._loop.asked.insist()
 
     def __enter__(self) -> Session:
         return self

@@ -41,7 +41,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Way:
+class UpdateWay:
     """How one pass updates. `trained`: its `parameters` by identity; `others` get no gradient from it."""
 
     optimizers: tuple[Optimizer, ...]
@@ -58,13 +58,13 @@ class Way:
             parameter.grad = None
 
 
-class Ways:
+class UpdateWays:
     """Those of a Session, made when they are first needed, and again where other parameters are trained."""
 
     def __init__(self, base: Base, prepared: Prepared, holding: Holding, observer: Observer) -> None:
         """Collective: all ranks, as the strategies. Raises: JobError, PlanError."""
         self._base, self._prepared, self._holding, self._observer = base, prepared, holding, observer
-        self._made: dict[Chosen, Way] = {}
+        self._made: dict[Chosen, UpdateWay] = {}
         self._first = self._all_trained()
         if len(prepared.optimizers) > 1 and base.plan.collectives.compression != "none":
             raise PlanError(
@@ -82,7 +82,7 @@ class Ways:
             if _trained([optimizer]):
                 self.of((number,))
 
-    def of(self, chosen: Chosen) -> Way:
+    def of(self, chosen: Chosen) -> UpdateWay:
         """The way of a pass that updates these. Collective where it is new: all ranks, as the strategy.
 
         Raises: JobError where they have nothing to train, or other parameters than can be taken up in the midst.
@@ -104,7 +104,7 @@ class Ways:
         self._made[chosen] = self._make(optimizers, trained)
         return self._made[chosen]
 
-    def _make(self, optimizers: list[Optimizer], trained: tuple[int, ...]) -> Way:
+    def _make(self, optimizers: list[Optimizer], trained: tuple[int, ...]) -> UpdateWay:
         base, mine = self._base, set(trained)
         exact = base.plan.execution.exact
         named = list(self._holding.parameters())
@@ -114,7 +114,7 @@ class Ways:
         one = as_one(optimizers, exact)
         updater = Updater(one, base.job, self._observer, strategy, self._holding, exact=exact, stepper=stepper)
         others = tuple(p for _, p in named if id(p) not in mine)
-        return Way(tuple(optimizers), tuple(parameters), trained, others, strategy, updater, stepper)
+        return UpdateWay(tuple(optimizers), tuple(parameters), trained, others, strategy, updater, stepper)
 
     def _all_trained(self) -> frozenset[int]:
         return frozenset(id(p) for _, p in self._holding.parameters() if p.requires_grad)
