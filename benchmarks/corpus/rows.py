@@ -26,8 +26,15 @@ KNOWN = {
     "wav2vec2_conformer_growing": {ANY: "refused on purpose: its buffer of positions is too short for these samples"},
     "complex_parameter": {ANY: "refused on purpose; as pairs of real numbers it is verified (complex_filter)"},
     "checkpointed": {"pipeline 2": "a bug of shoal's: a block computed again by torch's checkpoint is not its stage's"},
+    "deberta": dict.fromkeys(
+        ("fast bf16", "exact bf16"), "Transformers' own: its mask's number overflows under autocast"
+    ),
     "sparse_adam": {ANY: "refused on purpose: the sum over all grains is dense"},
-    **{name: {"ZeRO-3": _LAYERDROP} for name in ("hubert", "unispeech", "wav2vec2_conformer")},
+    **{name: {"ZeRO-3": _LAYERDROP} for name in ("hubert", "unispeech")},
+    "wav2vec2_conformer": {
+        "ZeRO-3": _LAYERDROP,
+        **dict.fromkeys(("fast bf16", "exact bf16"), "a bug of shoal's: its forward gives a buffer another dtype"),
+    },
 }
 
 
