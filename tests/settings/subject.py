@@ -235,14 +235,15 @@ def loop(name: str) -> None:
     data = poisoned() if poison else tiny.vectors(64)
     with shoal.Session(**({"global_batch": 16} | LOOPS[changes])) as session:
         model = Noting()
-        model, optimizer = session.prepare(model, tiny.sgd(model.parameters()))
-        losses = []
+        model, _ = session.prepare(model, tiny.sgd(model.parameters()))
+        losses, rates = [], []
         for step in session.steps(TensorDataset(*data), shoal.Steps(4)):
             for batch in step:
                 step.backward(*tiny.classify(model, batch))
             losses.append([step.loss, step.grad_norm])
+            rates.append(step.learning_rate)
         if session.rank == 0:
             Path("out").mkdir(exist_ok=True)
             told = {"weights_sha256": shoal.weights_sha256(model.state_dict()), "steps": losses}
-            told["learning_rate"] = optimizer.param_groups[0]["lr"]
+            told["learning_rates"] = rates
             Path("out/result.json").write_text(json.dumps(told), encoding="utf-8")

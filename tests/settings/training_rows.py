@@ -114,7 +114,7 @@ SESSION: Table = {
     "grains: more than samples": Says(loop("more grains than samples"), "grains = 64: no effect beyond 16", OWN),
     "seed": Acts(loop("seed"), OWN, steps),
     "clip_norm": Acts(loop("clip_norm"), OWN, weights),
-    "schedule": Acts(loop("schedule"), OWN, lambda ended: ended.result["learning_rate"]),
+    "schedule": Acts(loop("schedule"), OWN, lambda ended: ended.result["learning_rates"]),
     "collate": Acts(loop("collate"), OWN, steps),
     "shuffle": Acts(loop("shuffle"), OWN, steps),
     "fuse": Acts(loop("fuse"), OWN, forwards, 2),

@@ -144,10 +144,13 @@ def _loss(case: _Case) -> Iterator[str]:
     name, said = case.first.name, case.first.said or ""
     if name == "of all grains together":
         _, _, coupled = said.partition(": ")
+        mean = "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
         if coupled.startswith(MIXES):
+            if "loss function" in coupled:
+                yield mean
             yield f"{coupled}: a sample's loss depends on the others of its grain; where that is meant: Job(fuse=False)"
             return
-        yield "a mean over tokens or samples taken for a sum: return the sum over the valid ones, and their number"
+        yield mean
         yield "a loss that compares the samples of a batch with each other; only where that is meant: Job(fuse=False)"
         return
     if name.startswith("weight") or "instead of" in said:
