@@ -109,7 +109,11 @@ class StepBuffers:
             for name, value in started.items():
                 if self._now(name).shape != value.shape:
                     raise _reshaped(name, value.shape, self._now(name).shape)
-                self._now(name).copy_(value)
+                if self._now(name).dtype == value.dtype:
+                    self._now(name).copy_(value)
+                else:  # a forward has put one of another dtype there, as under autocast
+                    home, key = self._homes[name]
+                    home[key] = value.clone()
         self._mark()
 
     def assign(self, weighted: npt.NDArray[np.float64], num_samples: int) -> None:

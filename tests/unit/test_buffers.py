@@ -142,6 +142,20 @@ def test_a_buffer_that_begins_to_change_goes_back_too() -> None:
     assert model.seen == 4
 
 
+def test_a_buffer_of_another_dtype_is_put_back_as_it_was() -> None:
+    model = Counter()
+    buffers = StepBuffers(model)
+    buffers.watch()
+    buffers.begin()
+    model.replaced = torch.ones(2, dtype=torch.bfloat16)
+    values = buffers.weighted(1).numpy()
+    buffers.restore()
+    assert torch.equal(model.replaced, torch.zeros(2))
+    buffers.assign(values, 1)
+    assert model.replaced.dtype == torch.float32
+    assert torch.equal(model.replaced, torch.ones(2))
+
+
 def test_the_ranks_vectors_match_where_a_buffer_grows_on_one() -> None:
     model = nn.Sequential(Counter())
     buffers = StepBuffers(model)

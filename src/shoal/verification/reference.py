@@ -147,11 +147,19 @@ class Reference:
                     if name in changed or not identical(buffer, start[name]):
                         changed.add(name)
                     buffers[name] += wide(buffer) * microbatch.num_samples
-                    buffer.copy_(start[name])
+                    self._put_back(name, buffer, start[name])
             samples += microbatch.num_samples
             trace.parts.append(part)
         trace.forward = dict(self._forward.found)
         self._sums, self._buffer_means = sums, {n: buffers[n] / max(1, samples) for n in changed}
+
+    def _put_back(self, name: str, buffer: Tensor, start: Tensor) -> None:
+        """A buffer as it was, also where a forward has put one of another dtype in its place."""
+        if buffer.dtype == start.dtype:
+            buffer.copy_(start)
+        else:
+            home, _, key = name.rpartition(".")
+            self.model.get_submodule(home)._buffers[key] = start.clone()
 
     def _compute(self, computer: Computer, microbatch: Microbatch, rank: int, trace: StepTrace) -> Part:
         batch = self._precision.inputs(microbatch.batch)
