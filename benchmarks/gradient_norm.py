@@ -1,9 +1,9 @@
 """Claim: the norm of all gradients is right to 2e-8 at random values, in about the time of torch's own.
 
-In float32 0.45 to 1.3 times torch's processor time (two runs of one thread beside much other work, torch 2.13.0, a
-virtual machine of 2 cores with AVX-512): less where there are many small tensors, 2 us more for each of some ten
-thousand elements, as much as the spread at millions. In bfloat16 0.2 to 1.1 times. torch's float32 norm is off by 4e-5
-at 2.4 M elements and by 2.7e-3 at 38.6 M.
+In float32 0.4 to 1.3 times torch's processor time (medians of four runs of one thread, two of them beside much other
+work; torch 2.13.0, a virtual machine of 2 cores with AVX-512): least where there are many small tensors, 3 us more for
+each of some ten thousand elements (LeNet 3 us in all, a GPT of 3.3 M 30 us), at millions 0.95 to 1.13. In bfloat16 0.2
+to 1.1 times. torch's float32 norm is off by 4e-5 at 2.4 M elements and by 2.7e-3 at 38.6 M.
 
 Repeat with `python -m benchmarks.gradient_norm`: each call of `shoal.norms.global_norm` takes turns with its peer, what
 `torch.nn.utils.get_total_norm` does: `torch._foreach_norm` and the norm of these norms. A line for each set of
