@@ -33,7 +33,12 @@ def train(
     data = images(40) if convolutional else vectors(40)
     dataset = torch.utils.data.TensorDataset(*data)
     session = shoal.Session(
-        plan, global_batch=16, clip_norm=1.0, schedule=shoal.warmup_cosine(0.2), checkpoints=checkpoints, resume=True
+        plan,
+        global_batch=16,
+        clip_norm=1.0,
+        schedule=shoal.warmup_cosine(0.2),
+        checkpoints=checkpoints,
+        resume=checkpoints is not None,
     )
     model, _ = session.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     with session:
