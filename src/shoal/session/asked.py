@@ -59,12 +59,14 @@ class Asked:
         """Notes that the loop was left on all ranks, and that one of them was asked to stop before."""
         self._elsewhere = anywhere
 
-    def insist(self) -> None:
+    def insist(self, error: BaseException | None = None) -> None:
         """Raises: what ends a rank, once, where a loop was left by other means than the request to stop.
 
-        A generator that is closed by a break can raise nothing itself.
+        A generator that is closed by a break can raise nothing itself. An `error` under way ends the rank too: an exit
+        without a word would hide it.
         """
-        if not self._ended and (self._elsewhere or signal.SIGINT in self.received):
+        interrupted = signal.SIGINT in self.received
+        if not self._ended and (interrupted or (self._elsewhere and error is None)):
             raise self.end()
 
     def end(self) -> BaseException:

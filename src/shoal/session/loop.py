@@ -181,6 +181,7 @@ class Loop:
         self._open = True
         try:
             yield from self.passes.batches(self._microbatches(), self._data.num_microbatches)
+            self.passes.rate(self._progress())
         except GeneratorExit:
             with contextlib.suppress(Exception):  # what took this rank out of its loop is what is told of here
                 self._sum(left_within(step.number, self._mesh.rank))
@@ -188,7 +189,6 @@ class Loop:
         except BaseException:
             self._over = True  # Ctrl-C in the midst of what the ranks do together
             raise
-        self.passes.rate(self._progress())
         sums = self._sum(self.passes.error)
         self._open = False
         self._update(step, chosen, sums)

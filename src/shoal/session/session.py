@@ -179,6 +179,9 @@ class Session:
 
     def close(self) -> None:
         """Ends the process group; a loop that was left is saved first. Raises: KeyboardInterrupt that came in it."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
         try:
             steps = self._steps() if self._steps is not None else None
             if steps is not None:
@@ -187,12 +190,12 @@ class Session:
                 self._loop.close()
         finally:
             self._exit.close()
-        self._insist()
+        self._insist(error)
 
-    def _insist(self) -> None:
+    def _insist(self, error: BaseException | None = None) -> None:
         """Raises: what a request to stop ends with, where the loop is over and could not raise it itself."""
         if self._loop is not None and self._loop.closed:
-            self._loop.asked.insist()
+            self._loop.asked.insist(error)
 
     def __enter__(self) -> Session:
         return self
@@ -200,7 +203,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._close(error)
 
 
 def _refuse_divided(plan: Plan) -> None:

@@ -145,6 +145,7 @@ def test_another_rank_that_was_asked_and_a_break() -> None:
     asked = Asked()
     asked.insist()
     asked.tell(True)
+    asked.insist(ValueError("the loop's own"))
     with pytest.raises(SystemExit) as ended:
         asked.insist()
     assert ended.value.code == ExitCode.PREEMPTED
