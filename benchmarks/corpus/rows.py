@@ -25,7 +25,6 @@ _LAYERDROP = (
 KNOWN = {
     "wav2vec2_conformer_growing": {ANY: "refused on purpose: its buffer of positions is too short for these samples"},
     "complex_parameter": {ANY: "refused on purpose; as pairs of real numbers it is verified (complex_filter)"},
-    "checkpointed": {"pipeline 2": "a bug of shoal's: a block computed again by torch's checkpoint is not its stage's"},
     "deberta": dict.fromkeys(
         ("fast bf16", "exact bf16"), "Transformers' own: its mask's number overflows under autocast"
     ),

@@ -296,8 +296,11 @@ class Stages:
     def recomputing(self, stage: int, function: Function, batch: Any, received: list[Tensor]) -> Iterator[None]:
         """The context of a backward: where it computes a forward again, the stage begins with what it received."""
         program = self._program(function, batch)[stage]
+        stubs = {step.name for step in program.steps if step.do in (Do.STUB, Do.DENSE)}
 
         def call(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+            if name in stubs and any(p.is_meta for p in self._model.get_submodule(name).parameters()):
+                raise _recomputes_another(name, program.steps[-1].name)
             if program.slots and name == program.steps[-1].name:
                 leaves, spec = tree_flatten((args, kwargs))
                 for slot, value in zip(program.slots, received, strict=True):
@@ -384,4 +387,12 @@ def _diverged(program: Program, place: int, name: str) -> UserCodeError:
         given=f"stage {program.stage} of a pipeline",
         conflict=f"the model called {name!r} where it had called {expected!r} when it was cut",
         remedy="let the order of the model's calls not depend on the data, or use layout.pipeline = 1",
+    )
+
+
+def _recomputes_another(name: str, first: str) -> JobError:
+    return JobError(
+        given=f"a stage that begins at {first}, within what torch.utils.checkpoint computes again: {name} is before it",
+        conflict="that part is on another rank",
+        remedy='leave checkpoint out and write memory.recompute = "full", or call it within the forward of a block',
     )
