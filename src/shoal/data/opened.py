@@ -28,22 +28,29 @@ class Opened:
     notes: tuple[str, ...] = ()
 
 
-def open_data(name: str, data: Any, collate: Collate | None, global_batch: int | None = None) -> Opened:
+def open_data(
+    name: str, data: Any, collate: Collate | None, global_batch: int | None = None, shuffle: bool | None = None
+) -> Opened:
     """The data behind a dataset, tensors, a stream, a DataLoader, or a function that returns one of them.
 
-    `global_batch` is what the batch size of a DataLoader has to be; None where that is no matter.
+    `global_batch` is what the batch size of a DataLoader has to be; None where that is no matter. `shuffle` as written.
     Raises: DataError where they are empty, of a kind that cannot be read, say what cannot be done, or were not built.
     """
     if isinstance(data, Opened):
         return data
     data = built(name, data)
-    if not is_loader(data):
+    if is_loader(data):
+        parts = take_apart(name, data, collate, global_batch)
+        collate = parts.collate or collate
+        source = source_of(name, parts.dataset, collate)
+        found = Opened(source, collate, parts.shuffle, parts.workers, parts.reading, parts.notes)
+    else:
         refuse_batches(name, data)
-        return Opened(source_of(name, data, collate), collate)
-    parts = take_apart(name, data, collate, global_batch)
-    collate = parts.collate or collate
-    source = source_of(name, parts.dataset, collate)
-    return Opened(source, collate, parts.shuffle, parts.workers, parts.reading, parts.notes)
+        found = Opened(source_of(name, data, collate), collate)
+    if shuffle is None or isinstance(found.source, MapSource):
+        return found
+    said = f"{name}: shuffle={shuffle} has no effect: a stream is read in its own order"
+    return replace(found, notes=(*found.notes, said))
 
 
 def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
@@ -57,7 +64,7 @@ def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
 
 def opened(job: Job) -> Job:
     """The job with its training data opened, and `shuffle` as it and they say. Raises: DataError, as `open_data`."""
-    found = open_data("train_data", job.train_data, job.collate, job.global_batch)
+    found = open_data("train_data", job.train_data, job.collate, job.global_batch, job.shuffle)
     return replace(job, train_data=found, shuffle=in_new_orders("train_data", found, job.shuffle))
 
 

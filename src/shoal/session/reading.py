@@ -21,7 +21,8 @@ def open_loader(base: Base, dataset: Any, length: Any, epochs: Any) -> tuple[Loa
     Raises: on every rank, DataError where it cannot be read, JobError for what is no length.
     """
     training, mesh = base.training, base.mesh
-    data = together(mesh, lambda: open_data("dataset", dataset, training.collate, training.global_batch))
+    asked = training.collate, training.global_batch, training.shuffle
+    data = together(mesh, lambda: open_data("dataset", dataset, *asked))
     if mesh.rank == 0:
         warn_of(data.notes, above=1)
     goal = _length(length, epochs, data)

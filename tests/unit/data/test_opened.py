@@ -117,6 +117,14 @@ def test_its_collate_function_makes_the_batches() -> None:
     assert given(DataLoader(Stream(), 4, collate_fn=pad), pad).collate is pad
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_stream_has_an_order_of_its_own(shuffle: bool) -> None:
+    said = f"train_data: shuffle={shuffle} has no effect: a stream is read in its own order"
+    assert open_data("train_data", iter(range(3)), None, 8, shuffle).notes == (said,)
+    assert open_data("train_data", iter(range(3)), None, 8).notes == ()
+    assert open_data("train_data", list(range(3)), None, 8, shuffle).notes == ()
+
+
 def test_a_stream_within_is_a_stream() -> None:
     stream = Stream()
     found = given(DataLoader(stream, 4, num_workers=2))
