@@ -634,19 +634,19 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_stream(world_size: int, tmp_path: Path) -> None:
     wanted = train(length=shoal.Steps(3))
-    streamed: Told = {"data": Stream, "length": shoal.Steps(3)}
+    streamed: Told = {"data": Stream, "length": shoal.Steps(3), "shuffle": None}
     whole = in_ranks(world_size, partial(train, **streamed), tmp_path / "ranks")[0]
     assert whole["losses"] == pytest.approx(wanted["losses"], **CLOSE)
     kept = tmp_path / "kept"
     in_ranks(world_size, partial(train, kept, break_at=2, **streamed), tmp_path / "first")
     assert in_ranks(world_size, partial(train, kept, **streamed), tmp_path / "rest")[0]["losses"] == whole["losses"][2:]
     with pytest.warns(RuntimeWarning, match="the stream has ended after 4 of 9 steps"):
-        ended = train(data=Stream, length=shoal.Steps(9))
+        ended = train(data=Stream, length=shoal.Steps(9), shuffle=None)
     assert len(ended["losses"]) == STEPS_AN_EPOCH
 
 
 def test_a_stream_is_verified() -> None:
-    verdict = shoal.verify_session(partial(train, data=Stream, length=shoal.Steps(4)), 2, steps=2)
+    verdict = shoal.verify_session(partial(train, data=Stream, length=shoal.Steps(4), shuffle=None), 2, steps=2)
     assert verdict.verified, verdict.render()
 
 
