@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from shoal.data.order import Order
 from shoal.data.reading import loader_of, order_of, refuse_epochs
 from shoal.data.source import MapSource, small_batch
 from shoal.data.stream import no_lockstep
-from shoal.errors import JobError, SettingWarning, ShoalError
+from shoal.errors import JobError, ShoalError
 from shoal.evaluation import Evaluator
 from shoal.faults import user_error
 from shoal.grains import random_key
@@ -37,6 +36,7 @@ from shoal.mesh import Mesh
 from shoal.observation import Observer
 from shoal.plan.plan import Plan
 from shoal.plan.resolve import refuse_unsupported
+from shoal.plan.unheeded import warn_of
 from shoal.precision import LossScale, Precision
 from shoal.randomness import seed_everything
 from shoal.startup import one_thread
@@ -260,7 +260,7 @@ def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
     else:
         return
     if idle and mesh.rank == 0:
-        warnings.warn(idle, SettingWarning, stacklevel=4)
+        warn_of([idle])
 
 
 def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) -> tuple[Holding, Pipeline | None]:
