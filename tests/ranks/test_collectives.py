@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.launching import ROOT
 
-from shoal.catalogue.sums import ALGORITHMS
+from shoal.hardware.fastest_all_reduce import ALGORITHMS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 TIME_LIMIT_SECONDS = 250.0

@@ -22,9 +22,24 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 LIMIT_SECONDS = 60.0
 _LOADED = (
-    *("shoal.cli", "shoal.run", "shoal.session", "shoal.strategies.fully_sharded", "shoal.strategies.pipeline"),
-    *("shoal.strategies.parameter_server", "shoal.strategies.context_parallel", "shoal.strategies.tensor_parallel"),
-    *("shoal.serving.crew", "shoal.serving.conductor", "shoal.verification.command", "shoal.planning.command"),
+    *(
+        "shoal.cli.main",
+        "shoal.cli.run",
+        "shoal.training.session",
+        "shoal.parallel.shard.zero23",
+        "shoal.parallel.pipeline.pipeline",
+    ),
+    *(
+        "shoal.parallel.data.pushed",
+        "shoal.parallel.sequence.context_parallel",
+        "shoal.parallel.tensor.tensor_parallel",
+    ),
+    *(
+        "shoal.training.parameter_server.members",
+        "shoal.training.parameter_server.conductor",
+        "shoal.cli.verify",
+        "shoal.cli.plan",
+    ),
 )
 
 
@@ -87,7 +102,7 @@ def _child(request: dict[str, Any], folder: Path, rank: int, variables: dict[str
         code = (
             _loop(request["loop"])
             if request["loop"] is not None
-            else importlib.import_module("shoal.cli").main(request["argv"])
+            else importlib.import_module("shoal.cli.main").main(request["argv"])
         )
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
