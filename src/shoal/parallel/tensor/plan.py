@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import PlanError
+from shoal.parallel.model.trial import Values, first_line
 from shoal.parallel.tensor.layers import kind, num_outputs, output_dims
 from shoal.parallel.tensor.pairs import (
     PairCandidate,
@@ -23,7 +24,7 @@ from shoal.parallel.tensor.pairs import (
     obstacle,
     styles,
 )
-from shoal.parallel.tensor.proof import Bench, NotProvenError, Values
+from shoal.parallel.tensor.proof import Bench, NotProvenError
 from shoal.parallel.tensor.trace import LayerShapes, TensorTrace, observe
 
 # A model that does not run without values is followed with them, if it is no larger than this.
@@ -242,7 +243,7 @@ class _Prover:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+    return first_line(error) or type(error).__name__
 
 
 _SIMPLE = (int, float, bool, str, type(None))
