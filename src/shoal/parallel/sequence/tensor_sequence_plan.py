@@ -20,7 +20,6 @@ from shoal.parallel.sequence.positions import SEQUENCE, Path, surround
 from shoal.parallel.sequence.tensor_sequence import FeatureBlockRole, FeatureStream, PairByPositions, WholeRole
 from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, observe
 from shoal.parallel.sequence.trial import OF_PARAMETER, BlockTrial, computed
-from shoal.parallel.tensor.pairs import PairCandidate, ProvenPair
 from shoal.parallel.tensor.plan import TensorPlan
 from shoal.parallel.tensor.tensor_parallel import apply
 
@@ -204,18 +203,10 @@ def _within(plan: TensorPlan, block: str) -> TensorPlan:
     def inside(names: Any) -> tuple[str, ...]:
         return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
-    def pair(found: ProvenPair) -> ProvenPair:
-        chosen = found.candidate
-        owner = chosen.owner.removeprefix(prefix) if chosen.owner != block else ""
-        return ProvenPair(
-            PairCandidate(inside(chosen.columns), chosen.row.removeprefix(prefix), owner),
-            {name.removeprefix(prefix): runs for name, runs in found.runs.items()},
-            {name.removeprefix(prefix): cut for name, cut in found.slices.items()},
-            inside(found.partial),
-            tuple(tuple((n.removeprefix(prefix), a, v) for n, a, v in place) for place in found.attributes),
-        )
+    def local(name: str) -> str:
+        return f"{name}.".removeprefix(prefix).removesuffix(".")
 
-    pairs = tuple(pair(p) for p in plan.pairs if f"{p.candidate.owner}.".startswith(prefix))
+    pairs = tuple(p.renamed(local) for p in plan.pairs if f"{p.candidate.owner}.".startswith(prefix))
     return TensorPlan(pairs, inside(plan.gathered), inside(plan.rows))
 
 
