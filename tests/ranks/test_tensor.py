@@ -28,8 +28,8 @@ from shoal.errors import PlanError
 from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.sequence.tensor_sequence_plan import plan_sequence
-from shoal.parallel.tensor.heads import TensorTrial
 from shoal.parallel.tensor.tensor_parallel import TensorParallel, apply, divide_model, own_values, plan_model
 from shoal.plans.grains import Grain
 from shoal.plans.layout import Layout
@@ -246,7 +246,7 @@ def in_ranks(world_size: int, work: Callable[[TensorAxis], Any], folder: Path) -
 
 def by_positions(model: nn.Module, axis: TensorAxis, loss: Any, batch: Any) -> TensorParallel:
     """Divides with `tensor.sequence`; the notes of the blocks under "sequence"."""
-    subject = TensorTrial(model, loss, batch, own_values(model))
+    subject = ModelTrial(model, loss, batch, own_values(model))
     plan = plan_model(subject, axis)
     sequences = plan_sequence(subject, plan, axis, torch.device("cpu"))
     division = apply(model, plan, axis)

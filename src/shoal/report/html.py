@@ -50,9 +50,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: .9rem; width: 100%; }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ccc; vertical-align: top; }
-svg { width: 100%; height: auto; } svg text { font: 13px system-ui, sans-serif; fill: #1a1a1a; }
-.line { fill: none; stroke: #0072B2; stroke-width: 2; } .ideal { fill: none; stroke: #777; stroke-dasharray: 5 4; }
-.spot { fill: #0072B2; } .chosen { fill: #D55E00; }
+svg { width: 100%; height: auto; }
 pre { background: #f4f4f4; padding: .8rem; overflow-x: auto; }
 @media print { body { margin: 0; max-width: none; } h2 { break-after: avoid; } svg, tr { break-inside: avoid; } }
 </style>

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import JobError, PlanError
-from shoal.parallel.sequence.attention import dropout_refusal, refusal, refuse_degree
-from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, Path
+from shoal.parallel.sequence.attention import dropout_refusal, refuse_degree
+from shoal.parallel.sequence.positions import SEQUENCE, Path, refusal
+from shoal.parallel.sequence.trace import BlockTrace, ContextTrace
 from shoal.plans.accounting.model_parallel import SlicedBlock
 from shoal.plans.legal import HOLD_BLOCKS, NO_BLOCKS
-
-# Of the hidden state [batch, positions, ...].
-SEQUENCE = 1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,17 @@ class ProvenPair:
     slices: Mapping[str, Slice | None] = field(default_factory=dict)
     partial: tuple[str, ...] = ()
     attributes: tuple[tuple[tuple[str, str, int], ...], ...] = ()
+
+    def renamed(self, name: Callable[[str], str]) -> ProvenPair:
+        """The same where each module is called what `name` makes of its name."""
+        chosen = self.candidate
+        return ProvenPair(
+            PairCandidate(tuple(map(name, chosen.columns)), name(chosen.row), name(chosen.owner)),
+            {name(n): runs for n, runs in self.runs.items()},
+            {name(n): found for n, found in self.slices.items()},
+            tuple(map(name, self.partial)),
+            tuple(tuple((name(n), a, v) for n, a, v in place) for place in self.attributes),
+        )
 
 
 def linear_modules(model: nn.Module) -> dict[str, nn.Module]:

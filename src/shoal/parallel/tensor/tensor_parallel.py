@@ -21,7 +21,8 @@ from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import ShoalError, from_json
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.model.tensor_slice import Runs, TensorSlice
-from shoal.parallel.tensor.heads import TensorTrial, sizes, with_kept
+from shoal.parallel.model.trial import ModelTrial, Values
+from shoal.parallel.tensor.heads import sizes, with_kept
 from shoal.parallel.tensor.layers import (
     Column,
     DividedLayer,
@@ -41,7 +42,6 @@ from shoal.parallel.tensor.layers import (
 )
 from shoal.parallel.tensor.pairs import ProvenPair, Slice
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
-from shoal.parallel.tensor.proof import Values
 
 # A module's number among its like.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -82,10 +82,10 @@ def divide_model(
     broadcasts. Raises: as `plan_model`.
     """
     given = values if values is not None else own_values(model)
-    return apply(model, plan_model(TensorTrial(model, loss, batch(), given), axis), axis)
+    return apply(model, plan_model(ModelTrial(model, loss, batch(), given), axis), axis)
 
 
-def plan_model(subject: TensorTrial, axis: TensorAxis) -> TensorPlan:
+def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
     """How a model is going to be divided: the loss is followed without computing anything, on the axis's first place.
 
     Collective: the axis, two broadcasts.

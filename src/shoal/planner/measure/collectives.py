@@ -23,8 +23,8 @@ from typing import Any
 from shoal.errors import CommandError
 from shoal.hardware.detect import cores, processor
 from shoal.hardware.fastest_all_reduce import comparison_file
-from shoal.planner.measure.plot import PlottedCurve, plot
 from shoal.planner.measure.processes import found_by
+from shoal.report.svg import Series, Spot, chart
 from shoal.runs.directory import write_file
 
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB to 256 MB
@@ -197,14 +197,15 @@ def calibration(compared: Compared) -> dict[str, Any]:
 def picture(compared: Compared) -> str:
     """Bus bandwidth over size, as SVG."""
     curves = [
-        PlottedCurve(name, [(s, bus_bandwidth(compared.ranks, s, compared.median(name, s)) / 1e9) for s in sizes])
+        Series(name, [Spot(s, bus_bandwidth(compared.ranks, s, compared.median(name, s)) / 1e9) for s in sizes])
         for name, sizes in compared.seconds.items()
     ]
-    return plot(f"all-reduce on {compared.ranks} ranks of {cores()} cores", "bytes", "bus bandwidth, GB/s", curves)
+    title = f"all-reduce on {compared.ranks} ranks of {cores()} cores"
+    return chart(title, curves, ("bytes", "bus bandwidth, GB/s"), shown=_size) + "\n"
 
 
-def _size(size: int) -> str:
+def _size(size: float) -> str:
     for unit, factor in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if size >= factor and size % factor == 0:
-            return f"{size // factor} {unit}"
-    return f"{size} B"
+            return f"{size // factor:g} {unit}"
+    return f"{size:g} B"

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from shoal.parallel.model.operators import tensors_in
 from shoal.planner.profile.events import (
     ForwardRegion,
     OperatorEvent,
     OperatorTrace,
     SavedStorage,
     StorageRef,
-    tensors_in,
 )
 
 # Of a fake tensor even this is an operator.

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.axis_collectives import TensorAxis
-from shoal.parallel.sequence.tensor_sequence import PairByPositions, Stream
+from shoal.parallel.model.trial import ModelTrial
+from shoal.parallel.sequence.tensor_sequence import FeatureStream, PairByPositions
 from shoal.parallel.sequence.tensor_sequence_plan import SequenceBlock, SequencePlan
-from shoal.parallel.tensor.heads import TensorTrial, with_kept
+from shoal.parallel.tensor.heads import with_kept
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
 from shoal.parallel.tensor.tensor_parallel import apply, own_values
 from shoal.plans.accounting.collectives import LayerPair, Positions, Volume, sharded_loss, stream, tensor_parallel
@@ -50,7 +51,7 @@ def made() -> nn.Module:
 def planned() -> tuple[nn.Module, TensorPlan]:
     torch.manual_seed(0)
     model = made()
-    subject = TensorTrial(model, loss, batch(), own_values(model))
+    subject = ModelTrial(model, loss, batch(), own_values(model))
     trace = follow(model, loss, subject.batch, subject.values, DEGREE)
     return model, with_kept(decide(model, trace, subject.values, DEGREE), subject, trace, DEGREE)
 
@@ -116,7 +117,7 @@ def test_as_many_bytes_travel_by_positions_as_in_whole_sums() -> None:
 def test_a_copy_has_a_stream_of_its_own() -> None:
     import copy
 
-    pair = [Stream(TensorAxis(2, 0))] * 2
+    pair = [FeatureStream(TensorAxis(2, 0))] * 2
     first, second = copy.deepcopy(pair)
     assert first is second
     assert first is not pair[0]
