@@ -23,7 +23,8 @@ from shoal.distributed.collectives.shared_memory.process_group import SharedGrou
 from shoal.distributed.traffic_meter import Traffic
 from shoal.errors import ShoalError
 from shoal.hardware.fastest_all_reduce import ALGORITHMS
-from shoal.plans.accounting.all_reduce import received, sent
+from shoal.plans.accounting.all_reduce import messages
+from shoal.plans.accounting.collectives import Volumes
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CPU = torch.device("cpu")
@@ -112,9 +113,8 @@ def counted(collective: Collective) -> None:
         tensor = torch.ones(numel)
         with Traffic() as traffic:
             collective.all_reduce(tensor)
-        for kind, formula in (("send", sent), ("recv", received)):
-            found = traffic.volumes.get(("world", kind))
-            assert found == formula(collective.name, numel, 4, RANK, WORLD), (collective.name, numel, kind, found)
+        expected = Volumes.of(messages(collective.name, numel, 4, RANK, WORLD))
+        assert traffic.volumes == expected, (collective.name, numel, traffic.volumes, expected)
 
 
 def scenario_all(*names: str) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError
 from shoal.numerics.gradient_norm import rounded
 from shoal.parallel.model.tensor_slice import TensorSlice
-from shoal.plans.accounting.collectives import Volumes
+from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.model_parallel import SlicedBlock, Staged
 
 # Tensors under paths, each with the part that it is of a logical one.
@@ -64,7 +64,7 @@ class ModelDivision:
     staged: Staged | None = None
     sliced: tuple[SlicedBlock, ...] = ()
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
-    sends: Callable[[Sequence[int]], Volumes | None] | None = None
+    sends: Callable[[Sequence[int]], Sequence[SizedCollective] | None] | None = None
     notes: list[str] = field(default_factory=list)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
@@ -196,7 +196,7 @@ class ShardedModel:
     def complete(self) -> None:
         """Sums the gradients that are partial over axes; of a parameter that no rank has one of there is none after it.
 
-        Collective: for each axis, in its group, an all-reduce of flags and one for each such gradient.
+        SizedCollective: for each axis, in its group, an all-reduce of flags and one for each such gradient.
         """
         partial = dict(sorted(self.division.partial.items()))
         for axis in sorted({axis for axes in partial.values() for axis in axes}):
@@ -228,7 +228,7 @@ class ShardedModel:
     def norm(self, own: float) -> float:
         """The Euclidean norm over the whole model from that over the gradients that each rank `counts`, `rounded`.
 
-        Collective: all ranks, one all-reduce of a number, where the model is divided.
+        SizedCollective: all ranks, one all-reduce of a number, where the model is divided.
         """
         if self.divided:
             squared = torch.tensor(own, dtype=torch.float64).square()

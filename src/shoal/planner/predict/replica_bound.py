@@ -33,9 +33,14 @@ class Load(NamedTuple):
 def load(held: Held, passes: Sequence[Passes], trainable: Sequence[float], tensor: int) -> Load:
     """The load of the busiest rank's units and their passes; `trainable`: of each rank that may hold most."""
     units: dict[float, int] = {}
+    rest = 0.0  # what is outside of the blocks is one unit
     for body, count in held.counts:
         numel = float(sum(w.numel_of(tensor) for w in body.weights))
-        units[numel] = units.get(numel, 0) + count
+        if body.repeated:
+            units[numel] = units.get(numel, 0) + count
+        else:
+            rest += numel * count
+    units[rest] = units.get(rest, 0) + 1
     return Load(
         tuple(units.items()),
         sum(one.forward_seconds for one in passes),

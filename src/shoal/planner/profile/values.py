@@ -121,6 +121,10 @@ class Weight:
         size = self.shape[self.tensor_dim]
         return self.numel // size * -(-size // tensor)
 
+    def shape_of(self, tensor: int) -> tuple[int, ...]:
+        """The shape of the largest of `tensor` parts."""
+        return tuple(-(-size // tensor) if dim == self.tensor_dim else size for dim, size in enumerate(self.shape))
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -19,7 +19,15 @@ from shoal.parallel.sequence.tensor_sequence_plan import SequenceBlock, Sequence
 from shoal.parallel.tensor.heads import with_kept
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
 from shoal.parallel.tensor.tensor_parallel import apply, own_values
-from shoal.plans.accounting.collectives import LayerPair, Positions, Volume, sharded_loss, stream, tensor_parallel
+from shoal.plans.accounting.collectives import (
+    LayerPair,
+    Positions,
+    Volume,
+    Volumes,
+    sharded_loss,
+    stream,
+    tensor_parallel,
+)
 from shoal.plans.layout import Layout
 
 ROWS, LENGTH, WIDTH, VOCABULARY, BLOCKS, DEGREE = 2, 9, 16, 256, 3, 3
@@ -87,13 +95,14 @@ def blocks() -> dict[str, SequenceBlock]:
 
 
 def test_pairs_and_a_sharded_loss(planned: tuple[nn.Module, TensorPlan]) -> None:
-    expected = tensor_parallel([*PAIRS, *EDGES], [], 2).plus(sharded_loss(ROWS * LENGTH, 2, smoothed=True))
+    expected = Volumes.of(tensor_parallel([*PAIRS, *EDGES], [], 2), sharded_loss(ROWS * LENGTH, 2, smoothed=True))
     assert sent(planned, loss).volumes == expected
 
 
 def test_logits_that_are_asked_for(planned: tuple[nn.Module, TensorPlan]) -> None:
     widest = -(-VOCABULARY // DEGREE)
-    assert sent(planned, squares).volumes == tensor_parallel([*PAIRS, *EDGES], [DEGREE * ROWS * LENGTH * widest * 4], 2)
+    expected = Volumes.of(tensor_parallel([*PAIRS, *EDGES], [DEGREE * ROWS * LENGTH * widest * 4], 2))
+    assert sent(planned, squares).volumes == expected
 
 
 def test_parts_of_sequences(planned: tuple[nn.Module, TensorPlan]) -> None:
@@ -101,15 +110,19 @@ def test_parts_of_sequences(planned: tuple[nn.Module, TensorPlan]) -> None:
     positions = Positions(LENGTH, DEGREE)
     assert positions.padded(HIDDEN) == HIDDEN
     assert Positions(LENGTH, 4).padded(HIDDEN) == HIDDEN // 9 * 12
-    expected = tensor_parallel(PAIRS, [], 2, positions=positions).plus(
-        tensor_parallel(EDGES, [], 2), stream(HIDDEN, positions, 2), sharded_loss(ROWS * LENGTH, 2, smoothed=True)
+    expected = Volumes.of(
+        tensor_parallel(PAIRS, [], 2, positions=positions),
+        tensor_parallel(EDGES, [], 2),
+        [stream(HIDDEN, positions, 2)],
+        sharded_loss(ROWS * LENGTH, 2, smoothed=True),
     )
     assert sent(planned, loss, sequence=True).volumes == expected
 
 
 def test_as_many_bytes_travel_by_positions_as_in_whole_sums() -> None:
     """A ring's all-reduce is a reduce-scatter and an all-gather."""
-    plain, parts = tensor_parallel(PAIRS, [], 1), tensor_parallel(PAIRS, [], 1, positions=Positions(12, 4))
+    plain = Volumes.of(tensor_parallel(PAIRS, [], 1))
+    parts = Volumes.of(tensor_parallel(PAIRS, [], 1, positions=Positions(12, 4)))
     assert plain["tensor", "all_reduce"] == Volume(4 * BLOCKS, 4 * BLOCKS * HIDDEN)
     assert sum(v.bytes for v in parts.values()) == 2 * plain["tensor", "all_reduce"].bytes * 1
 
