@@ -203,7 +203,7 @@ class StreamLoader:
         self._state = self._read_state()
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: a stream has no resource to close."""
 
 
 def no_lockstep() -> JobError:

@@ -259,7 +259,7 @@ class FullySharded(Replicated):
             self._watch()
 
     def arm(self) -> None:
-        """The units need not be told."""
+        """Does nothing: units need no call before a backward."""
 
     def _watch(self) -> None:
         """Hooks that tell which parameters got a gradient here: the units sum zeros of those that did not."""
