@@ -203,7 +203,7 @@ class StreamLoader:
         self._state = self._read_state()
 
     def close(self) -> None:
-        """Does nothing: a stream has no resource to close."""
+        """Nothing is held open."""
 
 
 def no_lockstep() -> JobError:

@@ -62,7 +62,7 @@ class Hierarchical(Threaded):
         return super().allocate(numel, dtype) if self._local is None else self._local.allocate(numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Releases memory of the host's collective."""
+        """As the host's."""
         if self._local is not None:
             self._local.release(tensor)
 

@@ -63,26 +63,26 @@ class Native(Collective):
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
     ) -> Handle:
-        """Reduce-scatter of torch."""
+        """As torch."""
         work = dist.reduce_scatter_tensor(
             output.view(-1), tensor.view(-1), _REDUCTIONS[op], group=self.group, async_op=True
         )
         return self._begun(_NativeWork(work), asynchronous)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
-        """All-gather of torch."""
+        """As torch."""
         rows = list(output.view(self.world_size, -1).unbind())
         work = dist.all_gather(rows, tensor.view(-1), group=self.group, async_op=True)
         return self._begun(_NativeWork(work), asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
-        """Broadcast of torch."""
+        """As torch."""
         return self._begun(
             _NativeWork(dist.broadcast(tensor, group=self.group, group_src=root, async_op=True)), asynchronous
         )
 
     def barrier(self) -> None:
-        """Barrier of torch."""
+        """As torch."""
         dist.barrier(group=self.group)
 
     @staticmethod

@@ -33,7 +33,7 @@ class Summing:
 
     @classmethod
     def of(cls, plan: Plan) -> Summing:
-        """Algorithm and compression of a plan."""
+        """As a plan says."""
         return cls(plan.collectives.all_reduce, plan.collectives.compression, plan.compression)
 
 
@@ -112,7 +112,7 @@ class DataParallel(Replicated):
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered, self._buckets.compared)
 
     def update(self, step: Callable[[], None]) -> None:
-        """Updates all parameters: every rank computes the same; the residuals of compression count from here on."""
+        """Every rank computes the same; what compression has held back counts from here on."""
         step()
         if self.compression is not None:
             self.compression.commit()

@@ -97,11 +97,11 @@ class ShardedModel:
             self._told = mesh.gather_json({name: part.to_json() for name, (part, _) in self.tensors().items()})
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name and parameter of each on this rank, once however many names a parameter has."""
+        """Name and parameter of each that is held, once however many names it has."""
         return ((name, p) for name, p in self.model.named_parameters() if not p.is_meta)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and buffer of each on this rank."""
+        """Name and buffer of each that is held."""
         return ((name, b) for name, b in self.model.named_buffers() if not b.is_meta)
 
     def part(self, name: str, tensor: Tensor) -> TensorSlice:
@@ -109,7 +109,7 @@ class ShardedModel:
         return cut_of(tensor, self._parts.get(name) or TensorSlice.whole(tensor.shape))
 
     def tensors(self) -> Held:
-        """Parameters and buffers on this rank, in this rank's own memory."""
+        """Parameters and buffers that are held, this rank's own memory of them."""
         named = [*self.parameters(), *self.buffers()]
         return {name: (self.part(name, tensor), local(tensor)) for name, tensor in named}
 
@@ -124,7 +124,7 @@ class ShardedModel:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Logical shape of every parameter of the model, on this rank or not."""
+        """The logical shape of every parameter of the model, held here or not."""
         return {
             n: self._parts[n].shape if n in self._parts else tuple(p.shape) for n, p in self.model.named_parameters()
         }

@@ -68,23 +68,23 @@ class ShardedOptimizer(Strategy):
         self._root = {id(p): self._ranks[owner] for p, owner in zip(divided, owners, strict=True)}
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        """Begins the inner strategy's step."""
+        """As the inner strategy."""
         self._inner.begin(step, factor)
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Runs the inner strategy's backward."""
+        """As the inner strategy."""
         self._inner.backward(microbatch, total, sums, last)
 
     def add(self, sums: Tensor) -> None:
-        """Adds to the inner strategy's sums."""
+        """As the inner strategy."""
         self._inner.add(sums)
 
     def arm(self) -> None:
-        """Arms the inner strategy."""
+        """As the inner strategy."""
         self._inner.arm()
 
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """Finishes the inner strategy's step."""
+        """As the inner strategy."""
         return self._inner.finish(flags, num_sums, row)
 
     def update(self, step: Callable[[], None]) -> None:
@@ -139,11 +139,11 @@ class ShardedOptimizer(Strategy):
         return self._root.get(id(parameter), self._mesh.rank) == self._mesh.rank
 
     def gradient_buffers(self) -> list[Tensor]:
-        """Gradient buffers of the inner strategy."""
+        """As the inner strategy."""
         return self._inner.gradient_buffers()
 
     def close(self) -> None:
-        """Closes the inner strategy."""
+        """As the inner strategy."""
         self._inner.close()
 
 

@@ -259,7 +259,7 @@ class FullySharded(Replicated):
             self._watch()
 
     def arm(self) -> None:
-        """Does nothing: units need no call before a backward."""
+        """The units need not be told."""
 
     def _watch(self) -> None:
         """Hooks that tell which parameters got a gradient here: the units sum zeros of those that did not."""

@@ -196,7 +196,7 @@ class Compression:
         return found
 
     def commit(self) -> None:
-        """Commits the residuals of a step that updates."""
+        """The step updates: what it held back is now held back."""
         if self.fell_back is not None:
             self._sent_the_rest()
             return
@@ -221,7 +221,7 @@ class Compression:
             bucket.withheld = Withheld(left, bucket.withheld.unit) if self._unused else None
 
     def fall_back(self, why: dict[str, Any]) -> None:
-        """Ends compression: residuals go out with the next sums. Not collective."""
+        """From now on nothing is compressed; what is still held back goes out with the next sums. Not collective."""
         self.fell_back = why
         for bucket in self._buckets:
             bucket.attempt = None
@@ -268,7 +268,7 @@ class Compression:
                 yield from ((starts[start], basis) for start, basis in bucket.codec.factors())
 
     def reset(self, fell_back: dict[str, Any] | None) -> None:
-        """Clears the residuals, and sets whether the guard has fallen back."""
+        """Nothing is held back; and whether the guard has fallen back."""
         self.fell_back = fell_back
         for bucket in self._buckets:
             bucket.withheld = self._nothing(bucket) if self.feedback else None

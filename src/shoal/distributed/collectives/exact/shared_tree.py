@@ -31,12 +31,12 @@ class SharedTreeSum(TreeSum):
         self._slots: list[list[Tensor]] = []
 
     def buffers(self) -> list[Tensor]:
-        """The tree's buffers, and this rank's slot."""
+        """As the tree's, and this rank's slot."""
         own = [] if self._own is None else [self._own]
         return [*super().buffers(), *own, *self._collective.buffers()]
 
     def move(self, numbers: Tensor) -> None:
-        """The tree's reduction, through shared memory."""
+        """As the tree's, through shared memory."""
         self._collective.all_reduce(numbers)
 
     def close(self) -> None:
