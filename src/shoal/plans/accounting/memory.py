@@ -209,7 +209,7 @@ def scattered_gradients(sharding: Sharding) -> int:
 
 @dataclass(frozen=True)
 class Layer:
-    """Activations that autograd saves of one layer for one microbatch, in bytes, without parameters.
+    """What autograd keeps of one layer for one microbatch, in bytes, without parameters.
 
     `input_bytes` is what enters it; `selected_bytes` is what selective recomputation keeps.
     """
