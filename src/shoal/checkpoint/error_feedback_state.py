@@ -83,7 +83,7 @@ class CompressedState:
 
 
 def left_behind(saved: SavedCheckpoint) -> list[str]:
-    """A line where a checkpoint has gradients that were held back, and nothing of this plan could send them."""
+    """Line for people where a checkpoint has residuals that this plan cannot send."""
     document = saved.document.get(GROUP)
     if document is None or not any(document["units"]):
         return []

@@ -67,7 +67,7 @@ class RunState:
         self.step += 1
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
+        """JSON value of this state."""
         now = self.loss_scale
         scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
         return {
@@ -154,7 +154,7 @@ class Keeper:
             self._confirm(self._store)
 
     def rescue(self, error: ShoalError, state: RunState, torn: str | None = None) -> None:
-        """Saves `state` before an error ends the run, and says in the error's remedy what of it is kept.
+        """Saves `state` before an error ends the run, and says so in the error's remedy.
 
         `torn` says why the model is not that of the state, where it is not. Nothing is saved then, nor where the error
         is not everywhere: others may wait in another collective. Collective: all ranks, as `save`. Raises: nothing.

@@ -1,4 +1,4 @@
-"""Data sources of a job or a session, opened once, with the settings that a loader brought along."""
+"""Data opened: the source behind what a job or a session was given, and what came with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from shoal.job import Job
 
 @dataclass(frozen=True)
 class Opened:
-    """A data source with its order. `collate` is for a stream's samples; a map-style source has its own."""
+    """A source, and how it is read. `collate` is for a stream's samples; a map-style source has its own.
+
+    `shuffle`, `workers` and `reading` (arguments for worker processes) are what a DataLoader said; None where the data
+    say nothing. `notes`: what it said and has no effect, a sentence each.
+    """
 
     source: Source
     collate: Collate | None = None

@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def verified(self) -> bool:
-        """Whether something was compared, and all of it was the same."""
+        """Whether at least one tensor was compared, and all passed."""
         return bool(self.num_steps) and not self.failed
 
     @property

@@ -102,7 +102,7 @@ class Collective(ABC):
         return torch.zeros(numel, dtype=dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Gives back what `allocate` made; no view of it is used any more."""
+        """Releases memory of `allocate`; no view of it is used any more."""
         return
 
     def buffers(self) -> list[Tensor]:

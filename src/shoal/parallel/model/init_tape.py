@@ -65,7 +65,7 @@ class TensorRef:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
     def same_place(self, tensor: Tensor) -> bool:
-        """Whether the tensor's geometry in its storage is this."""
+        """Whether the tensor has this geometry in its storage."""
         here = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return here == (self.dtype, self.size, self.stride, self.offset)
 
