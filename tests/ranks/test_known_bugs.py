@@ -33,8 +33,8 @@ from shoal.plans.grains import random_key
 from shoal.plans.resolve import complete
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 from shoal.verification.forked import forked
 
 BUGS: dict[str, tuple[str, ...]] = {

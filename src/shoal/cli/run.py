@@ -44,8 +44,8 @@ from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine, Options, build
 from shoal.training.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.training.preflight import admitted, shake_hands
+from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Outcome, Surroundings
 
 if TYPE_CHECKING:
     from shoal.training.parameter_server.members import Members
@@ -248,8 +248,7 @@ def _trained(
         return engine.trainer(state, num_steps, around, records).train(), None
     from shoal.training.parameter_server.conductor import Conductor
 
-    state = state or engine.first_state()
-    conductor = Conductor(engine.parts(state, num_steps, around, records), around, state, engine.plan, crew)
+    conductor = Conductor(engine, around, state or engine.first_state(), num_steps, records, crew=crew)
     return conductor.train(), conductor.report()
 
 

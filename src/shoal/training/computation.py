@@ -74,10 +74,14 @@ class MicrobatchPolicy:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What one batch showed of how to compute; not `conclusive` where its loss was not finite."""
+    """What one batch showed of how to compute; not `conclusive` where its loss was not finite.
+
+    `too_large`: memory ran out, and fewer grains are to be asked about.
+    """
 
     computation: MicrobatchPolicy
-    conclusive: bool
+    conclusive: bool = True
+    too_large: bool = False
 
 
 class RedoError(Exception):
@@ -200,7 +204,7 @@ class LossComputer:
             except NotFusibleError as error:
                 raise RedoError(replace(self.computation, randomness="opaque"), str(error)) from error
             if leaked:
-                raise RedoError(replace(self.computation, randomness="opaque"), "randomness past the grain's generator")
+                raise RedoError(replace(self.computation, randomness="opaque"), "randomness outside torch's functions")
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
         """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
@@ -234,8 +238,7 @@ class LossComputer:
                 return LossComputer(
                     self._job, self._model, wide, self.computation, self._evaluate, divided=self._divided
                 )._probe(microbatch, buffers)
-        found = self._probe(microbatch, buffers)
-        return ProbeResult(replace(found.computation, fuse=False), conclusive=True)
+        return ProbeResult(replace(self._probe(microbatch, buffers).computation, fuse=False))
 
     def _probe(self, microbatch: Microbatch, buffers: StepBuffers) -> ProbeResult:
         buffers.watch()
