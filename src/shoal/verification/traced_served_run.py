@@ -22,8 +22,7 @@ from shoal.training.optimizer_step import clipping
 from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members
 from shoal.training.parameter_server.part import take_part
-from shoal.training.parameter_server.peers import identity
-from shoal.training.parameter_server.roles import role
+from shoal.training.parameter_server.peers import identity, role
 from shoal.training.parameter_server.servers import Servers
 from shoal.training.parameter_server.worker import WorkerObserver
 from shoal.training.step_records import Outcome, Surroundings

@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,24 @@ def connect(address: str, port: int, key: bytes) -> Channel:
 def admit(connected: socket.socket, key: bytes) -> Channel:
     """A wire to who has connected. Raises: ClosedError where that one does not prove at once that it knows the key."""
     return _proven(connected, key, b"server", b"client")
+
+
+def accept_each(listener: socket.socket, key: bytes, attend: Callable[[Channel], None]) -> None:
+    """Attends to whoever connects and knows the key, in a thread each, until the listener is closed.
+
+    So one that stops in the midst of a message keeps no other waiting.
+    """
+
+    def admitted(connected: socket.socket) -> None:
+        with contextlib.suppress(ClosedError):  # none of this run, or gone again
+            attend(admit(connected, key))
+
+    while True:
+        try:
+            connected, _ = listener.accept()
+        except OSError:
+            return  # closed
+        threading.Thread(target=admitted, args=(connected,), daemon=True).start()
 
 
 def _proven(connected: socket.socket, key: bytes, mine: bytes, theirs: bytes) -> Channel:

@@ -24,8 +24,7 @@ from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine, Options, build
 from shoal.training.observer import Observer
 from shoal.training.parameter_server.channel import Channel, ClosedError, connect
-from shoal.training.parameter_server.peers import OverError, introduce, key_of, raise_if_error
-from shoal.training.parameter_server.roles import Role
+from shoal.training.parameter_server.peers import OverError, Role, introduce, key_of, raise_if_error
 from shoal.training.step import StepRunner
 
 BEAT_SECONDS = 1.0

@@ -55,10 +55,18 @@ class BatchPasses:
         replay = base.replay
         self._observer = TraceRecorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
         self.ways = UpdateWays(base, prepared, self.sharded_model, self._observer)
-        self._clock = StepClock(base.mesh.device, enabled=False)
         self._buffers = StepBuffers(self._root)
         self._buffers.watch()
         self._buffers.begin()
+        self._parts = functools.partial(
+            StepParts,
+            mesh=base.mesh,
+            precision=base.precision,
+            sharded_model=self.sharded_model,
+            buffers=self._buffers,
+            clock=StepClock(base.mesh.device, enabled=False),
+            observer=self._observer,
+        )
         self._every = as_one(prepared.optimizers, base.plan.execution.exact)
         self._count = 0  # of all passes: a verification compares each update by itself
         self._watch = LoopWatch()
@@ -88,16 +96,7 @@ class BatchPasses:
             self._replay()
         self._way: UpdateWay = self.ways.of(now.chosen)
         self._way.stepper.turn = now.turn
-        parts = StepParts(
-            mesh=base.mesh,
-            precision=base.precision,
-            sharded_model=self.sharded_model,
-            strategy=self._way.strategy,
-            computer=self._computer(now.turn),
-            buffers=self._buffers,
-            clock=self._clock,
-            observer=self._observer,
-        )
+        parts = self._parts(strategy=self._way.strategy, computer=self._computer(now.turn))
         self._passes = ForwardBackward(parts, now.loss_scale.factor(base.job.global_batch))
         self._passes.begin(now.step)
         self._observer.begin(self._count, self._passes.factor)
