@@ -207,12 +207,10 @@ class Keeper:
             )
 
     def _start(self, state: RunState) -> None:
-        document = {"run": state.to_json(), "world_size": self._mesh.world_size}
-        document["streams"] = self._mesh.gather_json(self._trained.loader.state())
+        document = self._document(state, self._mesh.gather_json(self._trained.loader.state()))
         compressed = self._compressed
         if compressed is not None:
             document[GROUP] = compressed.document()
-        document = self._with_schedulers(document)
         if self._is_divided(compressed):
             self._write_together(state.step, document)
         else:
@@ -232,13 +230,13 @@ class Keeper:
         if self._writer is None:
             return "rank 0 has the state"
         if state.step != self._newest:
-            document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": [places]}
-            self._hand_over(state.step, self._with_schedulers(document))
+            self._hand_over(state.step, self._document(state, [places]))
             self._newest = state.step
         self._writer.wait()
         return str(self._writer.failure) if self._writer.failure is not None else None
 
-    def _with_schedulers(self, document: dict[str, Any]) -> dict[str, Any]:
+    def _document(self, state: RunState, streams: list[Any]) -> dict[str, Any]:
+        document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": streams}
         schedulers = self._trained.schedulers
         return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 

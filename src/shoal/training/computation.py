@@ -357,39 +357,29 @@ def check_gradient(total: Tensor) -> None:
 
 def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
     """The pair (total, weight). Raises: LossError for a bare mean and anything else, with the fix."""
-    fix = (
-        "return the sum and what it sums over: shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
-    )
     if isinstance(pair, Tensor) or not (isinstance(pair, tuple | list) and len(pair) == 2):
-        kind = f"a tensor of shape {list(pair.shape)}" if isinstance(pair, Tensor) else type(pair).__name__
-        raise LossError(
-            given=f"a {what} that returned {kind}",
-            conflict="without its weight a mean cannot be put together over grains: a mean of means is another number",
-            remedy=fix,
-        )
+        conflict = "without its weight a mean cannot be put together over grains: a mean of means is another number"
+        raise _no_pair(f"a {what} that returned {_kind(pair)}", conflict)
     total, weight = pair
     if isinstance(total, int | float):
         total = torch.tensor(float(total))
-    if not isinstance(total, Tensor):
-        raise LossError(
-            given=f"a {what} whose total is {type(total).__name__}",
-            conflict="the total is one floating-point number",
-            remedy=fix,
-        )
-    if total.numel() != 1 or (not total.is_floating_point() and what == "loss"):
-        raise LossError(
-            given=f"a {what} whose total is {total.dtype} of shape {list(total.shape)}",
-            conflict="the total is one floating-point number",
-            remedy=fix,
-        )
+    counted = isinstance(total, Tensor) and total.numel() == 1 and (total.is_floating_point() or what != "loss")
+    if not counted:
+        raise _no_pair(f"a {what} whose total is {_kind(total)}", "the total is one floating-point number")
     if (isinstance(weight, Tensor) and weight.numel() != 1) or not isinstance(weight, Tensor | int | float):
-        raise LossError(
-            given=f"a {what} whose weight is {type(weight).__name__}"
-            + (f" of shape {list(weight.shape)}" if isinstance(weight, Tensor) else ""),
-            conflict="the weight is one number: how many samples or tokens the total sums over",
-            remedy=fix,
-        )
+        conflict = "the weight is one number: how many samples or tokens the total sums over"
+        raise _no_pair(f"a {what} whose weight is {_kind(weight)}", conflict)
     return _number(total), _number(weight) if isinstance(weight, Tensor) else weight
+
+
+def _kind(value: Any) -> str:
+    whole = isinstance(value, Tensor)
+    return f"a tensor of shape {list(value.shape)}, {value.dtype}" if whole else type(value).__name__
+
+
+def _no_pair(given: str, conflict: str) -> LossError:
+    fix = "shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
+    return LossError(given=given, conflict=conflict, remedy=f"return the sum and what it sums over: {fix}")
 
 
 def _number(tensor: Tensor) -> Tensor:
