@@ -71,6 +71,24 @@ def optimizer_state(
     return made, {"state": state, "groups": groups}
 
 
+def merged_optimizers(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The optimizer's documents of all ranks as one: of each parameter's state the first, groups by their values.
+
+    Ranks may have other groups than each other, as the stages of a pipeline whose parameters the job groups by name.
+    """
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for document in documents:
+        state = {**document["state"], **state}
+        for own in document["groups"]:
+            group = next((g for g in groups if g["values"] == own["values"]), None)
+            if group is None:
+                groups.append({**own, "params": list(own["params"])})
+            else:
+                group["params"] += [name for name in own["params"] if name not in group["params"]]
+    return {"state": state, "groups": groups}
+
+
 def load_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor], document: dict[str, Any]
 ) -> list[str]:

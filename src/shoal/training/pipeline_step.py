@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.data.microbatch import Microbatch
 from shoal.errors import JobError
 from shoal.numerics.batch_statistics import StepBuffers
-from shoal.parallel.base import Strategy, buffer_sums, microbatch_sums
+from shoal.parallel.base import AccumulatingStrategy, buffer_sums, microbatch_sums
 from shoal.parallel.pipeline.pipeline import Pipeline, Work
 from shoal.training.computation import LossComputer, check_gradient
 from shoal.training.observer import Observer
@@ -21,7 +21,7 @@ class StageStep:
     """What the stages of a step are computed with."""
 
     computer: LossComputer
-    strategy: Strategy
+    strategy: AccumulatingStrategy
     buffers: StepBuffers
     observer: Observer
     counts_loss: bool  # whether this rank, of those with the same grains, counts their losses

@@ -20,7 +20,15 @@ from shoal.errors import JobError, OutOfMemoryError, ShoalError
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.numerics.precision import Precision
-from shoal.parallel.base import NUM_SUMS, Flags, StepSums, Strategy, buffer_sums, microbatch_sums
+from shoal.parallel.base import (
+    NUM_SUMS,
+    AccumulatingStrategy,
+    Flags,
+    StepSums,
+    Strategy,
+    buffer_sums,
+    microbatch_sums,
+)
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.training.computation import LossComputer, MicrobatchPolicy, RedoError, check_gradient
 from shoal.training.observer import Observer
@@ -277,6 +285,7 @@ class StepRunner:
         batches += [parts.precision.inputs(microbatch.batch) for microbatch in microbatches[1:]]
         self.seen = [microbatch.without_batch() for microbatch in microbatches[:own]]
         parts.clock.mark("forward")
+        assert isinstance(parts.strategy, AccumulatingStrategy), "exact mode has no stages"
         step = StageStep(parts.computer, parts.strategy, parts.buffers, parts.observer, parts.mesh.counts_loss, own)
         step.run(pipeline, microbatches, batches, self._factor)
 

@@ -19,8 +19,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.distributed.failures import is_lost_peer
 from shoal.errors import PeerError
+from shoal.parallel.autograd_engine import run_engine
 from shoal.parallel.pipeline.messages import StageMessages
-from shoal.parallel.pipeline.split_backward import Weights, backward_input, backward_weight, run_engine
+from shoal.parallel.pipeline.split_backward import Weights, backward_input, backward_weight
 from shoal.parallel.pipeline.stage_trace import Blank, Forward
 from shoal.parallel.pipeline.stage_units import StageUnits
 from shoal.parallel.pipeline.stages import Function, Passed, Stages

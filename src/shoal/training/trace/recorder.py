@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.checkpoint.state import optimizer_state
+from shoal.checkpoint.state import merged_optimizers, optimizer_state
 from shoal.data.microbatch import Microbatch
 from shoal.parallel.base import Strategy
-from shoal.parallel.model.sharded_model import Held, ShardedModel, local, merged
+from shoal.parallel.model.sharded_model import Held, ShardedModel, local
+from shoal.parallel.model_sums import whole_tensors
 from shoal.training.observer import Observer
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write
 
@@ -132,7 +133,7 @@ class TraceRecorder(Observer):
         self._folder, self._rank = folder, rank
 
     def attach(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
-        """Watches a model and its optimizer, and writes their state. Collective: as Holding.wholes."""
+        """Watches a model and its optimizer, and writes their state. Collective: as `whole_tensors`."""
         self._sharded_model, self._optimizer, self._strategy = sharded_model, optimizer, strategy
         self._named = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad]
         # What is summed in the backward, or of a part of the model only, is not the gradient of a rank's grains.
@@ -196,7 +197,7 @@ class TraceRecorder(Observer):
         sharded_model = self._sharded_model
         tensors, self._trace.optimizer = optimizer_state(self._optimizer, sharded_model.model)
         if sharded_model.divides_state:
-            self._trace.optimizer = merged(sharded_model.mesh.gather_json(self._trace.optimizer))
+            self._trace.optimizer = merged_optimizers(sharded_model.mesh.gather_json(self._trace.optimizer))
         self._trace.divided = sharded_model.divided
         if not sharded_model.divided and sharded_model.divides_state:
             self._trace.updates[self._rank] = [name for name, p in self._named if self._strategy.updates(p)]
@@ -204,11 +205,11 @@ class TraceRecorder(Observer):
         self._keep(state_by_key(sharded_model.tensors(), parameters, sharded_model.state(tensors)))
 
     def _keep(self, held: Held) -> None:
-        """Digests of what this rank has, and on rank 0 the logical tensors. Collective: as Holding.wholes."""
+        """Digests of what this rank has, and on rank 0 the logical tensors. Collective: as `whole_tensors`."""
         own = self._trace.digests.setdefault(self._rank, {})
         for key, (part, tensor) in held.items():
             own[key if part.is_whole else f"{key} {part.to_json()}"] = digest(tensor)
-        for key, whole in self._sharded_model.wholes(held):
+        for key, whole in whole_tensors(self._sharded_model, held):
             if whole is not None:
                 self._trace.tensors[key] = whole.detach().clone()
 
