@@ -273,7 +273,6 @@ class Threaded(Collective):
         return self._start(work, asynchronous)
 
     def barrier(self) -> None:
-        """An all-reduce of one number."""
         number = torch.zeros(1, dtype=torch.int32)
 
         def work() -> None:
@@ -316,7 +315,6 @@ class Threaded(Collective):
         return Done()
 
     def close(self) -> None:
-        """Ends the thread once its work is done or has failed."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None

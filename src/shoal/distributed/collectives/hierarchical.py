@@ -62,7 +62,6 @@ class Hierarchical(Threaded):
         return super().allocate(numel, dtype) if self._local is None else self._local.allocate(numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """As the host's."""
         if self._local is not None:
             self._local.release(tensor)
 
@@ -93,7 +92,6 @@ class Hierarchical(Threaded):
             self._local.broadcast(flat, 0)
 
     def close(self) -> None:
-        """Ends both levels."""
         super().close()
         for level in (self._local, *self._across):
             if level is not None:

@@ -117,7 +117,6 @@ class ByMessages(Threaded):
         self._messages = Messages(team, timeout)
 
     def close(self) -> None:
-        """Ends the thread and the group."""
         super().close()
         self._messages.close()
 

@@ -140,10 +140,9 @@ class BatchPasses:
         try:
             with GrainScope(seed, microbatch.step, microbatch.grains) as scope:
                 yield
-                leaked = scope.leaked()
         except NotFusibleError as error:
             raise _not_fusible(str(error)) from error
-        if leaked:
+        if scope.leaked():
             raise _not_fusible("randomness outside torch's functions")
 
     def backward(self, number: int, total: Tensor, weight: Tensor | float | None) -> None:

@@ -145,7 +145,6 @@ class TraceRecorder(Observer):
         write(self._folder, self._trace, self._rank)
 
     def begin(self, step: int, factor: float) -> None:
-        """Forgets the last attempt."""
         self._trace = StepTrace(step, factor=factor)
         self._forward.clear()
         self._own.clear()
@@ -156,11 +155,9 @@ class TraceRecorder(Observer):
         self._forward.begin(microbatch, batch)
 
     def forwarded(self) -> None:
-        """Looks no further."""
         self._forward.end()
 
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
-        """Notes the microbatch's loss."""
         self._forward.end()
         taken = self._microbatch
         if not self._sharded_model.counts_loss:
@@ -179,7 +176,6 @@ class TraceRecorder(Observer):
         self._gradients("reduction", scale)
 
     def clipped(self, norm: float) -> None:
-        """Keeps the gradients that the optimizer gets."""
         self._trace.norm = norm
         self._gradients("clipping", 1.0)
 

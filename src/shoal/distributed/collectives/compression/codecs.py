@@ -87,7 +87,6 @@ class BFloat16(Codec):
         super().__init__(wire, self._sent)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
-        """One all-reduce."""
         self._sent.copy_(values)
         if keep:
             values.sub_(self._sent)

@@ -129,7 +129,6 @@ class SharedMemory(Collective):
         self._work.forget()
 
     def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
-        """In place, in the order of the ranks."""
         # The calls of every step: what was found out about one is kept.
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, op
         known = self._known.get(key)
@@ -234,7 +233,6 @@ class SharedMemory(Collective):
         return self._call(call, asynchronous)
 
     def barrier(self) -> None:
-        """One exchange of words."""
         self._call(_SharedCall(_HEADER.pack(KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
 
     def settle(self) -> None:
@@ -244,7 +242,6 @@ class SharedMemory(Collective):
             self._complete((state.backlog or state.queue)[-1])
 
     def close(self) -> None:
-        """Forgets the memory: it goes with the last tensor in it."""
         self._peers.close()
         self._regions.clear()
         self._known.clear()
