@@ -1,4 +1,4 @@
-"""Isolation: contexts that leave torch's modes and the global generators as they were, whatever is done in them."""
+"""Contexts that leave torch's modes and the global generators as they were, whatever is done in them."""
 
 from __future__ import annotations
 

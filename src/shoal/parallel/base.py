@@ -1,4 +1,4 @@
-"""Strategy: what becomes of the gradients and sums of the microbatches that each rank computes."""
+"""Interface of parallelism strategies: backwards of microbatches, and the sums of gradients and losses over ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_SUMS = DIGEST + DIGEST_WORDS
 
 @dataclass(frozen=True)
 class Flags:
-    """What went wrong on this rank in this step; after a sum over ranks, on how many."""
+    """Failures of this rank in this step; after a sum over ranks, the number of ranks with each."""
 
     errors: int = 0
     redo: int = 0  # out of memory, or a model that has to be computed another way
@@ -39,7 +39,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class StepSums:
-    """The outcome of a step over all ranks, the same on each of them; `sums` float64 as laid out above."""
+    """Sums of a step over all ranks, the same on each of them; `sums` float64 as laid out above."""
 
     sums: npt.NDArray[np.float64]
     flags: Flags
@@ -74,7 +74,7 @@ class StepSums:
 
 
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
-    """What one microbatch adds to the step's sums: float64 on the device, so that nothing waits for the device here."""
+    """One microbatch's terms of the step's sums: float64 on the device, so that nothing waits for the device here."""
     words = grain_words(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
     # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
     here = total.device.type == "cpu"
@@ -87,7 +87,7 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
 
 
 def buffer_sums(buffers: Tensor) -> Tensor:
-    """What a microbatch adds where another rank counts its loss and samples: the buffers alone."""
+    """A microbatch's terms where another rank counts its loss and samples: the buffers alone."""
     return torch.cat([buffers.new_zeros(NUM_SUMS), buffers])
 
 
@@ -96,7 +96,7 @@ Mark = Callable[[str], None]
 
 
 class Strategy(ABC):
-    """One step is: begin, then backward for each microbatch, then finish; on every rank, also one without samples.
+    """Interface of a step: begin, a backward for each microbatch, finish; on every rank, also one without samples.
 
     After `finish` each parameter's `.grad` is the sum over all grains of all ranks, not divided by the weight, or None
     where no rank's loss depended on it.
@@ -162,7 +162,7 @@ class Strategy(ABC):
         return
 
     def gradient_buffers(self) -> list[Tensor]:
-        """What holds gradients besides the parameters' own `.grad`; none."""
+        """Gradient memory besides the parameters' own `.grad`; none."""
         return []
 
     @abstractmethod
@@ -171,7 +171,7 @@ class Strategy(ABC):
 
 
 class AccumulatingStrategy(Strategy):
-    """A strategy that adds gradients up in the backward, whoever runs that: a pipeline may."""
+    """Strategy that accumulates gradients in the backward, whoever runs that: a pipeline may."""
 
     _sums: Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Messages: sends and receives between ranks of a group, by torch.distributed, and what it means when one fails."""
+"""Point-to-point messages between the ranks of a group, by torch.distributed, and the errors of failed ones."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Messages:
 
 
 class Message:
-    """A message on its way."""
+    """Handle of a message."""
 
     def __init__(self, messages: Messages, work: dist.Work | None, other: int) -> None:
         self._messages, self._work, self._other = messages, work, other
@@ -109,7 +109,7 @@ class Message:
 
 
 class ByMessages(Threaded):
-    """An algorithm of messages. A broadcast goes down a binomial tree, ceil(log2 P) messages at most."""
+    """Base class of message-passing algorithms. A broadcast goes down a binomial tree, ceil(log2 P) messages at most."""
 
     def __init__(self, team: Team, timeout: timedelta) -> None:
         """Collective: all ranks of the run."""

@@ -1,4 +1,4 @@
-"""Native: what torch.distributed gives, Gloo between CPUs and NCCL between GPUs.
+"""torch.distributed's own collectives: Gloo between CPUs and NCCL between GPUs.
 
 Messages and bytes are the library's: Gloo's all-reduce is a ring in segments. Few ranks gather a small tensor and each
 adds it up, one exchange instead of two. It is what every other algorithm has to beat.

@@ -28,7 +28,7 @@ from shoal.plans.plan import CompressionSection, Plan
 
 @dataclass(frozen=True)
 class Summing:
-    """How gradients are summed: the algorithm, and what compresses them on the way."""
+    """Algorithm of the gradients' sum, and its compression."""
 
     algorithm: str = "native"
     scheme: str = "none"
@@ -41,7 +41,7 @@ class Summing:
 
 
 class DataParallel(AccumulatingStrategy):
-    """Fast mode. Collective: all ranks, what the algorithm needs to be opened."""
+    """Data parallelism in fast mode. Collective: all ranks, what the algorithm needs to be opened."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ def all_sums(sums: Tensor, flags: Flags) -> StepSums:
 
 
 class ExactDataParallel(Strategy):
-    """Exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype.
+    """Data parallelism in exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype.
 
     `tree` sums over the grains of all ranks.
     """

@@ -1,7 +1,7 @@
-"""Sharded data parallelism: what data parallelism has on every rank, divided among the ranks of the shard axis.
+"""ZeRO stage 1: optimizer states divided among the ranks of the shard axis.
 
-ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054): the optimizer's state. Whole parameters are divided, not slices of
-them, so that an optimizer sees what it sees on one process: shapes, groups, and the whole of a matrix.
+Rajbhandari et al., arXiv 1910.02054. Whole parameters are divided, not slices of them, so that an optimizer sees what
+it sees on one process: shapes, groups, and the whole of a matrix.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Piece:
 
 
 class ShardedOptimizer:
-    """Gradients are summed on every rank; each rank of a shard group updates its own parameters.
+    """ZeRO stage 1 of an update: each rank of a shard group updates its own parameters.
 
     After the update their owners broadcast the new values within the group.
     """

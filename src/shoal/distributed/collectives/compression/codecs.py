@@ -1,4 +1,4 @@
-"""Codecs: a vector's sum over ranks in fewer bytes than the vector has, by the collectives of any algorithm.
+"""Codecs of gradient compression: a vector's sum over ranks in fewer bytes, by the collectives of any algorithm.
 
 Every rank ends with the same bits: it decodes what all of them have received, by elementwise operators alone, whose
 results do not depend on the number of threads.
@@ -25,7 +25,7 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 class CodecTransport:
-    """What codecs send with: a collective, and memory on the device where the vectors are."""
+    """Transport of codecs: a collective, and memory on the device where the vectors are."""
 
     def __init__(self, collective: Collective, device: torch.device) -> None:
         self.collective, self.device = collective, device
@@ -48,7 +48,7 @@ class CodecTransport:
         return self.collective.all_reduce(tensor, asynchronous=True)
 
     def buffers(self) -> list[Tensor]:
-        """What it keeps."""
+        """Memory that the transport owns."""
         return [self._scratch]
 
 
@@ -80,7 +80,7 @@ class Codec(ABC):
 
 
 class BFloat16(Codec):
-    """Rounded to bfloat16: 2 bytes a value, 8 bits of precision, float32's range."""
+    """Codec to bfloat16: 2 bytes a value, 8 bits of precision, float32's range."""
 
     def __init__(self, wire: CodecTransport, numel: int) -> None:
         self._sent = wire.allocate(numel, torch.bfloat16)
@@ -95,7 +95,7 @@ class BFloat16(Codec):
 
 
 class Float16(Codec):
-    """Rounded to float16 after a scaling by a power of two: 2 bytes a value, 11 bits of precision.
+    """Codec to float16 after a scaling by a power of two: 2 bytes a value, 11 bits of precision.
 
     The scale comes from the largest value of any rank, so that no sum overflows and what is lost is 2^-39 of it. (The
     loss scale does not help here: gradients are sums over a batch of any size.)
@@ -124,7 +124,7 @@ class Float16(Codec):
 
 
 class Int8(Codec):
-    """Whole numbers of a byte, times a scale for each block of neighbouring values that all ranks share.
+    """Codec to 8-bit integers times a scale for each block of neighbouring values that all ranks share.
 
     Ranks first agree on the largest value of each block; each then has the levels that leave the sum in a byte: 63 of
     two ranks, 31 of four. So any algorithm sums them as they are, exactly and in any order, and there is one rounding.
@@ -167,7 +167,7 @@ class Int8(Codec):
 
 
 class TopK(Codec):
-    """The values farthest from zero, and where they are: 8 bytes for each of them, of every rank to every rank.
+    """Codec of the values farthest from zero and their indices: 8 bytes for each, from every rank to every rank.
 
     Aji and Heafield, Sparse communication for distributed gradient descent, 2017.
     """
