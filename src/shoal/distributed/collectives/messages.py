@@ -109,7 +109,7 @@ class Message:
 
 
 class ByMessages(Threaded):
-    """Base class of message-passing algorithms. A broadcast goes down a binomial tree, ceil(log2 P) messages at most."""
+    """Base class of message-passing algorithms. A broadcast takes ceil(log2 P) messages at most, as a binomial tree."""
 
     def __init__(self, team: Team, timeout: timedelta) -> None:
         """Collective: all ranks of the run."""
