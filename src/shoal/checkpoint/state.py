@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shoal.distributed.process_setup import is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
-from shoal.parallel.model.sharded_model import local
+from shoal.parallel.model.sharded_model import laid_out, local
 
 _TENSOR, _TUPLE, _HOST = "$tensor", "$tuple", "$host"
 _CPU = torch.device("cpu")
@@ -152,13 +152,8 @@ def _replaced(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[st
 
 def _as_parameter(value: Any, parameter: Tensor) -> Any:
     """A DTensor where the parameter is one and the value has its shape."""
-    to_local = getattr(parameter, "to_local", None)
-    if to_local is None or not isinstance(value, Tensor) or value.shape != to_local().shape or value.ndim == 0:
-        return value
-    from torch.distributed.tensor import DTensor
-
-    layout = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(value, *layout, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    divided = isinstance(value, Tensor) and value.ndim > 0 and value.shape == local(parameter).shape
+    return laid_out(value, parameter) if divided else value
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor], device: torch.device = _CPU) -> Any:

@@ -19,7 +19,7 @@ from shoal.errors import JobError
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.base import Mark, Strategy
 from shoal.parallel.blocks.recompute import recompute
-from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, Summing
+from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.materialise import Whole, materialise
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel
@@ -239,7 +239,7 @@ def assemble(
     if plan.execution.exact:
         tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(parameters, reduce))
         return ExactDataParallel(sharded_model, parameters, tree, mark, owners)
-    return DataParallel(sharded_model, parameters, reduce, mark, owners, summing=Summing.of(plan))
+    return DataParallel(sharded_model, parameters, reduce, mark, owners, plan=plan)
 
 
 def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

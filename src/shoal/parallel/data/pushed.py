@@ -137,11 +137,6 @@ class Ledger:
             self._above.remove(self._below)
             self._below += 1
 
-    @property
-    def gapless(self) -> int:
-        """Number below which every step was applied."""
-        return self._below
-
 
 @dataclass(frozen=True)
 class Push:

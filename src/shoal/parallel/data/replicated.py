@@ -7,7 +7,6 @@ grain, summed in the fixed tree; bit-identical on any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,21 +22,7 @@ from shoal.parallel.base import NUM_SUMS, WEIGHT, AccumulatingStrategy, Flags, M
 from shoal.parallel.data.buckets import GradientBuckets
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.shard.zero1 import ShardedOptimizer
-from shoal.plans.plan import CompressionSection, Plan
-
-
-@dataclass(frozen=True)
-class Summing:
-    """Algorithm of the gradients' sum, and its compression."""
-
-    algorithm: str = "native"
-    scheme: str = "none"
-    options: CompressionSection = field(default_factory=CompressionSection)
-
-    @classmethod
-    def of(cls, plan: Plan) -> Summing:
-        """As a plan says."""
-        return cls(plan.collectives.all_reduce, plan.collectives.compression, plan.compression)
+from shoal.plans.plan import Plan
 
 
 class DataParallel(AccumulatingStrategy):
@@ -51,18 +36,18 @@ class DataParallel(AccumulatingStrategy):
         mark: Mark,
         owners: ShardedOptimizer | None = None,
         *,
-        summing: Summing = Summing(),
+        plan: Plan | None = None,
     ) -> None:
         super().__init__(model, mark, owners)
-        collective, mesh = None, model.mesh
+        plan, collective, mesh = plan or Plan(), None, model.mesh
         if mesh.num_data_ranks > 1:
             parts = mesh.layout.groups("data", "shard") if mesh.replicas is not None else ()
             team = Team(mesh.replicas, [list(ranks) for ranks in parts])
-            collective = open_collective(summing.algorithm, team, mesh.device)
-            if summing.scheme != "none":
+            collective = open_collective(plan.collectives.all_reduce, team, mesh.device)
+            if plan.collectives.compression != "none":
                 from shoal.distributed.collectives.compression.compressed_sum import Compression
 
-                self.compression = Compression(collective, summing.scheme, summing.options)
+                self.compression = Compression(collective, plan.collectives.compression, plan.compression)
         self._factor = 1.0
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 

@@ -26,6 +26,16 @@ def local(tensor: Tensor) -> Tensor:
     return own.detach() if own.requires_grad else own
 
 
+def laid_out(own: Tensor, like: Any) -> Tensor:
+    """This rank's memory of a tensor as the DTensor that `like` is; itself where that is none."""
+    if not hasattr(like, "to_local"):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    layout = like.device_mesh, like.placements
+    return DTensor.from_local(own, *layout, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def cut_of(tensor: Tensor, part: TensorSlice) -> TensorSlice:
     """The slice of `part` on this rank where `tensor`, which stands for it, is a DTensor that is cut further."""
     if not hasattr(tensor, "to_local"):
@@ -191,11 +201,6 @@ class ShardedModel:
             return True
         mine, nothing = self._by_rank[self.mesh.rank], object()
         return name in mine and all(self._by_rank[r].get(name, nothing) != mine[name] for r in others)
-
-    @property
-    def counts_loss(self) -> bool:
-        """Whether losses and samples are counted on this rank: on one of those that compute the same grains."""
-        return self.mesh.counts_loss
 
 
 def entries(held: Held) -> dict[str, list[Any]]:

@@ -160,7 +160,7 @@ class TraceRecorder(Observer):
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
         self._forward.end()
         taken = self._microbatch
-        if not self._sharded_model.counts_loss:
+        if not self._sharded_model.mesh.counts_loss:
             return
         ids = tuple(tuple(ids.tolist()) for ids in taken.ids)
         grains = tuple(grain.index for grain in taken.grains)
