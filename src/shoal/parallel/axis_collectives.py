@@ -87,7 +87,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 def _apply(tensor: Tensor, exchange: _Exchange, back: _Exchange, *rest: Any) -> Tensor:
-    found: Tensor = _Exchanged.apply(tensor, exchange, back, *rest)
+    found: Tensor = _Exchanged.apply(tensor, exchange, back, *rest)  # type: ignore[no-untyped-call]
     return found
 
 
