@@ -12,7 +12,7 @@ import torch
 from shoal.checkpoint.error_feedback_state import GROUP, CompressedState, left_behind
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
-from shoal.checkpoint.state import load_optimizer, optimizer_state
+from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter
 from shoal.data.loader import Loader
@@ -22,7 +22,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums, Strategy
-from shoal.parallel.model.sharded_model import Held, ShardedModel, merged
+from shoal.parallel.model.sharded_model import Held, ShardedModel
 
 
 @dataclass
@@ -267,7 +267,7 @@ class Keeper:
         assert self._store is not None
         began = time.monotonic()
         held, optimizer = together(self._mesh, lambda: self._held(copy=False))  # nothing changes while it is written
-        document = {**document, "optimizer": merged(self._mesh.gather_json(optimizer))}
+        document = {**document, "optimizer": merged_optimizers(self._mesh.gather_json(optimizer))}
         failure = write_together(self._mesh, self._store, Snapshot(step, {}, document), held)
         if self._writer is not None:
             self._writer.wrote(failure, time.monotonic() - began)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shoal.distributed.process_setup import is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
-from shoal.parallel.model.sharded_model import local
+from shoal.parallel.model.sharded_model import laid_out, local
 
 TENSOR = "$tensor"
 _TUPLE, _PAIRS, _HOST = "$tuple", "$pairs", "$host"
@@ -81,6 +81,24 @@ def optimizer_state(
         )
     made = {path: _owned(tensor) if copy else local(tensor) for path, tensor in tensors.items()}
     return made, {"state": state, "groups": groups}
+
+
+def merged_optimizers(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The optimizer's documents of all ranks as one: of each parameter's state the first, groups by their values.
+
+    Ranks may have other groups than each other, as the stages of a pipeline whose parameters the job groups by name.
+    """
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for document in documents:
+        state = {**document["state"], **state}
+        for own in document["groups"]:
+            group = next((g for g in groups if g["values"] == own["values"]), None)
+            if group is None:
+                groups.append({**own, "params": list(own["params"])})
+            else:
+                group["params"] += [name for name in own["params"] if name not in group["params"]]
+    return {"state": state, "groups": groups}
 
 
 def load_optimizer(
@@ -150,13 +168,8 @@ def _replaced(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[st
 
 def _as_parameter(value: Any, parameter: Tensor) -> Any:
     """A DTensor where the parameter is one and the value has its shape."""
-    to_local = getattr(parameter, "to_local", None)
-    if to_local is None or not isinstance(value, Tensor) or value.shape != to_local().shape or value.ndim == 0:
-        return value
-    from torch.distributed.tensor import DTensor
-
-    layout = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(value, *layout, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    divided = isinstance(value, Tensor) and value.ndim > 0 and value.shape == local(parameter).shape
+    return laid_out(value, parameter) if divided else value
 
 
 def encode(value: Any, path: str, what: str, leaf: Callable[[str, Tensor], dict[str, Any]]) -> Any:

@@ -31,6 +31,7 @@ from shoal.errors import ExitCode, JobMismatchError, ShoalError, StorageError
 from shoal.hardware.values import kind_of
 from shoal.launch.environment import Environment
 from shoal.launch.signals import Signals
+from shoal.parallel.model_sums import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.plan import Plan
 from shoal.plans.toml import write as plan_text
@@ -312,7 +313,9 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         train_loss=state.loss,
         metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
         eval_samples=outcome.eval_samples,
-        weights_sha256=sha256_of(whole for _, whole in engine.sharded_model.wholes(engine.sharded_model.state_dict())),
+        weights_sha256=sha256_of(
+            whole for _, whole in whole_tensors(engine.sharded_model, engine.sharded_model.state_dict())
+        ),
         sample_digest=state.digest,
         step_seconds={"median": median, "p10": p10, "p90": p90} if outcome.step_seconds else {},
         wall_seconds=time.time() - request.started_at,

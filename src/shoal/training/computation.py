@@ -21,6 +21,7 @@ from shoal.errors import JobError, LossError, ShoalError
 from shoal.job import Job
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, all_generators, seed_everything
+from shoal.numerics.isolation import ReentrantContext
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.coupling import compare, meaning
@@ -132,20 +133,6 @@ def _past_the_model(what: str) -> JobError:
 Evaluate = Callable[[LossPair, Any], tuple[float, float]]
 
 
-class _ReentrantContext(contextlib.AbstractContextManager[None]):
-    """A context that can be entered any number of times."""
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._make = make
-
-    def __enter__(self) -> None:
-        self._now = self._make()
-        self._now.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._now.__exit__(*error)
-
-
 class LossComputer:
     """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
 
@@ -183,7 +170,7 @@ class LossComputer:
     def scope_of_stage(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """The same for a stage of a pipeline: it is entered again for the backward."""
         grains = GrainScope(self._job.seed, microbatch.step, microbatch.grains)
-        return _ReentrantContext(lambda: self.scope(microbatch, grains))
+        return ReentrantContext(lambda: self.scope(microbatch, grains))
 
     @contextlib.contextmanager
     def _randomness(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
@@ -200,10 +187,9 @@ class LossComputer:
             try:
                 with grains or GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
                     yield
-                    leaked = scope.leaked()
             except NotFusibleError as error:
                 raise RedoError(replace(self.computation, randomness="opaque"), str(error)) from error
-            if leaked:
+            if scope.leaked():
                 raise RedoError(replace(self.computation, randomness="opaque"), "randomness outside torch's functions")
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
@@ -290,8 +276,7 @@ class LossComputer:
         with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
             batch = self._precision.inputs(microbatch.batch)
             total, weight = self._evaluate(self.pair, batch) if self._evaluate else self.loss(batch)
-            leaked = scope.leaked()
-        return (float(total), float(weight)), scope.calls, leaked
+        return (float(total), float(weight)), scope.calls, scope.leaked()
 
 
 @contextlib.contextmanager

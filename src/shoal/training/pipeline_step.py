@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.data.microbatch import Microbatch
 from shoal.errors import JobError
-from shoal.parallel.base import buffer_sums
+from shoal.parallel.base import AccumulatingStrategy, buffer_sums
 from shoal.parallel.pipeline.pipeline import Pipeline, Work
 from shoal.training.forward_backward import ForwardBackward
 
@@ -22,7 +22,8 @@ class StageStep:
 
     def __init__(self, passes: ForwardBackward, microbatches: list[Microbatch], batches: list[Any], own: int) -> None:
         """`batches` are those of the microbatches, on the device."""
-        self._passes, self._parts = passes, passes.parts
+        assert isinstance(passes.parts.strategy, AccumulatingStrategy), "exact mode has no stages"
+        self._passes, self._parts, self._strategy = passes, passes.parts, passes.parts.strategy
         self._microbatches, self._batches, self._own = microbatches, batches, own
         self._done = [0] * len(microbatches)
 
@@ -62,7 +63,7 @@ class StageStep:
         parts, buffers, microbatch = self._parts, self._parts.buffers, self._microbatches[number]
         if number >= self._own:
             buffers.restore()
-            parts.strategy.add(buffer_sums(buffers.weighted(0)))
+            self._strategy.add(buffer_sums(buffers.weighted(0)))
             return None if result is None else result[0] * 0.0
         written = self._passes.weighted_buffers(microbatch)
         buffers.restore()
@@ -71,16 +72,16 @@ class StageStep:
         self._done[number] += 1
         if result is None:
             parts.observer.forwarded()
-            parts.strategy.add(buffer_sums(written))
+            self._strategy.add(buffer_sums(written))
             return None
         total, weight = result
         loss, sums = self._passes.loss(microbatch, total, weight, written)
-        parts.strategy.add(sums)
+        self._strategy.add(sums)
         return loss
 
     def _before_backward(self, number: int, last: bool) -> None:
         if last:
-            self._parts.strategy.arm()
+            self._strategy.arm()
 
     def _backwarded(self, number: int, last: bool) -> None:
         self._parts.buffers.restore()  # what recomputation has changed

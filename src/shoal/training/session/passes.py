@@ -76,7 +76,7 @@ class BatchPasses:
         self.torn = False
 
     def watch(self) -> None:
-        """Writes down the first state, where the loop is verified. Collective: as Holding.wholes."""
+        """Writes down the first state, where the loop is verified. Collective: as TraceRecorder.attach."""
         if isinstance(self._observer, TraceRecorder):
             self._observer.attach(self.sharded_model, self._every, self.ways.strategy)
             self._mark()
