@@ -30,8 +30,8 @@ from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members
 from shoal.training.parameter_server.part import take_part
 from shoal.training.parameter_server.peers import identity
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 from shoal.verification.forked import forked, trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 
@@ -69,8 +69,8 @@ def trained(
             engine = build(job, plan, alone(CPU), Options(checkpoints))
             around = Surroundings(print, lambda record, rank: None, lambda: False)
             state = engine.load()[0] or engine.first_state()
-            parts = engine.parts(state, steps or engine.order.num_steps, around, RecordWriter(None))
-            conductor = Conductor(parts, around, state, plan, crew)
+            last = steps or engine.order.num_steps
+            conductor = Conductor(engine, around, state, last, RecordWriter(None), crew=crew)
             outcome = conductor.train()
             found = {**conductor.report(), "digest": outcome.state.digest, "metrics": outcome.metrics}
             found["skipped"] = outcome.state.skipped_steps

@@ -66,7 +66,7 @@ class CompressedState:
             if units[self.mesh.rank]:  # else it holds nothing, and after a fall-back it has written nothing
                 rank = self.mesh.rank
                 fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in own.items()})
-            compression.set_unit(units[self.mesh.rank])
+            compression.unit = units[self.mesh.rank]
         else:
             self._share(saved, own, units)
         return []
@@ -79,7 +79,7 @@ class CompressedState:
             fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in found.items()})
             for index, tensor in found.items():
                 own[index].add_(tensor.to(own[index].device), alpha=1.0 / ranks)
-        self.compression.set_unit(sum(units) / ranks)
+        self.compression.unit = sum(units) / ranks
 
 
 def left_behind(saved: SavedCheckpoint) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from shoal.checkpoint.error_feedback_state import GROUP, CompressedState, left_behind
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
-from shoal.checkpoint.state import load_optimizer, optimizer_state
+from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter
 from shoal.data.loader import Loader
@@ -22,7 +22,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums, Strategy
-from shoal.parallel.model.sharded_model import Held, ShardedModel, merged
+from shoal.parallel.model.sharded_model import Held, ShardedModel
 
 
 @dataclass
@@ -207,12 +207,10 @@ class Keeper:
             )
 
     def _start(self, state: RunState) -> None:
-        document = {"run": state.to_json(), "world_size": self._mesh.world_size}
-        document["streams"] = self._mesh.gather_json(self._trained.loader.state())
+        document = self._document(state, self._mesh.gather_json(self._trained.loader.state()))
         compressed = self._compressed
         if compressed is not None:
             document[GROUP] = compressed.document()
-        document = self._with_schedulers(document)
         if self._is_divided(compressed):
             self._write_together(state.step, document)
         else:
@@ -232,13 +230,13 @@ class Keeper:
         if self._writer is None:
             return "rank 0 has the state"
         if state.step != self._newest:
-            document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": [places]}
-            self._hand_over(state.step, self._with_schedulers(document))
+            self._hand_over(state.step, self._document(state, [places]))
             self._newest = state.step
         self._writer.wait()
         return str(self._writer.failure) if self._writer.failure is not None else None
 
-    def _with_schedulers(self, document: dict[str, Any]) -> dict[str, Any]:
+    def _document(self, state: RunState, streams: list[Any]) -> dict[str, Any]:
+        document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": streams}
         schedulers = self._trained.schedulers
         return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 
@@ -269,7 +267,7 @@ class Keeper:
         assert self._store is not None
         began = time.monotonic()
         held, optimizer = together(self._mesh, lambda: self._held(copy=False))  # nothing changes while it is written
-        document = {**document, "optimizer": merged(self._mesh.gather_json(optimizer))}
+        document = {**document, "optimizer": merged_optimizers(self._mesh.gather_json(optimizer))}
         failure = write_together(self._mesh, self._store, Snapshot(step, {}, document), held)
         if self._writer is not None:
             self._writer.wrote(failure, time.monotonic() - began)

@@ -31,6 +31,7 @@ from shoal.errors import ExitCode, JobMismatchError, ShoalError, StorageError
 from shoal.hardware.values import kind_of
 from shoal.launch.environment import Environment
 from shoal.launch.signals import Signals
+from shoal.parallel.model_sums import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.plan import Plan
 from shoal.plans.toml import write as plan_text
@@ -44,8 +45,8 @@ from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine, Options, build
 from shoal.training.metering import Shares, StepMeter, blocks, describe, predicted
 from shoal.training.preflight import admitted, shake_hands
+from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Outcome, Surroundings
 
 if TYPE_CHECKING:
     from shoal.training.parameter_server.members import Members
@@ -248,8 +249,7 @@ def _trained(
         return engine.trainer(state, num_steps, around, records).train(), None
     from shoal.training.parameter_server.conductor import Conductor
 
-    state = state or engine.first_state()
-    conductor = Conductor(engine.parts(state, num_steps, around, records), around, state, engine.plan, crew)
+    conductor = Conductor(engine, around, state or engine.first_state(), num_steps, records, crew=crew)
     return conductor.train(), conductor.report()
 
 
@@ -313,7 +313,9 @@ def _result(engine: Engine, outcome: Outcome, request: RunRequest, course: _Cour
         train_loss=state.loss,
         metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
         eval_samples=outcome.eval_samples,
-        weights_sha256=sha256_of(whole for _, whole in engine.sharded_model.wholes(engine.sharded_model.state_dict())),
+        weights_sha256=sha256_of(
+            whole for _, whole in whole_tensors(engine.sharded_model, engine.sharded_model.state_dict())
+        ),
         sample_digest=state.digest,
         step_seconds={"median": median, "p10": p10, "p90": p90} if outcome.step_seconds else {},
         wall_seconds=time.time() - request.started_at,

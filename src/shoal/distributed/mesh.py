@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
+from shoal.numerics.flat import raw_bytes
 from shoal.plans.layout import AXES, Layout
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -112,7 +113,7 @@ class Mesh:
         if self.world_size > 1:
             for tensor in tensors:  # as bytes: Gloo knows neither complex numbers nor float8
                 sent = tensor.contiguous()
-                dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
+                dist.broadcast(raw_bytes(sent), src=0)
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
 

@@ -19,7 +19,7 @@ from shoal.errors import JobError
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.base import Mark, Strategy
 from shoal.parallel.blocks.recompute import recompute
-from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, Summing
+from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.materialise import Whole, materialise
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel
@@ -78,7 +78,7 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
         pipeline = pipeline.cut(axes.units(pipeline)) if pipeline is not None else None
     parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division, parameters, mesh.device)
-    return ShardedModel(mesh, model, axes.division), pipeline
+    return ShardedModel.gathered(mesh, model, axes.division), pipeline
 
 
 def _mapped(plan: Plan, mesh: Mesh) -> Mesh:
@@ -226,28 +226,24 @@ def assemble(
             conflict="compression begins with gradients in float32",
             remedy='use collectives.compression = "none", or a model in float32',
         )
-    strategy: Strategy
     if plan.serves:
         from shoal.parallel.data.pushed import ExactPart, FastPart
 
         if plan.execution.exact:
-            return ExactPart(parameters, mesh, TreeSum(num_grains, _flat(parameters, reduce)), mark)
-        return FastPart(parameters, mesh, reduce, mark)
+            return ExactPart(sharded_model, parameters, TreeSum(num_grains, _flat(parameters, reduce)), mark)
+        return FastPart(sharded_model, parameters, reduce, mark)
     if plan.shards_model:
         from shoal.parallel.shard.zero23 import FullySharded
 
-        return FullySharded(sharded_model.model, mesh, mark, late=plan.shard.reduce == "last_microbatch")
+        return FullySharded(sharded_model, mark, late=plan.shard.reduce == "last_microbatch")
+    owners = None
+    if plan.layout.shard > 1:  # `parameters` may be one of several optimizers'
+        trained = [p for _, p in sharded_model.parameters() if p.requires_grad]
+        owners = ShardedOptimizer(parameters, mesh, mark, trained)
     if plan.execution.exact:
         tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(parameters, reduce))
-        strategy = ExactDataParallel(parameters, mesh, tree, mark)
-    else:
-        strategy = DataParallel(parameters, mesh, reduce, mark, Summing.of(plan))
-    if plan.layout.shard == 1:
-        return strategy
-    trained = [
-        p for _, p in sharded_model.parameters() if p.requires_grad
-    ]  # `parameters` may be one of several optimizers'
-    return ShardedOptimizer(strategy, parameters, mesh, mark, trained)
+        return ExactDataParallel(sharded_model, parameters, tree, mark, owners)
+    return DataParallel(sharded_model, parameters, reduce, mark, owners, plan=plan)
 
 
 def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

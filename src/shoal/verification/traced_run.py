@@ -15,10 +15,10 @@ from shoal.plans.layout import AXES
 from shoal.plans.plan import Plan, ServerSection
 from shoal.training.engine import Options, build
 from shoal.training.evaluation import SAMPLED_CHUNK
+from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.training.trace.recorder import TraceRecorder
 from shoal.training.trace.traces import StepTrace, read
-from shoal.training.trainer import Outcome, Surroundings
 
 _OUTCOME = "outcome.json"
 # Evaluation is compared on so many samples at most: six chunks or one a rank, and a short one.

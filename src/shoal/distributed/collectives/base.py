@@ -30,6 +30,7 @@ DTYPES = (
     torch.uint8,
 )
 NARROW = (torch.bfloat16, torch.float16)
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 
 
 class Handle(Protocol):
@@ -166,6 +167,20 @@ def check_parts(kind: str, whole: Tensor, part: Tensor, world_size: int) -> None
         )
 
 
+def call_numbers(kind: str, tensor: Tensor, op: Operation, times: int = 1) -> tuple[int, int, int, int]:
+    """By which ranks tell each other what they call: a collective of `times` tensors like that one."""
+    return KINDS.index(kind), OPERATIONS.index(op), DTYPES.index(tensor.dtype), times * tensor.numel()
+
+
+def call_in_words(numbers: Sequence[int]) -> str:
+    """The call of these `call_numbers`."""
+    kind, op, dtype, numel = numbers[:4]
+    if not 0 <= kind < len(KINDS) or not 0 <= dtype < len(DTYPES):
+        return "nothing known"
+    name = f"{KINDS[kind]} ({OPERATIONS[op]})" if "reduce" in KINDS[kind] else KINDS[kind]
+    return name if name == "barrier" else f"{name} of {numel} elements of {str(DTYPES[dtype]).removeprefix('torch.')}"
+
+
 def combine(op: Operation, first: Tensor, second: Tensor, out: Tensor) -> None:
     """out = first op second, elementwise; `out` may be one of them."""
     if op == "sum":
@@ -204,12 +219,87 @@ def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tens
 
 
 class Threaded(Collective):
-    """Collective whose asynchronous calls run on a thread of its own, in the order of the calls."""
+    """Collective whose asynchronous calls run on a thread of its own, in the order of the calls.
+
+    It has `_reduce` and `_pass_on`, and what it does not do better itself is made of these: a reduce-scatter is its
+    all-reduce, of which each rank keeps its part; an all-gather a broadcast from each rank.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
+
+    def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
+        check("all_reduce", [tensor], op)
+
+        def work() -> None:
+            self._compare("all_reduce", tensor, op)
+            self._reduce(tensor.view(-1), op)
+
+        return self._start(work, asynchronous)
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
+    ) -> Handle:
+        check("reduce_scatter", [output, tensor], op)
+        check_parts("reduce_scatter", tensor, output, self.world_size)
+
+        def work() -> None:
+            self._compare("reduce_scatter", tensor, op)
+            self._scatter(output.view(-1), tensor.view(-1), op)
+
+        return self._start(work, asynchronous)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
+        check("all_gather", [output, tensor])
+        check_parts("all_gather", output, tensor, self.world_size)
+
+        def work() -> None:
+            self._compare("all_gather", tensor, "sum")
+            parts = list(output.view(self.world_size, -1))
+            parts[self.rank].copy_(tensor.view(-1))
+            self._gather(parts)
+
+        return self._start(work, asynchronous)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
+        check("broadcast", [tensor])
+
+        def work() -> None:
+            self._compare("broadcast", tensor, "sum", root)
+            self._pass_on(tensor.view(-1), root)
+
+        return self._start(work, asynchronous)
+
+    def barrier(self) -> None:
+        number = torch.zeros(1, dtype=torch.int32)
+
+        def work() -> None:
+            self._compare("barrier", number, "sum")
+            self._reduce(number, "sum")
+
+        self._start(work, asynchronous=False)
+
+    def _compare(self, kind: str, tensor: Tensor, op: Operation, root: int = 0) -> None:
+        """Raises: CollectiveError where ranks do not make the same call, as far as the algorithm looks."""
+
+    @abstractmethod
+    def _reduce(self, flat: Tensor, op: Operation) -> None:
+        """The all-reduce of a flat tensor, in place."""
+
+    @abstractmethod
+    def _pass_on(self, flat: Tensor, root: int) -> None:
+        """The broadcast of a flat tensor."""
+
+    def _scatter(self, output: Tensor, flat: Tensor, op: Operation) -> None:
+        whole = flat.clone()
+        self._reduce(whole, op)
+        output.copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
+
+    def _gather(self, parts: Sequence[Tensor]) -> None:
+        for root, part in enumerate(parts):
+            self._pass_on(part, root)
 
     def _start(self, work: Callable[[], None], asynchronous: bool) -> Handle:
         """Does `work` now, after everything that was started before, or on the thread."""
@@ -225,7 +315,6 @@ class Threaded(Collective):
         return Done()
 
     def close(self) -> None:
-        """Ends the thread once its work is done or has failed."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.distributed.collectives.base import Collective, Handle, Operation, Team, Threaded, check, check_parts
+from shoal.distributed.collectives.base import Collective, Handle, Operation, Team, Threaded
 from shoal.distributed.collectives.ring import Ring
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
@@ -62,79 +62,36 @@ class Hierarchical(Threaded):
         return super().allocate(numel, dtype) if self._local is None else self._local.allocate(numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """As the host's."""
         if self._local is not None:
             self._local.release(tensor)
 
-    def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
-        """In place: sum of the host, sum of the hosts, and back."""
-        check("all_reduce", [tensor], op)
-
-        def work() -> None:
-            pieces = tensor.view(-1).split(PIECE_BYTES // tensor.itemsize)
-            crossing: list[Handle] = []
-            for piece in pieces:
-                if self._local is not None:
-                    self._local.all_reduce(piece, op)
-                if self._across:
-                    ring = self._across[len(crossing) % _NUM_RINGS]
-                    crossing.append(ring.all_reduce(piece, op, asynchronous=True))
-            for number, piece in enumerate(pieces):
-                if crossing:
-                    crossing[number].wait()
-                if self._local is not None and len(self.hosts) > 1:
-                    self._local.broadcast(piece, 0)
-
-        return self._start(work, asynchronous)
-
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        """Its all-reduce, of which this rank keeps its part; `tensor` is left as it is."""
-        check("reduce_scatter", [output, tensor], op)
-        check_parts("reduce_scatter", tensor, output, self.world_size)
-
-        def work() -> None:
-            whole = tensor.clone().view(-1)
-            self.all_reduce(whole, op)
-            output.view(-1).copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
-
-        return self._start(work, asynchronous)
-
-    def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
-        """A broadcast from each rank."""
-        check("all_gather", [output, tensor])
-        check_parts("all_gather", output, tensor, self.world_size)
-
-        def work() -> None:
-            for root, part in enumerate(output.view(self.world_size, -1)):
-                if root == self.rank:
-                    part.copy_(tensor.view(-1))
-                self.broadcast(part, root)
-
-        return self._start(work, asynchronous)
-
-    def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
-        """On the root's host, from its first rank to the others', on each of those."""
-        check("broadcast", [tensor])
-        of = next(n for n, host in enumerate(self.hosts) if root in host)
-
-        def work() -> None:
-            if self._local is not None and self._place == of:
-                self._local.broadcast(tensor, self.hosts[of].index(root))
+    def _reduce(self, flat: Tensor, op: Operation) -> None:
+        """Sum of the host, sum of the hosts, and back."""
+        pieces = flat.split(PIECE_BYTES // flat.itemsize)
+        crossing: list[Handle] = []
+        for piece in pieces:
+            if self._local is not None:
+                self._local.all_reduce(piece, op)
             if self._across:
-                self._across[0].broadcast(tensor, of)
-            if self._local is not None and self._place != of:
-                self._local.broadcast(tensor, 0)
+                ring = self._across[len(crossing) % _NUM_RINGS]
+                crossing.append(ring.all_reduce(piece, op, asynchronous=True))
+        for number, piece in enumerate(pieces):
+            if crossing:
+                crossing[number].wait()
+            if self._local is not None and len(self.hosts) > 1:
+                self._local.broadcast(piece, 0)
 
-        return self._start(work, asynchronous)
-
-    def barrier(self) -> None:
-        """Inside, between, inside."""
-        self.all_reduce(torch.zeros(1, dtype=torch.int32))
+    def _pass_on(self, flat: Tensor, root: int) -> None:
+        """On the root's host, from its first rank to the others', on each of those."""
+        of = next(n for n, host in enumerate(self.hosts) if root in host)
+        if self._local is not None and self._place == of:
+            self._local.broadcast(flat, self.hosts[of].index(root))
+        if self._across:
+            self._across[0].broadcast(flat, of)
+        if self._local is not None and self._place != of:
+            self._local.broadcast(flat, 0)
 
     def close(self) -> None:
-        """Ends both levels."""
         super().close()
         for level in (self._local, *self._across):
             if level is not None:

@@ -8,13 +8,14 @@ that its loss did not touch: see docs/decisions/0003-gradient-buckets.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shoal.distributed.collectives.base import Collective, Handle
+from shoal.numerics.flat import views_of
 from shoal.parallel.base import Flags
 from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
 
@@ -31,7 +32,6 @@ class _Bucket:
     pending: int = 0
     size: int = 0
     work: Handle | None = None
-    views: list[Tensor] = field(default_factory=list)
 
 
 class GradientBuckets:
@@ -87,16 +87,18 @@ class GradientBuckets:
         groups = divide_into_buckets(sizes, GLOO_BUCKET_BYTES if device.type == "cpu" else NCCL_BUCKET_BYTES)
         for number, group in enumerate(groups):
             extra = self._num_status if number == len(groups) - 1 else 0
-            length = sum(self._parameters[i].numel() for i in group) + extra
-            bucket = _Bucket(self._allocate(length, device), size=len(group))
-            start = 0
-            for i in group:
-                end = start + self._parameters[i].numel()
-                self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
-                start = end
+            length = sum(self._parameters[i].numel() for i in group)
+            bucket = _Bucket(self._allocate(length + extra, device), size=len(group))
+            self._lay_out(bucket, group)
             self._buckets.append(bucket)
             if self._compression is not None:
                 self._compression.add(group, [tuple(self._parameters[i].shape) for i in group], device)
+
+    def _lay_out(self, bucket: _Bucket, members: Sequence[int]) -> None:
+        """Makes the gradients of these parameters views of the bucket, one after the other from its beginning."""
+        own = [self._parameters[i] for i in members]
+        views = views_of(bucket.flat[: sum(p.numel() for p in own)], own)
+        self._place |= {i: (bucket, view) for i, view in zip(members, views, strict=True)}
 
     def _allocate(self, length: int, device: torch.device) -> Tensor:
         if self._collective is not None and device.type == "cpu":
@@ -120,11 +122,7 @@ class GradientBuckets:
         bucket.flat[:length] = before[:length]
         if self._collective is not None:
             self._collective.release(before)
-        start = 0
-        for i in members:
-            end = start + self._parameters[i].numel()
-            self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
-            start = end
+        self._lay_out(bucket, members)
 
     def buffers(self) -> list[Tensor]:
         """The flat buffers, and what the collective and the compression keep."""

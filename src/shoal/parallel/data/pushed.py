@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shoal.data.microbatch import Microbatch
 from shoal.distributed.collectives.exact.fixed_tree import evaluate
 from shoal.job import Progress
+from shoal.numerics.flat import raw_bytes
 from shoal.numerics.gradient_norm import global_norm
 from shoal.parallel.base import NUM_SUMS, Flags, StepSums
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
@@ -30,18 +31,16 @@ class FastPart(DataParallel):
     """One worker's part of a step: one sum over its grains; after `finish` in the parameters' `.grad`."""
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        """No gradients, no sums, no grains."""
         super().begin(step, factor)
         self._grains: list[int] = []
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Adds a microbatch."""
         self._grains += [grain.index for grain in microbatch.grains]
         super().backward(microbatch, total, sums, last)
 
-    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+    def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """This worker's sums; nothing is sent here."""
-        found = super().finish(flags, num_sums, row)
+        found = super()._sum(flags, num_sums, row)
         self._row = torch.from_numpy(found.sums).clone()
         return found
 
@@ -72,9 +71,8 @@ def _flat(parameter: Tensor, gradient: Tensor | None, dtype: torch.dtype) -> Ten
 class ExactPart(ExactDataParallel):
     """One worker's part of a step in exact mode: the sums over the nodes of the fixed tree that its grains fill."""
 
-    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+    def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """This worker's sums; nothing is sent here."""
-        self._mark("exposed_communication")
         rows = {node: row.cpu() for node, row in self.sums.items()}
         total = evaluate(rows, self._num_grains, torch.Tensor.add)
         sums = torch.zeros(max(num_sums, NUM_SUMS), dtype=torch.float64) if total is None else total
@@ -138,11 +136,6 @@ class Ledger:
         while self._below in self._above:
             self._above.remove(self._below)
             self._below += 1
-
-    @property
-    def gapless(self) -> int:
-        """Number below which every step was applied."""
-        return self._below
 
 
 @dataclass(frozen=True)
@@ -250,7 +243,7 @@ class Shard:
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors' bytes, one after the other: uint8."""
-    return torch.cat([t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+    return torch.cat([raw_bytes(t).cpu() for t in tensors])
 
 
 def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -8,19 +8,16 @@ before them.
 from __future__ import annotations
 
 import ctypes
-import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.distributed.process_setup import one_thread
+from shoal.numerics.isolation import undisturbed
 
 _LARGE_BYTES = 1 << 20
 # Arguments that are written although the schema does not say so.
@@ -182,32 +179,6 @@ def _give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leaves the global generators as they were."""
-    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Operations run on what they are given, whatever modes the caller is in, and leave no trace."""
-    with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        generators_kept(),
-    ):
-        yield
 
 
 def storage_key(tensor: Tensor) -> int:

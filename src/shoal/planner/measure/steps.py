@@ -19,8 +19,8 @@ from shoal.planner.measure.probes import LAYER_OPERATORS
 from shoal.plans.plan import Plan
 from shoal.training.engine import Options, build
 from shoal.training.metering import StepMeter
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 
 # Layers of the two models: what a step takes for each parameter is told by their difference.
 FEW, MANY = 1, 25

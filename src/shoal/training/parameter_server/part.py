@@ -7,8 +7,7 @@ import contextlib
 from shoal.job import Job
 from shoal.launch.environment import Environment
 from shoal.plans.plan import Plan
-from shoal.training.parameter_server.peers import OverError
-from shoal.training.parameter_server.roles import role
+from shoal.training.parameter_server.peers import OverError, role
 from shoal.training.parameter_server.server import serve
 from shoal.training.parameter_server.worker import WorkerObserver, work
 
