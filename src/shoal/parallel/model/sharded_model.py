@@ -196,7 +196,7 @@ class ShardedModel:
     def complete(self) -> None:
         """Sums the gradients that are partial over axes; of a parameter that no rank has one of there is none after it.
 
-        SizedCollective: for each axis, in its group, an all-reduce of flags and one for each such gradient.
+        Collective: for each axis, in its group, an all-reduce of flags and one for each such gradient.
         """
         partial = dict(sorted(self.division.partial.items()))
         for axis in sorted({axis for axes in partial.values() for axis in axes}):
@@ -228,7 +228,7 @@ class ShardedModel:
     def norm(self, own: float) -> float:
         """The Euclidean norm over the whole model from that over the gradients that each rank `counts`, `rounded`.
 
-        SizedCollective: all ranks, one all-reduce of a number, where the model is divided.
+        Collective: all ranks, one all-reduce of a number, where the model is divided.
         """
         if self.divided:
             squared = torch.tensor(own, dtype=torch.float64).square()

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.roofline import ITEMSIZE, Share
-from shoal.planner.predict.stage_split import Counts
+from shoal.planner.predict.stage_split import Counts, Held
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import NOTHING, Body, Operation, Phase, Profile, TensorCut
+from shoal.plans.accounting.collectives import owned
+from shoal.plans.accounting.compressed import buffers
+from shoal.plans.accounting.memory import (
+    bucketed,
+    cut,
+    gathered_parameters,
+    scattered_gradients,
+    sharded_parameters,
+)
 from shoal.plans.plan import Plan
 
 
@@ -126,24 +136,74 @@ def _output_divided(operation: Operation, share: Share) -> float:
     return share.tensor if share.sequence and operation.cut is TensorCut.SEQUENCE else 1
 
 
-def state_bytes(plan: Plan, profile: Profile, size: StageSize, program: Program) -> dict[str, float]:
-    """Bytes of parameters, gathered parameters, gradients and optimizer state of a rank with such a stage."""
+@dataclass(frozen=True)
+class States:
+    """Bytes of a rank's parameters, gradients and optimizer state, by the formulas that a run is compared with."""
+
+    profile: Profile
+    program: Program
+    accounts: Accounts
+    _known: dict[tuple[object, ...], dict[str, float]] = field(default_factory=dict, repr=False)
+
+    @property
+    def _per_element(self) -> float:
+        return self.profile.state_bytes_per_element + self.program.master_bytes
+
+    def bytes(self, plan: Plan, held: Held, size: StageSize, microbatches: int, *, on_cpu: bool) -> dict[str, float]:
+        """By category, of a rank with these units."""
+        layout, shard, sums = plan.layout, plan.shard, plan.collectives
+        compression = plan.compression if sums.compression != "none" else None
+        key = (
+            *(held, layout.data, layout.shard, layout.tensor, layout.world_size, shard.level, shard.reduce),
+            *(plan.precision.parameters, plan.precision.reduce, sums.all_reduce, sums.compression, compression),
+            *(microbatches > 1, on_cpu),
+        )
+        if key not in self._known:
+            if plan.shards_model:
+                self._known[key] = self._sharded(plan, held, microbatches)
+            else:
+                self._known[key] = self._whole(plan, held, size, on_cpu=on_cpu)
+        return self._known[key]
+
+    def _sharded(self, plan: Plan, held: Held, microbatches: int) -> dict[str, float]:
+        sharding = self.accounts.sharding(plan, held, microbatches)
+        trained = (a for unit in sharding.units for a in unit if a.trainable)
+        return {
+            "parameters": sharded_parameters(sharding),
+            "gathered": gathered_parameters(sharding),
+            "gradients": scattered_gradients(sharding),
+            "optimizer": self._per_element * sum(cut(a, 0, sharding.degree).numel for a in trained),
+        }
+
+    def _whole(self, plan: Plan, held: Held, size: StageSize, *, on_cpu: bool) -> dict[str, float]:
+        program = self.program
+        gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
+        per_gradient = program.gradient_bytes or ITEMSIZE[plan.precision.reduce]
+        summed, trained = size.trainable * per_gradient, size.trainable / plan.layout.shard
+        if program.own_buckets:
+            compresses = plan.collectives.compression != "none" and plan.layout.world_size > 1
+            native = plan.collectives.all_reduce == "native"
+            summed = buffers(gradients, plan) if compresses else bucketed(gradients, plan.degrees, native)
+            owners = owned(gradients.parameters, plan.layout.shard)
+            trained = max(sum(array.numel for array in mine) for mine in owners)
+        return {
+            "parameters": size.parameter_bytes,
+            "gathered": 0.0,
+            "gradients": summed,
+            "optimizer": self._per_element * trained,
+        }
+
+
+def least_state_bytes(plan: Plan, profile: Profile, size: StageSize, program: Program) -> float:
+    """What no rank with such a stage goes below, whatever its rows are rounded up to and whoever owns which state.
+
+    It shrinks with the shard axis, and the data axis does not matter.
+    """
     level, shards = plan.shard.level, plan.layout.shard
     reduce = ITEMSIZE[plan.precision.reduce]
-    per_gradient = float(reduce) if program.gradient_bytes is None else program.gradient_bytes
-    cut = shards if level != "optimizer" else 1
-    parameters, gathered = size.parameter_bytes, 0.0
-    held = ITEMSIZE[plan.precision.parameters]  # they are gathered as they are, and cast where they are used
-    if cut > 1:
-        parameters = size.parameter_bytes / shards
-        gathered = size.numel * held if level == "gradients" else 2 * size.largest_unit * held
-    gradients = size.trainable * per_gradient / (cut if plan.shard.reduce == "every_microbatch" else 1)
-    if cut > 1:  # a unit's whole gradients, before they are scattered
-        gradients += size.largest_unit * (held + reduce)
-    per_element = profile.state_bytes_per_element + program.master_bytes
-    return {
-        "parameters": parameters,
-        "gathered": gathered,
-        "gradients": gradients,
-        "optimizer": size.trainable * per_element / shards,
-    }
+    state = size.trainable * (profile.state_bytes_per_element + program.master_bytes) / shards
+    if shards == 1 or level == "optimizer":
+        return size.parameter_bytes + size.trainable * (program.gradient_bytes or reduce) + state
+    width = ITEMSIZE[plan.precision.parameters]
+    gathered = size.numel * width if level == "gradients" else 2 * size.largest_unit * width
+    return (size.parameter_bytes + size.trainable * reduce) / shards + gathered + state

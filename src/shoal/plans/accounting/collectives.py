@@ -92,6 +92,7 @@ class Array:
     itemsize: int = 4
     contiguous: bool = True
     kind: str = "float32"
+    trainable: bool = True
 
     @property
     def numel(self) -> int:
@@ -281,9 +282,9 @@ class Sharding:
     shard_group: str = "shard"
     replica_group: str = "data"
 
-    def padded_numel(self, unit: int) -> int:
-        """Elements of a unit gathered, with what rounding dim 0 of each parameter adds."""
-        return sum(p.padded_numel(self.degree) for p in self.units[unit])
+    def padded_numel(self, unit: int, *, trainable: bool = False) -> int:
+        """Elements of a unit gathered, or of those that are trained, with what rounding dim 0 of each adds."""
+        return sum(p.padded_numel(self.degree) for p in self.units[unit] if p.trainable or not trainable)
 
     def gather(self, unit: int) -> SizedCollective:
         """A unit's parameters, put together on every rank of the shard axis."""
@@ -291,11 +292,13 @@ class Sharding:
 
     def scatter(self, unit: int) -> SizedCollective:
         """A unit's gradients, summed and cut over the shard axis."""
-        return SizedCollective(self.shard_group, "reduce_scatter", self.padded_numel(unit) * self.reduce_itemsize)
+        return SizedCollective(
+            self.shard_group, "reduce_scatter", self.padded_numel(unit, trainable=True) * self.reduce_itemsize
+        )
 
     def replica_sum(self, unit: int) -> SizedCollective:
         """The sum of a unit's scattered gradients over the replicas."""
-        part = self.padded_numel(unit) // self.degree * self.reduce_itemsize
+        part = self.padded_numel(unit, trainable=True) // self.degree * self.reduce_itemsize
         return SizedCollective(self.replica_group, "all_reduce", part)
 
 
@@ -309,7 +312,7 @@ def fully_sharded(sharding: Sharding) -> Iterator[SizedCollective]:
         if not unit:
             continue
         computed = sharding.microbatches * (sharding.uses[number] if sharding.uses else 1)
-        reductions = computed if sharding.reduce_every else 1
+        reductions = (computed if sharding.reduce_every else 1) if any(p.trainable for p in unit) else 0
         if sharding.degree > 1:
             gathered = (computed if sharding.resharded else 1) if number in sharding.kept else computed * 2
             if sharding.halves and number not in sharding.kept:
