@@ -1,8 +1,9 @@
 """Search: the plans of a space in the order of an aim, best first, and exactly so.
 
 A best-first branch and bound: what waits are nodes, of layouts that share their bounds, a group or a schedule of
-theirs, one place, one plan, each with a lower bound of its key, and the least is taken on. A predicted plan that is taken is the next best: nothing that
-waits can be better. So a plan is predicted only where no bound excludes it, and the expensive ones last.
+theirs, one place, one plan, each with a lower bound of its key, and the least is taken on. A predicted plan that is
+taken is the next best: nothing that waits can be better. So a plan is predicted only where no bound excludes it, and
+the expensive ones last.
 Source: Hart, Nilsson and Raphael, A formal basis for the heuristic determination of minimum cost paths (1968).
 """
 

@@ -1,4 +1,4 @@
-"""What each rank sends in a step: messages and bytes of every collective, from shapes and degrees alone.
+"""Communication volume of a rank in a step: messages and bytes of every collective, from shapes and degrees alone.
 
 Bytes are the `size` of nccl-tests (its doc/PERFORMANCE.md): the larger of a rank's two buffers. That is the tensor for
 an all_reduce, a broadcast, a send or a recv; all ranks' parts together for an all_gather (the output) and a
@@ -53,18 +53,18 @@ class SizedCollective(NamedTuple):
 
 @dataclass(frozen=True)
 class Volume:
-    """Messages and bytes of one kind of collective in one group, of one rank, in one step."""
+    """Messages and bytes of one kind of collective in one group, by one rank, in one step."""
 
     messages: int
     bytes: int
 
 
 class Volumes(dict[tuple[str, str], Volume]):
-    """By (group, kind of collective)."""
+    """Volumes by (group, kind of collective)."""
 
     @classmethod
     def of(cls, *sent: Iterable[SizedCollective]) -> Volumes:
-        """The sums of these."""
+        """Sums of these collectives."""
         volumes = cls()
         for one in chain(*sent):
             volumes.add(*one)
@@ -86,7 +86,7 @@ class Volumes(dict[tuple[str, str], Volume]):
 
 @dataclass(frozen=True)
 class Array:
-    """A parameter as the formulas see it: its shape, bytes an element, and whether it lies in memory in one piece."""
+    """Shape of a parameter, its bytes an element, and whether it lies in memory in one piece."""
 
     shape: tuple[int, ...]
     itemsize: int = 4
@@ -111,7 +111,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The trainable parameters, in the model's order, and how their gradients are summed.
+    """Trainable parameters, in the model's order, and how their gradients are summed.
 
     `buffer_numel`: elements of the buffers that the forward changes (batch statistics), which travel as sums.
     `row_numbers`: what each rank says of the next step, if anything (0 in a Session).
@@ -161,7 +161,7 @@ class Gradients:
 
 
 def bucket_sums(gradients: Gradients, layout: Layout, native: bool = True) -> Iterator[SizedCollective]:
-    """The buckets of fast data parallelism: an all_reduce each, or an all_gather where gathering is cheaper.
+    """All-reduces of the buckets of fast data parallelism: one each, or an all-gather where that is cheaper.
 
     Only the `native` all-reduce gathers. See parallel/data/buckets.py.
     """
@@ -198,7 +198,7 @@ def norm() -> SizedCollective:
 
 
 def rows(world_size: int) -> SizedCollective:
-    """What each rank says of the next step, where it does not travel in the last bucket.
+    """All-gather of the ranks' rows about the next step, where they do not travel in the last bucket.
 
     A run's count ends before it.
     """
@@ -235,7 +235,7 @@ def agreement(world_size: int) -> Iterator[SizedCollective]:
 
 
 def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
-    """The parameters whose optimizer state each place on the shard axis has, under ZeRO-1."""
+    """Parameters whose optimizer state each place on the shard axis has, under ZeRO-1."""
     found: list[list[Array]] = [[] for _ in range(degree)]
     for parameter, owner in zip(parameters, divide([p.bytes for p in parameters], degree), strict=True):
         found[owner].append(parameter)
@@ -243,7 +243,7 @@ def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
 
 
 def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCollective]:
-    """What ZeRO-1 sends beside the gradients: an agreement after the update, each owner's parameters by broadcast."""
+    """Collectives of ZeRO-1 beside the gradients: an agreement after the update, broadcasts of owned parameters."""
     if layout.shard == 1:
         return
     for mine in filter(None, owned(gradients.parameters, layout.shard)):
@@ -259,7 +259,7 @@ def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCol
 
 @dataclass(frozen=True)
 class Sharding:
-    """How fully_shard divides the units of a model (each a call of fully_shard, the root last) over the shard axis.
+    """Division of a model's units (each a call of fully_shard, the root last) over the shard axis.
 
     `gather_itemsize` and `reduce_itemsize` are of the compute and the reduce dtype. Units in `kept` (all of them at
     level `gradients`) are gathered once a microbatch, the others again for the backward.
@@ -287,17 +287,17 @@ class Sharding:
         return sum(p.padded_numel(self.degree) for p in self.units[unit] if p.trainable or not trainable)
 
     def gather(self, unit: int) -> SizedCollective:
-        """A unit's parameters, put together on every rank of the shard axis."""
+        """All-gather of a unit's parameters over the shard axis."""
         return SizedCollective(self.shard_group, "all_gather", self.padded_numel(unit) * self.gather_itemsize)
 
     def scatter(self, unit: int) -> SizedCollective:
-        """A unit's gradients, summed and cut over the shard axis."""
+        """Reduce-scatter of a unit's gradients over the shard axis."""
         return SizedCollective(
             self.shard_group, "reduce_scatter", self.padded_numel(unit, trainable=True) * self.reduce_itemsize
         )
 
     def replica_sum(self, unit: int) -> SizedCollective:
-        """The sum of a unit's scattered gradients over the replicas."""
+        """All-reduce of a unit's scattered gradients over the replicas."""
         part = self.padded_numel(unit, trainable=True) // self.degree * self.reduce_itemsize
         return SizedCollective(self.replica_group, "all_reduce", part)
 
@@ -328,7 +328,7 @@ def fully_sharded(sharding: Sharding) -> Iterator[SizedCollective]:
 
 @dataclass(frozen=True)
 class LayerPair:
-    """A column-parallel layer and the row-parallel layer after it; bytes are of one microbatch's activation.
+    """A column-parallel layer and its row-parallel layer; bytes are of one microbatch's activation.
 
     `input_bytes` enters the pair whole on every rank (its gradient is summed in the backward, where it needs one),
     `output_bytes` leaves it as a partial sum.
@@ -341,7 +341,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class Positions:
-    """Sequences of `length` of which each of `degree` ranks has a part, all of one size; see Span of strategies."""
+    """Sequences of `length`, divided over `degree` ranks in parts of one size; see Span in parallel/sequence."""
 
     length: int
     degree: int
