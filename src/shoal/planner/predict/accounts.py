@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_split import Held
-from shoal.planner.profile.values import Unit, Weight
+from shoal.planner.profile.values import Body, Unit
 from shoal.plans.accounting.collectives import Array, Gradients, Sharding
 from shoal.plans.plan import Plan
 
@@ -16,14 +16,24 @@ class Accounts:
 
     def __init__(self) -> None:
         self._gradients: dict[tuple[Held, int, str, bool], Gradients] = {}
+        self._of_bodies: dict[tuple[Body, int], tuple[Array, ...]] = {}
         self._units: dict[tuple[Held, int], tuple[tuple[Array, ...], ...]] = {}
+
+    def _arrays(self, body: Body, tensor: int) -> tuple[Array, ...]:
+        """The largest parts of a body's weights."""
+        key = body, tensor
+        if key not in self._of_bodies:
+            self._of_bodies[key] = tuple(
+                Array(w.shape_of(tensor), w.itemsize, trainable=w.trainable) for w in body.weights
+            )
+        return self._of_bodies[key]
 
     def gradients(self, plan: Plan, held: Held, *, on_cpu: bool) -> Gradients:
         """What a rank with these units sums."""
         tensor, reduce = plan.layout.tensor, plan.precision.reduce
         key = held, tensor, reduce, on_cpu
         if key not in self._gradients:
-            arrays = (_array(w, tensor) for unit in held.units for w in unit.body.weights if w.trainable)
+            arrays = (a for unit in held.units for a in self._arrays(unit.body, tensor) if a.trainable)
             self._gradients[key] = Gradients(tuple(arrays), ITEMSIZE[reduce], on_cpu)
         return self._gradients[key]
 
@@ -32,10 +42,9 @@ class Accounts:
         layout, precision = plan.layout, plan.precision
         key = held, layout.tensor
         if key not in self._units:
-            of = {unit.body: tuple(_array(w, layout.tensor) for w in unit.body.weights) for unit in held.units}
-            blocks = tuple(of[unit.body] for unit in held.units if unit.body.repeated)
-            rest = (array for unit in held.units if not unit.body.repeated for array in of[unit.body])
-            self._units[key] = (*blocks, tuple(rest))
+            arrays = [(unit.body.repeated, self._arrays(unit.body, layout.tensor)) for unit in held.units]
+            blocks = (own for repeated, own in arrays if repeated)
+            self._units[key] = (*blocks, tuple(a for repeated, own in arrays if not repeated for a in own))
         units = self._units[key]
         return Sharding(
             units,
@@ -48,11 +57,6 @@ class Accounts:
             reduce_every=plan.shard.reduce == "every_microbatch",
             root_early=_behind_blocks(held.units, layout.tensor),
         )
-
-
-def _array(weight: Weight, tensor: int) -> Array:
-    """The largest part of a weight."""
-    return Array(weight.shape_of(tensor), weight.itemsize, trainable=weight.trainable)
 
 
 def _behind_blocks(units: Sequence[Unit], tensor: int) -> int:

@@ -230,20 +230,22 @@ class Exchanged:
         sharding = self.accounts.sharding(plan, held)
 
         def compute() -> UnitExchanges:
-            numbers = range(len(sharding.units))
-            *gathers, root = (self._price(layout, [sharding.gather(n)], algorithm) for n in numbers)
-            *scatters, last = (
-                self._price(layout, [sharding.scatter(n), sharding.replica_sum(n)], algorithm) for n in numbers
+            price: dict[int, tuple[float, float]] = {}  # equal blocks share their arrays
+            for n, unit in enumerate(sharding.units):
+                if id(unit) not in price:
+                    after = self._price(layout, (sharding.scatter(n), sharding.replica_sum(n)), algorithm)
+                    price[id(unit)] = self._price(layout, (sharding.gather(n),), algorithm), after
+            if not held.units:
+                return UnitExchanges([], [], [])
+            *blocks, (first, last) = (price[id(unit)] for unit in sharding.units)
+            left = iter(blocks)
+            each = [next(left) if unit.body.repeated else (0.0, 0.0) for unit in held.units]
+            gathers, scatters = [gather for gather, _ in each], [scatter for _, scatter in each]
+            return UnitExchanges(
+                [first + gathers[0], *gathers[1:]],
+                [*gathers[:-1], gathers[-1] + first],
+                [last + scatters[0], *scatters[1:]],
             )
-            blocks = [number for number, unit in enumerate(held.units) if unit.body.repeated]
-            found = UnitExchanges(*([0.0] * len(held.units) for _ in UnitExchanges._fields))
-            for place, gather, scatter in zip(blocks, gathers, scatters, strict=True):
-                found.gathers[place] = found.again[place] = gather
-                found.scatters[place] = scatter
-            for seconds, place, own in ((found.gathers, 0, root), (found.again, -1, root), (found.scatters, 0, last)):
-                if held.units:
-                    seconds[place] += own
-            return found
 
         widths = sharding.gather_itemsize, sharding.reduce_itemsize
         return self._once(("exchanges", held, widths, layout.tensor, groups, algorithm), compute)

@@ -94,7 +94,7 @@ class Array:
     kind: str = "float32"
     trainable: bool = True
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements."""
         return prod(self.shape)
@@ -282,23 +282,27 @@ class Sharding:
     shard_group: str = "shard"
     replica_group: str = "data"
 
-    def padded_numel(self, unit: int, *, trainable: bool = False) -> int:
-        """Elements of a unit gathered, or of those that are trained, with what rounding dim 0 of each adds."""
-        return sum(p.padded_numel(self.degree) for p in self.units[unit] if p.trainable or not trainable)
+    @cached_property
+    def _padded(self) -> list[tuple[int, int]]:
+        """Elements of each unit, and of those that are trained, with what rounding dim 0 of each parameter adds."""
+        known: dict[int, tuple[int, int]] = {}  # equal blocks share their arrays
+        for unit in self.units:
+            if id(unit) not in known:
+                sizes = [(p.padded_numel(self.degree), p.trainable) for p in unit]
+                known[id(unit)] = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+        return [known[id(unit)] for unit in self.units]
 
     def gather(self, unit: int) -> SizedCollective:
         """All-gather of a unit's parameters over the shard axis."""
-        return SizedCollective(self.shard_group, "all_gather", self.padded_numel(unit) * self.gather_itemsize)
+        return SizedCollective(self.shard_group, "all_gather", self._padded[unit][0] * self.gather_itemsize)
 
     def scatter(self, unit: int) -> SizedCollective:
         """Reduce-scatter of a unit's gradients over the shard axis."""
-        return SizedCollective(
-            self.shard_group, "reduce_scatter", self.padded_numel(unit, trainable=True) * self.reduce_itemsize
-        )
+        return SizedCollective(self.shard_group, "reduce_scatter", self._padded[unit][1] * self.reduce_itemsize)
 
     def replica_sum(self, unit: int) -> SizedCollective:
         """All-reduce of a unit's scattered gradients over the replicas."""
-        part = self.padded_numel(unit, trainable=True) // self.degree * self.reduce_itemsize
+        part = self._padded[unit][1] // self.degree * self.reduce_itemsize
         return SizedCollective(self.replica_group, "all_reduce", part)
 
 
