@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from shoal.hardware.values import Curve, Device
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.memory import least_state_bytes
 from shoal.planner.predict.pipeline_ranks import Rank, Ranks
 from shoal.planner.predict.roofline import ITEMSIZE, K_FILL, WINOGRAD, DeviceModel, Share, divided
 from shoal.planner.predict.stage_split import Held
@@ -289,11 +288,6 @@ class LowerBounds:
             self._least[key] = max(microbatches * max(busy), self._filled(plan))
         return self._least[key]
 
-    def parts(self, plan: Plan) -> tuple[tuple[int, float], ...]:
-        """Of the units of the busiest rank how many are equal, and the seconds of each for one microbatch."""
-        ranks = self._staging.ranks(plan)
-        return tuple((count, ranks.of_body(body).seconds) for body, count in ranks.busiest.held.counts)
-
     def _filled(self, plan: Plan, message: float = 0.0) -> float:
         """The last rank's microbatches and its waits before and after."""
         _, microbatches = self._staging.share(plan)
@@ -340,16 +334,16 @@ class LowerBounds:
 
         It knows nothing of the data axis: not of others' buckets in shared memory, of which there are as many as ranks.
         """
-        profile, program = self._predictor.work.profile, self._program
+        ranks = self._staging.ranks(plan)
         buckets = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
 
         def of(rank: Rank) -> float:
-            states = least_state_bytes(plan, profile, rank.size, program)
+            states = sum(self._predictor.states.least(plan, rank.held, rank.size, ranks.microbatches).values())
             if buckets:
-                states += rank.size.trainable * program.bucket_bytes
+                states += rank.size.trainable * self._program.bucket_bytes
             return sum(self._predictor.in_all(plan, rank, {"parameters": states}).values())
 
-        return max(map(of, self._staging.ranks(plan).fullest))
+        return max(map(of, ranks.fullest))
 
     def without_waits(self, plan: Plan) -> float:
         """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""

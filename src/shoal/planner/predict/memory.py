@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.roofline import ITEMSIZE, Share
 from shoal.planner.predict.stage_split import Counts, Held
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import NOTHING, Body, Operation, Phase, Profile, TensorCut
-from shoal.plans.accounting.collectives import owned
+from shoal.plans.accounting.collectives import Sharding, owned
 from shoal.plans.accounting.compressed import buffers
 from shoal.plans.accounting.memory import (
     bucketed,
@@ -136,6 +136,9 @@ def _output_divided(operation: Operation, share: Share) -> float:
     return share.tensor if share.sequence and operation.cut is TensorCut.SEQUENCE else 1
 
 
+_Bytes = dict[str, float]  # by category
+
+
 @dataclass(frozen=True)
 class States:
     """Bytes of a rank's parameters, gradients and optimizer state, by the formulas that a run is compared with."""
@@ -143,39 +146,67 @@ class States:
     profile: Profile
     program: Program
     accounts: Accounts
-    _known: dict[tuple[object, ...], dict[str, float]] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[object, ...], _Bytes] = field(default_factory=dict, repr=False)
 
     @property
     def _per_element(self) -> float:
         return self.profile.state_bytes_per_element + self.program.master_bytes
 
-    def bytes(self, plan: Plan, held: Held, size: StageSize, microbatches: int, *, on_cpu: bool) -> dict[str, float]:
-        """By category, of a rank with these units."""
-        layout, shard, sums = plan.layout, plan.shard, plan.collectives
+    def bytes(self, plan: Plan, held: Held, size: StageSize, microbatches: int, *, on_cpu: bool) -> _Bytes:
+        """Bytes by category of a rank with these units."""
+        layout, sums = plan.layout, plan.collectives
         compression = plan.compression if sums.compression != "none" else None
-        key = (
-            *(held, layout.data, layout.shard, layout.tensor, layout.world_size, shard.level, shard.reduce),
-            *(plan.precision.parameters, plan.precision.reduce, sums.all_reduce, sums.compression, compression),
-            *(microbatches > 1, on_cpu),
-        )
-        if key not in self._known:
+        key = layout.data, layout.world_size, sums.all_reduce, sums.compression, compression, on_cpu
+
+        def compute() -> _Bytes:
+            if not plan.shards_model:
+                return self._whole(plan, held, size, on_cpu=on_cpu)
+            sharding = self.accounts.sharding(plan, held, microbatches)
+            trained = (a for unit in sharding.units for a in unit if a.trainable)
+            return self._sharded(sharding, sum(cut(a, 0, sharding.degree).numel for a in trained))
+
+        return self._once(plan, held, microbatches, key, compute)
+
+    def least(self, plan: Plan, held: Held, size: StageSize, microbatches: int) -> _Bytes:
+        """Bytes that such a rank has at least, whatever rows are rounded up to and whoever owns which state.
+
+        They shrink with the shard axis, and the data axis does not matter.
+        """
+
+        def compute() -> _Bytes:
+            trained = size.trainable / plan.layout.shard
             if plan.shards_model:
-                self._known[key] = self._sharded(plan, held, microbatches)
-            else:
-                self._known[key] = self._whole(plan, held, size, on_cpu=on_cpu)
+                sharding = replace(self.accounts.sharding(plan, held, microbatches), rounds=False)
+                return self._sharded(sharding, trained)
+            summed = size.trainable * (self.program.gradient_bytes or ITEMSIZE[plan.precision.reduce])
+            return {"all": size.parameter_bytes + summed + self._per_element * trained}
+
+        return self._once(plan, held, microbatches, (), compute)
+
+    def _once(
+        self,
+        plan: Plan,
+        held: Held,
+        microbatches: int,
+        more: tuple[object, ...],
+        compute: Callable[[], _Bytes],
+    ) -> _Bytes:
+        layout, shard, precision = plan.layout, plan.shard, plan.precision
+        degrees, widths = (layout.shard, layout.tensor), (precision.parameters, precision.reduce)
+        key = held, *degrees, *widths, shard.level, shard.reduce, microbatches > 1, *more
+        if key not in self._known:
+            self._known[key] = compute()
         return self._known[key]
 
-    def _sharded(self, plan: Plan, held: Held, microbatches: int) -> dict[str, float]:
-        sharding = self.accounts.sharding(plan, held, microbatches)
-        trained = (a for unit in sharding.units for a in unit if a.trainable)
+    def _sharded(self, sharding: Sharding, trained: float) -> _Bytes:
         return {
             "parameters": sharded_parameters(sharding),
             "gathered": gathered_parameters(sharding),
             "gradients": scattered_gradients(sharding),
-            "optimizer": self._per_element * sum(cut(a, 0, sharding.degree).numel for a in trained),
+            "optimizer": self._per_element * trained,
         }
 
-    def _whole(self, plan: Plan, held: Held, size: StageSize, *, on_cpu: bool) -> dict[str, float]:
+    def _whole(self, plan: Plan, held: Held, size: StageSize, *, on_cpu: bool) -> _Bytes:
         program = self.program
         gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
         per_gradient = program.gradient_bytes or ITEMSIZE[plan.precision.reduce]
@@ -192,18 +223,3 @@ class States:
             "gradients": summed,
             "optimizer": self._per_element * trained,
         }
-
-
-def least_state_bytes(plan: Plan, profile: Profile, size: StageSize, program: Program) -> float:
-    """What no rank with such a stage goes below, whatever its rows are rounded up to and whoever owns which state.
-
-    It shrinks with the shard axis, and the data axis does not matter.
-    """
-    level, shards = plan.shard.level, plan.layout.shard
-    reduce = ITEMSIZE[plan.precision.reduce]
-    state = size.trainable * (profile.state_bytes_per_element + program.master_bytes) / shards
-    if shards == 1 or level == "optimizer":
-        return size.parameter_bytes + size.trainable * (program.gradient_bytes or reduce) + state
-    width = ITEMSIZE[plan.precision.parameters]
-    gathered = size.numel * width if level == "gradients" else 2 * size.largest_unit * width
-    return (size.parameter_bytes + size.trainable * reduce) / shards + gathered + state

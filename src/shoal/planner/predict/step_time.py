@@ -24,7 +24,7 @@ class Predictor:
         accounts = Accounts()
         self.exchanged = Exchanged(work.profile, self.network, self.program, accounts)
         self.staging = Staging(work, cluster, self.network, self.program)
-        self._states = States(work.profile, self.program, accounts)
+        self.states = States(work.profile, self.program, accounts)
         self._flops = work.profile.flops(work.global_batch)
         self._executed: float | None = None
         self._simulated: dict[tuple[object, ...], float] = {}
@@ -137,7 +137,7 @@ class Predictor:
 
     def _bytes(self, plan: Plan, ranks: Ranks, rank: Rank) -> dict[str, float]:
         on_cpu = self.staging.device(plan).kind == "cpu"
-        states = self._states.bytes(plan, rank.held, rank.size, ranks.microbatches, on_cpu=on_cpu)
+        states = self.states.bytes(plan, rank.held, rank.size, ranks.microbatches, on_cpu=on_cpu)
         return self.in_all(plan, rank, {**states, "communication": self._buckets(plan, rank)})
 
     def in_all(self, plan: Plan, rank: Rank, states: dict[str, float]) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from shoal.planner.predict.lower_bounds import PipelineShape
@@ -35,9 +34,6 @@ class Costs(Protocol):
 
         Of it and of `least_bytes`, p stages on one rank have at most p times what the busiest of them has.
         """
-
-    def parts(self, plan: Plan) -> Sequence[tuple[int, float]]:
-        """Of a microbatch how many equal units there are, and the seconds of each."""
 
     def filled(self, seconds: float, shape: PipelineShape) -> float:
         """A bound of a schedule's seconds, from those of a microbatch on all stages."""
@@ -80,19 +76,8 @@ class LayoutClass(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A group where a rank has all stages: seconds of a microbatch, and least bytes.
-
-    `parts`: how many equal units there are, and the seconds of a microbatch that each takes.
-    """
+    """A family where a rank has all stages: seconds of a microbatch, and least bytes."""
 
     group: ScheduleFamily
     seconds: float
     bytes: float
-    parts: Sequence[tuple[int, float]]
-
-    def least_seconds(self, pipeline: int) -> float:
-        """Of the busiest of so many ranks: it has its part of all, and of equal units a whole number."""
-        most = self.seconds / pipeline
-        for count, seconds in self.parts:
-            most = max(most, -(-count // pipeline) * seconds)
-        return most

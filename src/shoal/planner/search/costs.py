@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -61,9 +61,6 @@ class _Corrected(Costs):
 
     def least_seconds(self, plan: Plan) -> float:
         return self.bounds.least_seconds(plan) * self._least
-
-    def parts(self, plan: Plan) -> Sequence[tuple[int, float]]:
-        return [(count, one * self._least) for count, one in self.bounds.parts(plan)]
 
     def filled(self, seconds: float, shape: PipelineShape) -> float:
         return filled(seconds, shape)

@@ -171,7 +171,7 @@ class Search:
                 # A microbatch of one grain is kept, so that what it lacks is told; larger ones need more.
                 if one.bytes / pipeline > memory and grains > 1:
                     break
-                found.append((-(-share // grains) * one.least_seconds(pipeline), one))
+                found.append((-(-share // grains) * one.seconds / pipeline, one))
         found.sort(key=itemgetter(0))
         return iter(found)
 
@@ -180,7 +180,7 @@ class Search:
         place, way = Degrees(self._most_replicas(costs, alone, group.grains), alone), MicrobatchSchedule(*group)
         num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
         plan, microbatches = self.space.plan(place, way), -(-self.space.share(place) // group.grains)
-        return Whole(group, costs.least_seconds(plan) / microbatches, num_bytes, costs.parts(plan))
+        return Whole(group, costs.least_seconds(plan) / microbatches, num_bytes)
 
     def _most_replicas(self, costs: Costs, alone: ModelDegrees, grains: int) -> int:
         """The most replicas whose share is not less, of devices that cost this: no plan of them is divided further.

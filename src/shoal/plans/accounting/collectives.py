@@ -281,6 +281,11 @@ class Sharding:
     halves: bool = False  # backwards come in two, and each gathers
     shard_group: str = "shard"
     replica_group: str = "data"
+    rounds: bool = True  # dim 0 of each parameter up to a multiple of the degree; else its elements are divided evenly
+
+    def padded_numel(self, parameter: Array) -> int:
+        """Elements of a parameter gathered, with what rounding adds."""
+        return parameter.padded_numel(self.degree) if self.rounds else parameter.numel
 
     @cached_property
     def _padded(self) -> list[tuple[int, int]]:
@@ -288,7 +293,7 @@ class Sharding:
         known: dict[int, tuple[int, int]] = {}  # equal blocks share their arrays
         for unit in self.units:
             if id(unit) not in known:
-                sizes = [(p.padded_numel(self.degree), p.trainable) for p in unit]
+                sizes = [(self.padded_numel(p), p.trainable) for p in unit]
                 known[id(unit)] = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
         return [known[id(unit)] for unit in self.units]
 

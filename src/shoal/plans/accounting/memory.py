@@ -136,7 +136,7 @@ def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grain
 
 def sharded_parameters(sharding: Sharding) -> int:
     """Bytes of a rank's shard, which is as large on every rank: dim 0 of each parameter is padded."""
-    return sum(p.padded_numel(sharding.degree) // sharding.degree * p.itemsize for u in sharding.units for p in u)
+    return sum(sharding.padded_numel(p) // sharding.degree * p.itemsize for unit in sharding.units for p in unit)
 
 
 def gathered_parameters(sharding: Sharding) -> int:

@@ -109,9 +109,6 @@ class Invented(Costs):
     def floor(self, samples: float, degrees: ModelDegrees) -> float:
         return 0.0
 
-    def parts(self, plan: Plan) -> list[tuple[int, float]]:
-        return []
-
     def costs(self) -> Costs:
         return self
 
