@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.overlap import gathered, hidden
 from shoal.planner.predict.pipeline_ranks import Rank, Ranks
@@ -21,9 +22,7 @@ from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Profile, Unit, Weight
 from shoal.plans.accounting.collectives import (
     REPLICAS,
-    Array,
     Gradients,
-    Sharding,
     SizedCollective,
     agreement,
     bucket_sums,
@@ -66,6 +65,7 @@ class Exchanged:
     profile: Profile
     network: Network
     program: Program
+    accounts: Accounts
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
 
     def _once(self, key: tuple[object, ...], compute: Callable[[], _Known]) -> _Known:
@@ -79,15 +79,6 @@ class Exchanged:
         """Seconds of collectives one after the other."""
         axis, asked = self.network.axis, self.network.asked
         return sum(one.count * asked(algorithm, one.kind, one.num_bytes, axis(layout, one.group)) for one in sent)
-
-    def account(self, held: Held, tensor: int, reduce: str, *, on_cpu: bool) -> Gradients:
-        """The gradients of a rank with these units."""
-
-        def compute() -> Gradients:
-            weights = (w for unit in held.units for w in unit.body.weights if w.trainable)
-            return Gradients(tuple(_array(w, tensor) for w in weights), ITEMSIZE[reduce], on_cpu)
-
-        return self._once(("account", held, tensor, reduce, on_cpu), compute)
 
     # -------------------------------------------------------------------------------------------------- the gradients
 
@@ -139,7 +130,7 @@ class Exchanged:
     def _buckets(self, plan: Plan, held: Held, *, on_cpu: bool) -> Iterable[SizedCollective]:
         """The sums of a rank's gradients in the order in which they are sent: of other programs equal ones."""
         layout, program = plan.layout, self.program
-        gradients = self.account(held, layout.tensor, plan.precision.reduce, on_cpu=on_cpu)
+        gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
         if program.own_buckets:
             return bucket_sums(gradients, plan.degrees, plan.collectives.all_reduce == "native")
         kind = "reduce_scatter" if program.scatter_gradients and layout.shard > 1 else "all_reduce"
@@ -232,45 +223,29 @@ class Exchanged:
         quiet = gathered(backwards, again, nothing, slowed) - sum(backwards)
         return once * microbatches + back + quiet * (microbatches - 1)
 
-    def sharding(self, plan: Plan, held: Held) -> Sharding:
-        """How fully_shard divides what a rank with these units has: each block, and as one unit all the rest."""
-        tensor, precision = plan.layout.tensor, plan.precision
-
-        def compute() -> tuple[tuple[Array, ...], ...]:
-            of = {unit.body: tuple(_array(w, tensor) for w in unit.body.weights) for unit in held.units}
-            blocks = tuple(of[unit.body] for unit in held.units if unit.body.repeated)
-            rest = (array for unit in held.units if not unit.body.repeated for array in of[unit.body])
-            return (*blocks, tuple(rest))
-
-        return Sharding(
-            self._once(("units", held, tensor), compute),
-            degree=plan.layout.shard,
-            replicas=plan.layout.data,
-            gather_itemsize=ITEMSIZE[precision.parameters],
-            reduce_itemsize=ITEMSIZE[precision.reduce],
-        )
-
     def _exchanges(self, plan: Plan, held: Held) -> UnitExchanges:
         """What is outside of the blocks is gathered before all others, and its gradients are scattered last."""
         layout, algorithm = plan.layout, plan.collectives.all_reduce
         groups = self.network.axis(layout, "shard"), self.network.axis(layout, "data")
-        sharding = self.sharding(plan, held)
+        sharding = self.accounts.sharding(plan, held)
 
         def compute() -> UnitExchanges:
-            numbers = range(len(sharding.units))
-            *gathers, root = (self._price(layout, [sharding.gather(n)], algorithm) for n in numbers)
-            *scatters, last = (
-                self._price(layout, [sharding.scatter(n), sharding.replica_sum(n)], algorithm) for n in numbers
+            price: dict[int, tuple[float, float]] = {}  # equal blocks share their arrays
+            for n, unit in enumerate(sharding.units):
+                if id(unit) not in price:
+                    after = self._price(layout, (sharding.scatter(n), sharding.replica_sum(n)), algorithm)
+                    price[id(unit)] = self._price(layout, (sharding.gather(n),), algorithm), after
+            if not held.units:
+                return UnitExchanges([], [], [])
+            *blocks, (first, last) = (price[id(unit)] for unit in sharding.units)
+            left = iter(blocks)
+            each = [next(left) if unit.body.repeated else (0.0, 0.0) for unit in held.units]
+            gathers, scatters = [gather for gather, _ in each], [scatter for _, scatter in each]
+            return UnitExchanges(
+                [first + gathers[0], *gathers[1:]],
+                [*gathers[:-1], gathers[-1] + first],
+                [last + scatters[0], *scatters[1:]],
             )
-            blocks = [number for number, unit in enumerate(held.units) if unit.body.repeated]
-            found = UnitExchanges(*([0.0] * len(held.units) for _ in UnitExchanges._fields))
-            for place, gather, scatter in zip(blocks, gathers, scatters, strict=True):
-                found.gathers[place] = found.again[place] = gather
-                found.scatters[place] = scatter
-            for seconds, place, own in ((found.gathers, 0, root), (found.again, -1, root), (found.scatters, 0, last)):
-                if held.units:
-                    seconds[place] += own
-            return found
 
         widths = sharding.gather_itemsize, sharding.reduce_itemsize
         return self._once(("exchanges", held, widths, layout.tensor, groups, algorithm), compute)
@@ -317,15 +292,10 @@ class Exchanged:
             return self._price(layout, agreement(layout.world_size)) + max(0, num_owners - 1) * start + at_once
 
         def compute() -> float:
-            account = self.account(held, layout.tensor, plan.precision.reduce, on_cpu=False)
-            return self._price(layout, sharded_optimizer(account, plan.degrees))
+            gradients = self.accounts.gradients(plan, held, on_cpu=False)
+            return self._price(layout, sharded_optimizer(gradients, plan.degrees))
 
         return self._once(("handed out", held, layout.tensor, group, layout.world_size), compute)
-
-
-def _array(weight: Weight, tensor: int) -> Array:
-    """The largest part of a weight, as the accounts see it."""
-    return Array(weight.shape_of(tensor), weight.itemsize)
 
 
 def _trainable(units: Iterable[Unit]) -> Iterator[Weight]:

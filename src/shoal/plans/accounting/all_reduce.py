@@ -36,7 +36,7 @@ def lengths(algorithm: str, numel: int, itemsize: int, rank: int, world_size: in
 
 
 def messages(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Iterator[SizedCollective]:
-    """What `rank` sends and receives in an all-reduce of all ranks, its header included.
+    """Messages that `rank` sends and receives in an all-reduce of all ranks, header included.
 
     It receives as much as it sends, but around a ring what the rank before it sends.
     """

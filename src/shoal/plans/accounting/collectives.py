@@ -60,11 +60,11 @@ class Volume:
 
 
 class Volumes(dict[tuple[str, str], Volume]):
-    """Volumes by (group, kind of collective); a group is the name of its axis, or `world`."""
+    """Volumes by (group, kind of collective)."""
 
     @classmethod
     def of(cls, *sent: Iterable[SizedCollective]) -> Volumes:
-        """The sums of these."""
+        """Sums of these collectives."""
         volumes = cls()
         for one in chain(*sent):
             volumes.add(*one)
@@ -92,8 +92,9 @@ class Array:
     itemsize: int = 4
     contiguous: bool = True
     kind: str = "float32"
+    trainable: bool = True
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements."""
         return prod(self.shape)
@@ -160,7 +161,7 @@ class Gradients:
 
 
 def bucket_sums(gradients: Gradients, layout: Layout, native: bool = True) -> Iterator[SizedCollective]:
-    """The buckets of fast data parallelism: an all_reduce each, or an all_gather where gathering is cheaper.
+    """All-reduces of the buckets of fast data parallelism: one each, or an all-gather where that is cheaper.
 
     Only the `native` all-reduce gathers. See parallel/data/buckets.py.
     """
@@ -197,7 +198,7 @@ def norm() -> SizedCollective:
 
 
 def rows(world_size: int) -> SizedCollective:
-    """What each rank says of the next step, where it does not travel in the last bucket.
+    """All-gather of the ranks' rows about the next step, where they do not travel in the last bucket.
 
     A run's count ends before it.
     """
@@ -234,7 +235,7 @@ def agreement(world_size: int) -> Iterator[SizedCollective]:
 
 
 def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
-    """The parameters whose optimizer state each place on the shard axis has, under ZeRO-1."""
+    """Parameters whose optimizer state each place on the shard axis has, under ZeRO-1."""
     found: list[list[Array]] = [[] for _ in range(degree)]
     for parameter, owner in zip(parameters, divide([p.bytes for p in parameters], degree), strict=True):
         found[owner].append(parameter)
@@ -242,7 +243,7 @@ def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
 
 
 def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCollective]:
-    """What ZeRO-1 sends beside the gradients: an agreement after the update, each owner's parameters by broadcast."""
+    """Collectives of ZeRO-1 beside the gradients: an agreement after the update, broadcasts of owned parameters."""
     if layout.shard == 1:
         return
     for mine in filter(None, owned(gradients.parameters, layout.shard)):
@@ -280,22 +281,33 @@ class Sharding:
     halves: bool = False  # backwards come in two, and each gathers
     shard_group: str = "shard"
     replica_group: str = "data"
+    rounds: bool = True  # dim 0 of each parameter up to a multiple of the degree; else its elements are divided evenly
 
-    def padded_numel(self, unit: int) -> int:
-        """Elements of a unit gathered, with what rounding dim 0 of each parameter adds."""
-        return sum(p.padded_numel(self.degree) for p in self.units[unit])
+    def padded_numel(self, parameter: Array) -> int:
+        """Elements of a parameter gathered, with what rounding adds."""
+        return parameter.padded_numel(self.degree) if self.rounds else parameter.numel
+
+    @cached_property
+    def _padded(self) -> list[tuple[int, int]]:
+        """Elements of each unit, and of those that are trained, with what rounding dim 0 of each parameter adds."""
+        known: dict[int, tuple[int, int]] = {}  # equal blocks share their arrays
+        for unit in self.units:
+            if id(unit) not in known:
+                sizes = [(self.padded_numel(p), p.trainable) for p in unit]
+                known[id(unit)] = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+        return [known[id(unit)] for unit in self.units]
 
     def gather(self, unit: int) -> SizedCollective:
-        """A unit's parameters, put together on every rank of the shard axis."""
-        return SizedCollective(self.shard_group, "all_gather", self.padded_numel(unit) * self.gather_itemsize)
+        """All-gather of a unit's parameters over the shard axis."""
+        return SizedCollective(self.shard_group, "all_gather", self._padded[unit][0] * self.gather_itemsize)
 
     def scatter(self, unit: int) -> SizedCollective:
-        """A unit's gradients, summed and cut over the shard axis."""
-        return SizedCollective(self.shard_group, "reduce_scatter", self.padded_numel(unit) * self.reduce_itemsize)
+        """Reduce-scatter of a unit's gradients over the shard axis."""
+        return SizedCollective(self.shard_group, "reduce_scatter", self._padded[unit][1] * self.reduce_itemsize)
 
     def replica_sum(self, unit: int) -> SizedCollective:
-        """The sum of a unit's scattered gradients over the replicas."""
-        part = self.padded_numel(unit) // self.degree * self.reduce_itemsize
+        """All-reduce of a unit's scattered gradients over the replicas."""
+        part = self._padded[unit][1] // self.degree * self.reduce_itemsize
         return SizedCollective(self.replica_group, "all_reduce", part)
 
 
@@ -309,7 +321,7 @@ def fully_sharded(sharding: Sharding) -> Iterator[SizedCollective]:
         if not unit:
             continue
         computed = sharding.microbatches * (sharding.uses[number] if sharding.uses else 1)
-        reductions = computed if sharding.reduce_every else 1
+        reductions = (computed if sharding.reduce_every else 1) if any(p.trainable for p in unit) else 0
         if sharding.degree > 1:
             gathered = (computed if sharding.resharded else 1) if number in sharding.kept else computed * 2
             if sharding.halves and number not in sharding.kept:

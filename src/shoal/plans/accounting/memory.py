@@ -7,7 +7,7 @@ Left out: buffers of the model, temporaries inside an operator, the allocator's 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from shoal.plans.accounting.collectives import Array, Gradients, Sharding
 from shoal.plans.accounting.partition import gathers, pieces
@@ -83,7 +83,7 @@ def cut(array: Array, place: int, degree: int) -> Array:
     """The rows of `array` on the rank at `place` where fully_shard cuts dim 0: full ones first, then fewer."""
     rows = -(-array.shape[0] // degree)
     mine = min(rows, max(0, array.shape[0] - place * rows))
-    return Array((mine, *array.shape[1:]), array.itemsize, kind=array.kind)
+    return replace(array, shape=(mine, *array.shape[1:]))
 
 
 def optimizer_state(arrays: Iterable[Array], shape: StateShape) -> int:
@@ -136,7 +136,7 @@ def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grain
 
 def sharded_parameters(sharding: Sharding) -> int:
     """Bytes of a rank's shard, which is as large on every rank: dim 0 of each parameter is padded."""
-    return sum(p.padded_numel(sharding.degree) // sharding.degree * p.itemsize for u in sharding.units for p in u)
+    return sum(sharding.padded_numel(p) // sharding.degree * p.itemsize for unit in sharding.units for p in unit)
 
 
 def gathered_parameters(sharding: Sharding) -> int:
@@ -179,15 +179,13 @@ def scattered_gradients(sharding: Sharding) -> int:
     root, several = len(sharding.units) - 1, sharding.microbatches > 1
     flat = [sharding.scatter(n).num_bytes for n in range(root + 1)]
     shards = [size // sharding.degree for size in flat]
-    early = sum(p.numel for p in sharding.units[root]) if sharding.root_early is None else sharding.root_early
+    trained = [sum(p.numel for p in unit if p.trainable) for unit in sharding.units]
+    early = trained[root] if sharding.root_early is None else sharding.root_early
     waiting = [0] * root + [early * sharding.gather_itemsize]  # as the backward made them
     if several and not sharding.reduce_every:  # and of the microbatches before, in the reduce dtype
         if sharding.gather_itemsize == sharding.reduce_itemsize:
             waiting[root] = 0  # added in place
-        waiting = [
-            sum(p.numel for p in unit) * sharding.reduce_itemsize + own
-            for unit, own in zip(sharding.units, waiting, strict=True)
-        ]
+        waiting = [numel * sharding.reduce_itemsize + own for numel, own in zip(trained, waiting, strict=True)]
     summed = sum(shards) if several and sharding.reduce_every else 0
     peak = 0
     for unit in [*reversed(range(root)), root]:

@@ -125,7 +125,8 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
 
 
 def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
-    rows = [cut(array, place, sharding.degree) for unit in sharding.units for array in unit]
+    trained = (array for unit in sharding.units for array in unit if array.trainable)
+    rows = [cut(array, place, sharding.degree) for array in trained]
     return Footprint(
         parameters=sharded_parameters(sharding),
         gathered=gathered_parameters(sharding) if described.staged is None else None,

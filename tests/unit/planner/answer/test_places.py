@@ -151,7 +151,7 @@ def test_what_is_predicted_is_where_the_engine_can_cut(name: str) -> None:
         split = predictor.predict(plan).split
         assert len(split) == number - 1
         assert cut(job, number, split), split
-    parts = predictor._staging.parts
+    parts = predictor.staging.parts
     assert sum(u.body.flops(8) for u in parts) == pytest.approx(sum(u.body.flops(8) for u in units))
     weights = [w.name for u in parts for w in u.body.weights]
     assert sorted(weights) == sorted(w.name for u in units for w in u.body.weights)
