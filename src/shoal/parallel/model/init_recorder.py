@@ -12,10 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shoal.numerics.isolation import undisturbed
-from shoal.parallel.model.init_tape import (
-    NotUnderstoodError,
-    Tape,
-    TensorRef,
+from shoal.parallel.model.init_tape import NotUnderstoodError, Tape, TensorRef
+from shoal.parallel.operators import (
     is_random,
     is_whole,
     operation_name,
