@@ -115,22 +115,12 @@ class Collective(ABC):
         """Every rank's `tensor` becomes the sum (or maximum, minimum) of all of them, in place."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        """`output` becomes part `rank` of the sum of all `tensor`s, which has `world_size` parts of its length."""
-
-    @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         """`output` becomes every rank's `tensor`, in the order of the ranks."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
         """Every rank's `tensor` becomes that of the rank `root` of the group."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Returns once every rank has come to it."""
 
     def close(self) -> None:
         """Ends threads and gives memory back. Not collective."""
@@ -221,8 +211,7 @@ def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tens
 class Threaded(Collective):
     """Collective whose asynchronous calls run on a thread of its own, in the order of the calls.
 
-    It has `_reduce` and `_pass_on`, and what it does not do better itself is made of these: a reduce-scatter is its
-    all-reduce, of which each rank keeps its part; an all-gather a broadcast from each rank.
+    An algorithm has `_reduce` and `_pass_on`; an all-gather is a broadcast from each rank where it has none of its own.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -236,18 +225,6 @@ class Threaded(Collective):
         def work() -> None:
             self._compare("all_reduce", tensor, op)
             self._reduce(tensor.view(-1), op)
-
-        return self._start(work, asynchronous)
-
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        check("reduce_scatter", [output, tensor], op)
-        check_parts("reduce_scatter", tensor, output, self.world_size)
-
-        def work() -> None:
-            self._compare("reduce_scatter", tensor, op)
-            self._scatter(output.view(-1), tensor.view(-1), op)
 
         return self._start(work, asynchronous)
 
@@ -272,15 +249,6 @@ class Threaded(Collective):
 
         return self._start(work, asynchronous)
 
-    def barrier(self) -> None:
-        number = torch.zeros(1, dtype=torch.int32)
-
-        def work() -> None:
-            self._compare("barrier", number, "sum")
-            self._reduce(number, "sum")
-
-        self._start(work, asynchronous=False)
-
     def _compare(self, kind: str, tensor: Tensor, op: Operation, root: int = 0) -> None:
         """Raises: CollectiveError where ranks do not make the same call, as far as the algorithm looks."""
 
@@ -291,11 +259,6 @@ class Threaded(Collective):
     @abstractmethod
     def _pass_on(self, flat: Tensor, root: int) -> None:
         """The broadcast of a flat tensor."""
-
-    def _scatter(self, output: Tensor, flat: Tensor, op: Operation) -> None:
-        whole = flat.clone()
-        self._reduce(whole, op)
-        output.copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
 
     def _gather(self, parts: Sequence[Tensor]) -> None:
         for root, part in enumerate(parts):
