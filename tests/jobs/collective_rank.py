@@ -21,6 +21,7 @@ from shoal.distributed.collectives.exact.shared_tree import SharedTreeSum
 from shoal.distributed.collectives.shared_memory import process_group
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.process_group import SharedGroup, open_group
+from shoal.distributed.mesh import new_group
 from shoal.distributed.traffic_meter import Traffic
 from shoal.errors import ShoalError
 from shoal.hardware.fastest_all_reduce import ALGORITHMS
@@ -133,8 +134,7 @@ def scenario_all(*names: str) -> Iterator[Any]:
 def scenario_teams() -> Iterator[Any]:
     """Two groups of two ranks side by side."""
     pairs = [[0, 2], [1, 3]]
-    team = Team(None, pairs)
-    group = team.new_group(pairs, timedelta(seconds=50))
+    group = new_group(pairs, timedelta(seconds=50))
     for name in ALGORITHMS:
         collective = open_collective(name, Team(group, pairs), CPU, timedelta(seconds=50))
         tensor = torch.full((100_000,), float(RANK))

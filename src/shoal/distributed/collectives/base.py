@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -63,7 +62,6 @@ class Team:
     """Ranks of a collective: a process group, None for all ranks, and how it and others like it divide all ranks.
 
     `partition` lists the global ranks of every such group, the same on every rank; empty where there is only the one.
-    New groups are made by all ranks together, each for its own part of it.
     """
 
     group: dist.ProcessGroup | None = None
@@ -73,15 +71,6 @@ class Team:
     def parts(self) -> Sequence[Sequence[int]]:
         """The partition, also where it has one part."""
         return self.partition or [range(dist.get_world_size())]
-
-    def new_group(self, parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-        """A new group of the part that has this rank. Collective: all ranks of the run, with the same `parts`."""
-        found = None
-        for ranks in parts:
-            group = dist.new_group(list(ranks), timeout=timeout)
-            if dist.get_rank() in ranks:
-                found = group
-        return found
 
 
 class Collective(ABC):

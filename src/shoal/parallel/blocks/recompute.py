@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.grain_randomness import python_generators
 from shoal.numerics.isolation import ReentrantContext, python_generators_kept
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.blocks.selective import SavedResults
 from shoal.parallel.model.repeated_blocks import Block, parts, repeated_blocks
-from shoal.parallel.operators import tensors_in
 
 # What layers of transformers call the keys and values that they add to: twice, where they are computed again.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")

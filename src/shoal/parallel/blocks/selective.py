@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from shoal.parallel.operators import roles, storage_key, tensors_in
+from shoal.numerics.operators import roles, storage_key, tensors_in
 
 _aten = torch.ops.aten
 # What takes time to compute. Everything else reads and writes memory, as keeping its result would.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.distributed.process_setup import one_thread
 from shoal.numerics.isolation import undisturbed
-from shoal.parallel.operators import replace_leaves, storage_key, tensors_in
+from shoal.numerics.operators import replace_leaves, storage_key, tensors_in
 
 _LARGE_BYTES = 1 << 20
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.parallel.operators import tensors_in
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.pipeline.stage_program import StageCall
 from shoal.parallel.pipeline.stage_trace import Forward, written_by
 

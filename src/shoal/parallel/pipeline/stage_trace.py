@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.parallel.operators import tensors_in
+from shoal.numerics.operators import tensors_in
 
 Forward = Callable[..., Any]
 
