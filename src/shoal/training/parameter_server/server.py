@@ -54,7 +54,6 @@ class Server:
         step = functools.partial(_step, stepper, plan.server.num_servers > 1)
         self.shard = ServerShard(parameters, step, job.grains, exact=plan.execution.exact)
         self._lock = threading.Lock()
-        self._pushed: dict[int, int] = {}
 
     def answer(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
         """The answer to one message, by its kind."""
