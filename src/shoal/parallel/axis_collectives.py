@@ -5,7 +5,7 @@ As in Megatron-LM (Shoeybi et al., arXiv 1909.08053). Activations are whole on e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,78 +68,114 @@ class TensorAxis:
         return found.to(tensor.dtype)
 
 
-# What takes a tensor, the axis and further arguments, and gives a tensor.
-_Exchange = Callable[..., Tensor]
-
-
-class _Exchanged(torch.autograd.Function):
-    """Autograd function of an exchange over the axis, whose backward is `back`: an exchange of the same arguments."""
+class _Copy(torch.autograd.Function):
+    """Forward: the same. Backward: the sum over the axis."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, exchange: _Exchange, back: _Exchange, *rest: Any) -> Tensor:
-        ctx.exchanges = exchange, back, rest
-        return exchange(tensor, *rest)
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, back, rest = ctx.exchanges
-        return _apply(gradient, back, exchange, *rest), None, None, *(None for _ in rest)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _apply(_Reduce, gradient, ctx.axis), None
 
 
-def _apply(tensor: Tensor, exchange: _Exchange, back: _Exchange, *rest: Any) -> Tensor:
-    found: Tensor = _Exchanged.apply(tensor, exchange, back, *rest)  # type: ignore[no-untyped-call]
+class _Reduce(torch.autograd.Function):
+    """Forward: the sum over the axis. Backward: the same."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis) -> Tensor:
+        ctx.axis = axis
+        return axis.all_reduce(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _apply(_Copy, gradient, ctx.axis), None
+
+
+class _Gather(torch.autograd.Function):
+    """Forward: all ranks' slices. Backward: this rank's slice; what comes back is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.rest = axis, dim, sizes
+        return axis.all_gather(tensor, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_Slice, gradient, *ctx.rest), None, None, None
+
+
+class _Slice(torch.autograd.Function):
+    """Forward: this rank's slice. Backward: all ranks' slices."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.rest = axis, dim, sizes
+        return tensor.narrow(dim, sum(sizes[: axis.place]), sizes[axis.place]).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_Gather, gradient, *ctx.rest), None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """Forward: all ranks' parts of equal size. Backward: this rank's part of the gradients' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+        ctx.rest = axis, dim
+        return axis.all_gather(tensor, dim, (tensor.shape[dim],) * axis.degree)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Divide, gradient, *ctx.rest), None, None
+
+
+class _Divide(torch.autograd.Function):
+    """Forward: this rank's part of the sum. Backward: all ranks' parts."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
+        ctx.rest = axis, dim
+        return axis.reduce_scatter(tensor, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _apply(_Join, gradient, *ctx.rest), None, None
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    found: Tensor = function.apply(*args)
     return found
-
-
-def _copy(tensor: Tensor, axis: TensorAxis) -> Tensor:
-    return tensor.view_as(tensor)
-
-
-def _sum(tensor: Tensor, axis: TensorAxis) -> Tensor:
-    return axis.all_reduce(tensor)
-
-
-def _gather(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
-    return axis.all_gather(tensor, dim, sizes)
-
-
-def _slice(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
-    return tensor.narrow(dim, sum(sizes[: axis.place]), sizes[axis.place]).clone()
-
-
-def _join(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    return axis.all_gather(tensor, dim, (tensor.shape[dim],) * axis.degree)
-
-
-def _divide(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    return axis.reduce_scatter(tensor, dim)
 
 
 def enter(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """A whole tensor on its way into slices. Collective in the backward: the axis, an all-reduce of its gradient."""
-    return _apply(tensor, _copy, _sum, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    return _apply(_Copy, tensor, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 def leave(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """The whole from the ranks' terms. Collective: the axis, an all-reduce."""
-    return _apply(tensor, _sum, _copy, axis)
+    return _apply(_Reduce, tensor, axis)
 
 
 def gather(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
     """The whole from the ranks' slices. Collective: the axis, an all-gather."""
-    return _apply(tensor, _gather, _slice, axis, dim, tuple(sizes))
+    return _apply(_Gather, tensor, axis, dim, tuple(sizes))
 
 
 def slice_of(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's slice of the whole. Collective in the backward: the axis, an all-gather."""
-    return _apply(tensor, _slice, _gather, axis, dim, tuple(sizes))
+    return _apply(_Slice, tensor, axis, dim, tuple(sizes))
 
 
 def join(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """Parts on their way into slices, whole. Collective: the axis, an all-gather; in the backward a reduce-scatter."""
-    return _apply(tensor, _join, _divide, axis, dim)
+    return _apply(_Join, tensor, axis, dim)
 
 
 def divide(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """This rank's part of the sum of the ranks' terms. Collective: the axis, a reduce-scatter; back an all-gather."""
-    return _apply(tensor, _divide, _join, axis, dim)
+    return _apply(_Divide, tensor, axis, dim)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.numerics.operators import tensors_in
 from shoal.parallel.pipeline.stage_program import StageCall
 from shoal.parallel.pipeline.stage_trace import Forward, written_by
 
@@ -73,7 +72,7 @@ class StubWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        made = tensors_in(result)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._kept += made
         origin = next((self._from[id(t)] for t in tree_leaves((args, kwargs)) if id(t) in self._from), None)
         changed = [*made, *written_by(func, args, kwargs)]

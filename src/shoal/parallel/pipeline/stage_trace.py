@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.numerics.operators import tensors_in
-
 Forward = Callable[..., Any]
 
 # Reading one of these from a parameter needs it on its device, though not its values.
@@ -186,8 +184,8 @@ class StageTracer(TorchFunctionMode):
         call.outline = Outline.of(output, leaves)
         if self._open:
             self._open[-1].uses_parameters |= call.uses_parameters
-        found = [leaf for leaf in tensors_in(output) if id(leaf) not in call.argument_ids]
-        given = any(id(leaf) in self._tainted for leaf in tensors_in(output))
+        found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and id(leaf) not in call.argument_ids]
+        given = any(id(leaf) in self._tainted for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         call.tainted = call.uses_parameters or given
         if call.tainted:
             for leaf in found:
@@ -216,8 +214,8 @@ class StageTracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = tensors_in((args, kwargs))
-        made = tensors_in(result)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         written = written_by(func, args, kwargs)
         if not made and not written and func not in _PLACES:
             return result
@@ -272,7 +270,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
     augmented = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
     found = [args[0]] if (in_place or augmented or kwargs.get("inplace")) and args else []
-    return tensors_in((found, kwargs.get("out")))
+    return [leaf for leaf in tree_leaves((found, kwargs.get("out"))) if isinstance(leaf, Tensor)]
 
 
 @contextlib.contextmanager
