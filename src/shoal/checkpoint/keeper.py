@@ -22,7 +22,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums, Strategy
-from shoal.parallel.model.sharded_model import Held, ShardedModel
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
 
 
 @dataclass
@@ -240,7 +240,7 @@ class Keeper:
         schedulers = self._trained.schedulers
         return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 
-    def _held(self, copy: bool) -> tuple[dict[str, Held], dict[str, Any]]:
+    def _held(self, copy: bool) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
         """This rank's tensors by group, the optimizer's as copies or themselves, and the optimizer's document."""
         sharded_model = self._trained.sharded_model
         tensors, document = optimizer_state(self._trained.optimizer, sharded_model.model, copy)

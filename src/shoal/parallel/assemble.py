@@ -170,7 +170,7 @@ class _Axes:
             device=mesh.device,
             followers=followers,
         )
-        wires = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank, COLLECTIVE_TIMEOUT)
+        wires = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank)
         alone = mesh.layout.tensor * mesh.layout.context == 1
         found = Pipeline(stages, wires, section.schedule, section.stages_per_rank, mesh.device, alone=alone)
         parameters = {name for name, _ in self.model.named_parameters()}

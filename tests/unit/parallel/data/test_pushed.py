@@ -20,7 +20,6 @@ from shoal.parallel.data.pushed import (
     Ledger,
     Push,
     ServerShard,
-    Shard,
     combine,
     divide_parameters,
     pack,
@@ -42,8 +41,7 @@ class Momentum:
     def __init__(self, exact: bool = False) -> None:
         self.first, self.second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))
         self.optimizer = torch.optim.SGD([self.first, self.second], lr=0.1, momentum=0.9)
-        named = (("first", self.first), ("second", self.second))
-        self.shard = Shard(ServerShard(named, self._step, GRAINS, exact))
+        self.shard = ServerShard([self.first, self.second], self._step, GRAINS, exact=exact)
         self.steps: list[int] = []
 
     def _step(self, progress: Progress) -> None:
