@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from shoal.errors import HardwareError, nearest
-from shoal.hardware.toml_values import Reading
+from shoal.hardware.toml_values import checked
 from shoal.hardware.values import Device, Link
 
 _DEVICE_FILES = ("gpus.toml", "cpus.toml")
@@ -83,18 +83,12 @@ def names(table: Mapping[str, Any]) -> list[str]:
 
 def device(name: str) -> Device:
     """A device of the catalogue. Raises: HardwareError where there is none of this name."""
-    known = find(name, devices())
-    if known is None:
-        raise unknown("device", name, names(devices()))
-    return device_of(f"device {known}", {"like": known, "name": known})
+    return checked(Device, described_device(name), f"device {name}")
 
 
 def link(name: str) -> Link:
     """A link of the catalogue. Raises: HardwareError where there is none of this name."""
-    known = find(name, links())
-    if known is None:
-        raise unknown("link", name, names(links()))
-    return link_of(f"link {known}", {"like": known, "name": known})
+    return checked(Link, described_link(name), f"link {name}")
 
 
 def unknown(what: str, name: str, known: list[str]) -> HardwareError:
@@ -107,34 +101,25 @@ def unknown(what: str, name: str, known: list[str]) -> HardwareError:
     )
 
 
-def device_of(source: str, table: Mapping[str, Any]) -> Device:
-    """The device in a table that may take over another's values. Raises: HardwareError."""
-    reading = Reading(source)
-    found = reading.value(Device, "device", completed("device", table, devices()))
-    reading.refuse()
-    assert found is not None
-    return found
+def described_device(described: Any) -> Any:
+    """The table of a device that is described by a name, or by a table; what is neither is left to its reader."""
+    return _completed("device", described, devices())
 
 
-def link_of(source: str, table: Mapping[str, Any]) -> Link:
-    """The link in a table that may take over another's values. Raises: HardwareError."""
-    reading = Reading(source)
-    found = reading.value(Link, "link", completed("link", table, links()))
-    reading.refuse()
-    assert found is not None
-    return found
+def described_link(described: Any) -> Any:
+    """As `described_device`."""
+    return _completed("link", described, links())
 
 
-def completed(what: str, table: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _completed(what: str, described: Any, known: Mapping[str, Mapping[str, Any]]) -> Any:
     """A table with what `like` names filled in, and without the keys that only the catalogue has."""
-    like = table.get("like")
-    if like is None:
-        return dict(table)
-    parent = find(str(like), known)
+    own = {"like": described} if isinstance(described, str) else described
+    if not isinstance(own, dict) or "like" not in own:
+        return own
+    parent = find(str(own["like"]), known)
     if parent is None:
-        raise unknown(what, str(like), names(known))
-    joined = _joined(table, known[parent])
-    joined.setdefault("name", parent)
+        raise unknown(what, str(own["like"]), names(known))
+    joined = {"name": parent, **_joined(own, known[parent])}
     return {key: value for key, value in joined.items() if key not in _BESIDE}
 
 
