@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -32,33 +33,38 @@ class DataRank:
     num_ranks: int
 
 
-class Loader(Protocol):
-    """Where the trainer gets its steps from."""
+class Loader(ABC):
+    """Where the trainer gets its steps from; this one has no state that its steps do not follow from."""
 
     looks_ahead: bool  # whether a step may be read before the one in hand is committed
 
+    @abstractmethod
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         """Makes `step` the next one, in microbatches of so many grains."""
 
+    @abstractmethod
     def step(self, step: int) -> StepData | None:
         """This rank's part of `step`; None where the data have ended. Raises: DataError."""
 
+    @abstractmethod
     def most_microbatches(self, step: int) -> int:
         """How many microbatches the rank with most of them has in `step`."""
 
+    @abstractmethod
     def filler(self, step: int) -> Microbatch:
         """Some microbatch of `step` for a rank that has fewer than others, to compute with weight zero."""
 
-    def commit(self) -> None:
+    def commit(self) -> None:  # noqa: B027 - what a loader without a state has to do
         """Says that the step asked for last has been trained on; until then asking for it again gives it again."""
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on after the last committed step. JSON values."""
+        return {}
 
-    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:  # noqa: B027
         """Takes up the states of all the ranks that saved them, whatever their number."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Ends worker processes."""
 
 
@@ -101,7 +107,7 @@ def _started(own: Callable[[int], object], data: Any, worker: int) -> None:
     own(worker)
 
 
-class MapLoader:
+class MapLoader(Loader):
     """Steps of a map-style source: everything but the samples themselves is arithmetic."""
 
     looks_ahead = True
@@ -143,7 +149,7 @@ class MapLoader:
         """The first microbatch that any rank has in `step`."""
         requests = (self.requests(step, rank) for rank in range(self._place.num_ranks))
         first = next(found[0] for found in requests if found)
-        return self._microbatch(first, self._fetcher[first])
+        return self._read(step, first.grains, first.ids)
 
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
         """What this data rank, or another, fetches for `step`, a microbatch each."""
@@ -159,26 +165,16 @@ class MapLoader:
             self.seek(step, self._per_microbatch)
         self._next = step + 1
         requests = self.requests(step)
-        return StepData(step, self._order.epoch(step), len(requests), self._microbatches(requests))
+        microbatches = (self._microbatch(request, self._fetch(request)) for request in requests)
+        return StepData(step, self._order.epoch(step), len(requests), microbatches)
 
-    def _microbatches(self, requests: list[_Request]) -> Iterator[Microbatch]:
-        for request in requests:
-            yield self._microbatch(request, self._fetch(request))
+    def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
+        request = _Request(step, grains, ids)
+        return self._microbatch(request, self._fetcher[request])
 
     def _microbatch(self, request: _Request, batch: Any) -> Microbatch:
-        def fetch(parts: list[_Request]) -> list[Microbatch]:
-            return [self._microbatch(part, self._fetcher[part]) for part in parts]
-
-        def split() -> list[Microbatch]:
-            pairs = zip(request.grains, request.ids, strict=True)
-            return fetch([_Request(request.step, (grain,), (ids,)) for grain, ids in pairs])
-
-        def samples() -> list[Microbatch]:
-            (grain,), (ids,) = request.grains, request.ids
-            alone = [Grain(grain.index, grain.start + i, 1) for i in range(grain.size)]
-            return fetch([_Request(request.step, (g,), (ids[i : i + 1],)) for i, g in enumerate(alone)])
-
-        return Microbatch(request.step, request.grains, request.ids, batch, split, samples)
+        read = functools.partial(self._read, request.step)
+        return Microbatch(request.step, request.grains, request.ids, batch, read)
 
     def _fetch(self, request: _Request) -> Any:
         if not self._workers:
@@ -214,16 +210,6 @@ class MapLoader:
             pin_memory=self._pin_memory,
             **{"timeout": WORKER_TIMEOUT_SECONDS, **self._reading, "worker_init_fn": start},
         )
-
-    def commit(self) -> None:
-        """Nothing to note."""
-
-    def state(self) -> dict[str, Any]:
-        """Nothing: the order is arithmetic on the step."""
-        return {}
-
-    def restore(self, states: Sequence[dict[str, Any]]) -> None:
-        """Nothing to take up."""
 
     def close(self) -> None:
         """Ends worker processes."""

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from shoal.data.source import Collate, MapSource, Source, built, source_of
+from shoal.data.source import Collate, MapSource, Opened, built, source_of
 from shoal.data.taken_apart import is_loader, refuse_batches, take_apart
 from shoal.errors import DataError
 from shoal.job import Job
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A source, and how it is read. `collate` is for a stream's samples; a map-style source has its own.
-
-    `shuffle`, `workers` and `reading` (arguments for worker processes) are what a DataLoader said; None where the data
-    say nothing. `notes`: what it said and has no effect, a sentence each.
-    """
-
-    source: Source
-    collate: Collate | None = None
-    shuffle: bool | None = None
-    workers: int | None = None
-    reading: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 def open_data(
@@ -40,10 +23,7 @@ def open_data(
         return data
     data = built(name, data)
     if is_loader(data):
-        parts = take_apart(name, data, collate, global_batch)
-        collate = parts.collate or collate
-        source = source_of(name, parts.dataset, collate)
-        found = Opened(source, collate, parts.shuffle, parts.workers, parts.reading, parts.notes)
+        found = take_apart(name, data, collate, global_batch)
     else:
         refuse_batches(name, data)
         found = Opened(source_of(name, data, collate), collate)

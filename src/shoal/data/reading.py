@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.data.loader import DataRank, Loader, MapLoader
-from shoal.data.opened import Opened
 from shoal.data.order import Order
-from shoal.data.source import MapSource
+from shoal.data.source import MapSource, Opened
 from shoal.data.stream import StreamLoader
 from shoal.errors import JobError
 from shoal.job import Epochs, Job, Length

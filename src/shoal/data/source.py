@@ -6,6 +6,7 @@ import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,22 @@ class MapSource(ABC):
 
 # What steps are read from: samples by their ids, or one after the other.
 Source = MapSource | Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A source, and how it is read. `collate` is for a stream's samples; a map-style source has its own.
+
+    `shuffle`, `workers` and `reading` (arguments for worker processes) are what a DataLoader said; None where the data
+    say nothing. `notes`: what it said and has no effect, a sentence each.
+    """
+
+    source: Source
+    collate: Collate | None = None
+    shuffle: bool | None = None
+    workers: int | None = None
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class TensorSource(MapSource):

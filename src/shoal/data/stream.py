@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
-from shoal.data.loader import DataRank
+from shoal.data.loader import DataRank, Loader
 from shoal.data.microbatch import Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
@@ -70,7 +70,7 @@ class _Reader:
             self._samples, self.count = None, 0
 
 
-class StreamLoader:
+class StreamLoader(Loader):
     """Steps of a stream. Its ids are places in the stream: ordinal * G + g of shard g, or the ordinal itself."""
 
     looks_ahead = False
@@ -170,16 +170,13 @@ class StreamLoader:
         self._seed("data", step, held[0][0].index)
         batch = collate_samples(self._collate, rows, "train_data")
 
-        def split() -> list[Microbatch]:
-            return [self._microbatch(step, [one]) for one in held]
-
-        def samples() -> list[Microbatch]:
-            grain, ids, kept = held[0]
-            alone = [Grain(grain.index, grain.start + i, 1) for i in range(grain.size)]
-            return [self._microbatch(step, [(g, ids[i : i + 1], [kept[i]])]) for i, g in enumerate(alone)]
+        def read(grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
+            known = {i: sample for _, own, samples in held for i, sample in zip(own.tolist(), samples, strict=True)}
+            pairs = zip(grains, ids, strict=True)
+            return self._microbatch(step, [(grain, own, [known[i] for i in own.tolist()]) for grain, own in pairs])
 
         grains, ids = tuple(grain for grain, _, _ in held), tuple(i for _, i, _ in held)
-        return Microbatch(step, grains, ids, batch, split, samples)
+        return Microbatch(step, grains, ids, batch, read)
 
     def _seed(self, *parts: int | str) -> None:
         """For streams and collate functions that draw: the same whatever came before."""
@@ -201,9 +198,6 @@ class StreamLoader:
                 reader.restore(merged[i])
                 self._replay(i, merged[i]["count"])
         self._state = self._read_state()
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def no_lockstep() -> JobError:

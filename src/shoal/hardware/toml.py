@@ -13,7 +13,7 @@ from shoal.hardware.toml_values import checked, to_table
 from shoal.hardware.values import Cluster
 
 SCHEMA = 1
-# Besides the cluster's own keys; `shoal bench` adds for people the spread of each measurement, and where and when it ran.
+# Not the cluster's: `shoal bench` adds for people the spread of each measurement, and where and when it ran.
 _BESIDE = ("schema", "measurements", "machine")
 _DESCRIBED = {"device": described_device, "within": described_link, "between": described_link}
 _DESCRIBED_BY_NAME = {"alternatives": described_device, "algorithms": described_link}
