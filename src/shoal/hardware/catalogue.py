@@ -73,6 +73,14 @@ def find(name: str, table: Mapping[str, Any]) -> str | None:
     return None
 
 
+def entry(what: str, name: str, table: Mapping[str, Any]) -> str:
+    """The entry of `table` that has this name or alias. Raises: HardwareError where none has."""
+    known = find(name, table)
+    if known is None:
+        raise unknown(what, name, names(table))
+    return known
+
+
 def names(table: Mapping[str, Any]) -> list[str]:
     """All names and aliases of a table."""
     found = []
@@ -116,9 +124,7 @@ def _completed(what: str, described: Any, known: Mapping[str, Mapping[str, Any]]
     own = {"like": described} if isinstance(described, str) else described
     if not isinstance(own, dict) or "like" not in own:
         return own
-    parent = find(str(own["like"]), known)
-    if parent is None:
-        raise unknown(what, str(own["like"]), names(known))
+    parent = entry(what, str(own["like"]), known)
     joined = {"name": parent, **_joined(own, known[parent])}
     return {key: value for key, value in joined.items() if key not in _BESIDE}
 
