@@ -1,4 +1,4 @@
-"""Data opened: the source behind what a job or a session was given, and what came with it."""
+"""Data sources of a job or a session, opened once, with the settings that a loader brought along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders of torch's kind, taken apart: their dataset, and what they say of how it is read."""
+"""Settings and dataset of a torch DataLoader, or of a loader with its attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hardware values from mappings of TOML's types and back, with every mistake told at once."""
+"""Conversion of hardware values from and to TOML's types; an error lists every mistake."""
 
 from __future__ import annotations
 
