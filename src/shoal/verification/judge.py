@@ -166,8 +166,8 @@ class _Judges:
     def initial_values(self, initial: StepTrace) -> list[Check]:
         """Whether the parallel run began with the job's own values."""
         found = []
-        named = {**dict(self._plain.model.named_parameters()), **dict(self._plain.model.named_buffers())}
-        for name, value in named.items():
+        model = self._plain.model
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
             key = f"update/{name}" if f"update/{name}" in initial.tensors else f"buffers/{name}"
             held = initial.tensors.get(key)
             said = "is missing" if held is None else "does not begin as the job's model() makes it from the seed"
@@ -225,7 +225,8 @@ class _Judges:
         exact = self._exact(before, parallel, computed[0]) if complete else None
         updated = self._updated(before, parallel, computed[0])
         references = References(computed, exact, complete, self._layers() if complete else 0.0, updated)
-        return compare(parallel, before, references, self._parameter_order(), self._measured), references
+        order = [name for name, p in self._plain.model.named_parameters() if p.requires_grad]
+        return compare(parallel, before, references, order, self._measured), references
 
     def _ways(self, first: bool) -> list[ReferenceVariant]:
         """The first two compute the same microbatches, so that whatever differs there but by sums is not repeatable."""
@@ -291,9 +292,6 @@ class _Judges:
             + (f"; the farthest is {worst}, by {rounding[worst]:.2g} of its size" if rounding else "")
         )
         return max(rounding.values(), default=0.0)
-
-    def _parameter_order(self) -> list[str]:
-        return [name for name, p in self._plain.model.named_parameters() if p.requires_grad]
 
     def metrics(self, last: StepTrace) -> list[Check]:
         """Evaluation on one process with the parallel run's final values."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
 from shoal.data.loader import DataRank, MapLoader
@@ -30,7 +33,6 @@ from shoal.training.engine import build_model
 from shoal.training.optimizer_step import Parameters, build_optimizer
 from shoal.training.trace.recorder import ForwardRecorder
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
-from shoal.verification.halves import Halves
 
 _MOST_PARTS_BYTES = 2 << 30
 
@@ -251,3 +253,27 @@ class Reference:
     def close(self) -> None:
         """Takes the hooks off."""
         self._forward.close()
+
+
+class Halves(TorchFunctionMode):
+    """Context in which linear layers add the products of two halves of their inputs, for each half of their outputs.
+
+    So the sums over inputs in the forward, and over outputs in the backward, are in another order.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Any function; other than F.linear as it is."""
+        given = kwargs or {}
+        return _linear(*args, **given) if func is F.linear else func(*args, **given)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows, columns = (-(-size // 2) for size in weight.shape)
+    products = [
+        F.linear(input[..., :columns], part[:, :columns]) + F.linear(input[..., columns:], part[:, columns:])
+        for part in (weight[:rows], weight[rows:])
+    ]
+    out = torch.cat(products, -1)
+    return out if bias is None else out + bias.to(out.dtype)
