@@ -132,7 +132,6 @@ class MapLoader(Loader):
         self._next = 0
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
-        """Makes `step` the next one, in microbatches of so many grains."""
         self.close()
         self._per_microbatch, self._next = grains_per_microbatch, step
 
@@ -142,11 +141,9 @@ class MapLoader(Loader):
         self._place, self.looks_ahead = place, False
 
     def most_microbatches(self, step: int) -> int:
-        """How many microbatches the rank with most of them has in `step`."""
         return max(len(self.requests(step, rank)) for rank in range(self._place.num_ranks))
 
     def filler(self, step: int) -> Microbatch:
-        """The first microbatch that any rank has in `step`."""
         requests = (self.requests(step, rank) for rank in range(self._place.num_ranks))
         first = next(found[0] for found in requests if found)
         return self._read(step, first.grains, first.ids)
@@ -160,7 +157,6 @@ class MapLoader(Loader):
         return [_Request(step, tuple(grains), tuple(ids)) for grains, ids in runs]
 
     def step(self, step: int) -> StepData:
-        """This rank's part of `step`."""
         if step != self._next:
             self.seek(step, self._per_microbatch)
         self._next = step + 1
@@ -212,7 +208,6 @@ class MapLoader(Loader):
         )
 
     def close(self) -> None:
-        """Ends worker processes."""
         shutdown = getattr(self._batches, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()

@@ -79,7 +79,6 @@ class TensorSource(MapSource):
         super().__init__(name, lengths.pop(), data)
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
-        """The rows of all the grains."""
         index = torch.from_numpy(np.concatenate(grains) if len(grains) > 1 else grains[0])
         data = self.data
         if isinstance(data, Mapping):
@@ -98,7 +97,6 @@ class SampleSource(MapSource):
         self._get_many = getattr(data, "__getitems__", None)
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
-        """The samples read grain by grain and collated together."""
         samples: list[Any] = []
         for ids, key in zip(grains, keys, strict=True):
             seed_everything(key)

@@ -93,7 +93,6 @@ class StreamLoader(Loader):
         self._per_microbatch = grains_per_microbatch
 
     def step(self, step: int) -> StepData | None:
-        """This rank's part of the next step; None where nothing is left on this rank."""
         if self._pending is None:
             grains = self._grains(step)
             self._pending = self._read_shards(step, grains) if self._sharded else self._read_all(step, grains)
@@ -111,7 +110,6 @@ class StreamLoader(Loader):
         raise no_lockstep()
 
     def commit(self) -> None:
-        """Notes the readers' places."""
         self._pending, self._state = None, self._read_state()
 
     def _grains(self, step: int) -> list[Grain]:
@@ -186,11 +184,9 @@ class StreamLoader(Loader):
         return {str(i): reader.state() for i, reader in self._readers.items()}
 
     def state(self) -> dict[str, Any]:
-        """The readers' places after the last committed step."""
         return self._state
 
     def restore(self, states: Sequence[dict[str, Any]]) -> None:
-        """Takes up this rank's readers from whichever rank saved them."""
         self._pending = None
         merged = {int(i): state for saved in states for i, state in saved.items()}
         for i, reader in self._readers.items():

@@ -164,5 +164,4 @@ class Replicated(Strategy):
         step()
 
     def updates(self, parameter: Tensor) -> bool:
-        """Every parameter."""
         return True

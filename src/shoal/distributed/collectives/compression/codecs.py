@@ -94,7 +94,6 @@ class BFloat16(Codec):
         total.copy_(self._sent)
 
     def buffers(self) -> list[Tensor]:
-        """The send buffer."""
         return [self._sent]
 
 
@@ -127,7 +126,6 @@ class Float16(Codec):
         torch.div(self._sent, scale, out=total)
 
     def buffers(self) -> list[Tensor]:
-        """The send buffer."""
         return [self._sent, self._peak]
 
 
@@ -174,7 +172,6 @@ class Int8(Codec):
         return found + ([(flat[count * self._block :].view(1, -1), slice(count, None))] if rest else [])
 
     def buffers(self) -> list[Tensor]:
-        """The send buffer."""
         return [self._sent, self._scales]
 
 
@@ -206,7 +203,6 @@ class TopK(Codec):
             total.index_add_(0, own[0], own[1].view(torch.float32))
 
     def buffers(self) -> list[Tensor]:
-        """The send and receive buffers."""
         return [self._sent, self._gathered]
 
 
