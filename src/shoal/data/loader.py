@@ -81,22 +81,16 @@ class _Fetcher(Dataset[Any]):
     def __init__(self, source: MapSource, seed: int) -> None:
         self.source, self.seed = source, seed
 
-    def __getitem__(self, request: _Request) -> Any:
-        def keys() -> list[int]:
-            return [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
-
-        return self.source.fetch(request.ids, keys() if self.source.draws else [])
-
-
-class _Careful(Dataset[Any]):
-    """The fetcher in a worker process, where an exception would lose its fields on the way: it comes as a value."""
-
-    def __init__(self, fetcher: _Fetcher) -> None:
-        self._fetcher = fetcher
+    def fetch(self, request: _Request) -> Any:
+        """The microbatch of a request. Raises: DataError."""
+        grains = request.grains if self.source.draws else ()
+        keys = [random_key(self.seed, "data", request.step, grain.index) for grain in grains]
+        return self.source.fetch(request.ids, keys)
 
     def __getitem__(self, request: _Request) -> Any:
+        """In a worker process, where an exception would lose its fields on the way: it comes as a value."""
         try:
-            return self._fetcher[request]
+            return self.fetch(request)
         except ShoalError as error:
             return error
 
@@ -166,7 +160,7 @@ class MapLoader(Loader):
 
     def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
         request = _Request(step, grains, ids)
-        return self._microbatch(request, self._fetcher[request])
+        return self._microbatch(request, self._fetcher.fetch(request))
 
     def _microbatch(self, request: _Request, batch: Any) -> Microbatch:
         read = functools.partial(self._read, request.step)
@@ -174,7 +168,7 @@ class MapLoader(Loader):
 
     def _fetch(self, request: _Request) -> Any:
         if not self._workers:
-            return self._fetcher[request]
+            return self._fetcher.fetch(request)
         if self._batches is None:
             self._batches = iter(self._data_loader(request))
         try:
@@ -199,7 +193,7 @@ class MapLoader(Loader):
         if start is not None:
             start = functools.partial(_started, start, self._fetcher.source.data)
         return DataLoader(
-            _Careful(self._fetcher),
+            self._fetcher,
             sampler=wanted,
             batch_size=None,
             num_workers=self._workers,

@@ -276,8 +276,8 @@ def _clipping(case: _Case) -> Iterator[str]:
     reduced = case.parallel.tensors[f"reduction/{case.first.name}"]
     factor, left = _fit(mine, reduced)
     if left < _LEFT:
-        wanted, base = (case.base.trace.tensors[f"{phase}/{case.first.name}"] for phase in ("clipping", "reduction"))
-        yield f"this gradient is multiplied by {factor:.6g}; the norm asks for {_fit(wanted, base)[0]:.6g}"
+        asked, base = (case.base.trace.tensors[f"{phase}/{case.first.name}"] for phase in ("clipping", "reduction"))
+        yield f"this gradient is multiplied by {factor:.6g}; the norm asks for {_fit(asked, base)[0]:.6g}"
     else:
         yield "clipped element by element, or by norms of single parameters, not by one global norm"
 
