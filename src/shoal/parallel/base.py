@@ -164,4 +164,5 @@ class Replicated(Strategy):
         step()
 
     def updates(self, parameter: Tensor) -> bool:
+        """Every parameter."""
         return True

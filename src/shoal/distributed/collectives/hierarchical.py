@@ -62,6 +62,7 @@ class Hierarchical(Threaded):
         return super().allocate(numel, dtype) if self._local is None else self._local.allocate(numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
+        """As the host's."""
         if self._local is not None:
             self._local.release(tensor)
 
@@ -129,9 +130,11 @@ class Hierarchical(Threaded):
         return self._start(work, asynchronous)
 
     def barrier(self) -> None:
+        """Inside, between, inside."""
         self.all_reduce(torch.zeros(1, dtype=torch.int32))
 
     def close(self) -> None:
+        """Ends both levels."""
         super().close()
         for level in (self._local, *self._across):
             if level is not None:

@@ -145,6 +145,7 @@ class ByMessages(Threaded):
         return self._start(work, asynchronous)
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
+        """Moves bytes, adds nothing."""
         check("all_gather", [output, tensor])
         check_parts("all_gather", output, tensor, self.world_size)
 
@@ -157,6 +158,7 @@ class ByMessages(Threaded):
         return self._start(work, asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
+        """Moves bytes, adds nothing."""
         check("broadcast", [tensor])
 
         def work() -> None:
@@ -166,6 +168,7 @@ class ByMessages(Threaded):
         return self._start(work, asynchronous)
 
     def barrier(self) -> None:
+        """An all-reduce of one number."""
         number = torch.zeros(1, dtype=torch.int32)
 
         def work() -> None:
@@ -175,6 +178,7 @@ class ByMessages(Threaded):
         self._start(work, asynchronous=False)
 
     def close(self) -> None:
+        """Ends the thread and the group."""
         super().close()
         self._messages.close()
 

@@ -30,10 +30,12 @@ class FastPart(DataParallel):
     """One worker's part of a step: one sum over its grains; after `finish` in the parameters' `.grad`."""
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        """No gradients, no sums, no grains."""
         super().begin(step, factor)
         self._grains: list[int] = []
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        """Adds a microbatch."""
         self._grains += [grain.index for grain in microbatch.grains]
         super().backward(microbatch, total, sums, last)
 

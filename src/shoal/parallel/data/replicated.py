@@ -65,6 +65,7 @@ class DataParallel(Replicated):
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        """No gradients, no sums."""
         self._buckets.begin()
         self._sums: Tensor | None = None
         self._factor = factor
@@ -79,9 +80,11 @@ class DataParallel(Replicated):
         run_backward(total)
 
     def add(self, sums: Tensor) -> None:
+        """Adds up."""
         self._sums = sums if self._sums is None else self._sums.add_(sums)
 
     def arm(self) -> None:
+        """Lets full buckets go."""
         if self.compression is not None and self._sums is not None:
             self.compression.arm(float(self._sums[WEIGHT]) * self._factor)
         self._buckets.arm()
@@ -115,9 +118,11 @@ class DataParallel(Replicated):
             self.compression.commit()
 
     def gradient_buffers(self) -> list[Tensor]:
+        """The buckets."""
         return self._buckets.buffers()
 
     def close(self) -> None:
+        """Takes the hooks off."""
         self._buckets.close()
 
 
@@ -140,6 +145,7 @@ class ExactDataParallel(Replicated):
         self.begin()
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        """No gradients, no sums."""
         self._tree.clear()
         self._rows: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
@@ -150,6 +156,7 @@ class ExactDataParallel(Replicated):
             parameter.grad = None
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        """Adds one grain."""
         run_backward(total)
         grain = microbatch.grains[0].index
         flat = self._tree.empty()
@@ -193,9 +200,11 @@ class ExactDataParallel(Replicated):
             parameter.grad = part.view_as(parameter).to(parameter.dtype) if is_used else None
 
     def gradient_buffers(self) -> list[Tensor]:
+        """The tree's vectors."""
         return self._tree.buffers()
 
     def close(self) -> None:
+        """Closes the tree."""
         self._tree.close()
 
 

@@ -68,18 +68,23 @@ class ShardedOptimizer(Strategy):
         self._root = {id(p): self._ranks[owner] for p, owner in zip(divided, owners, strict=True)}
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        """As the inner strategy."""
         self._inner.begin(step, factor)
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        """As the inner strategy."""
         self._inner.backward(microbatch, total, sums, last)
 
     def add(self, sums: Tensor) -> None:
+        """As the inner strategy."""
         self._inner.add(sums)
 
     def arm(self) -> None:
+        """As the inner strategy."""
         self._inner.arm()
 
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """As the inner strategy."""
         return self._inner.finish(flags, num_sums, row)
 
     def update(self, step: Callable[[], None]) -> None:
@@ -134,9 +139,11 @@ class ShardedOptimizer(Strategy):
         return self._root.get(id(parameter), self._mesh.rank) == self._mesh.rank
 
     def gradient_buffers(self) -> list[Tensor]:
+        """As the inner strategy."""
         return self._inner.gradient_buffers()
 
     def close(self) -> None:
+        """As the inner strategy."""
         self._inner.close()
 
 

@@ -253,6 +253,7 @@ class FullySharded(Replicated):
         run_backward(total)
 
     def add(self, sums: Tensor) -> None:
+        """Adds a microbatch's sums, after its forward."""
         self._sums = sums if self._sums is None else self._sums.add_(sums)
         if len(self._handles) < len(self._cut):
             self._watch()
@@ -296,5 +297,6 @@ class FullySharded(Replicated):
         return True
 
     def close(self) -> None:
+        """Takes the hooks off."""
         for handle in self._handles.values():
             handle.remove()

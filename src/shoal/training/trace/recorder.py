@@ -144,18 +144,22 @@ class TraceRecorder(Observer):
         write(self._folder, self._trace, self._rank)
 
     def begin(self, step: int, factor: float) -> None:
+        """Forgets the last attempt."""
         self._trace = StepTrace(step, factor=factor)
         self._forward.clear()
         self._own.clear()
 
     def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
+        """Fingerprints the batch, and the forward that comes."""
         self._microbatch = microbatch
         self._forward.begin(microbatch, batch)
 
     def forwarded(self) -> None:
+        """Looks no further."""
         self._forward.end()
 
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
+        """Notes the microbatch's loss."""
         self._forward.end()
         taken = self._microbatch
         if not self._sharded_model.counts_loss:
@@ -165,6 +169,7 @@ class TraceRecorder(Observer):
         self._trace.parts.append(MicrobatchTrace(self._rank, grains, ids, float(total), float(weight)))
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
+        """Keeps the mean gradients, and this rank's share of them."""
         trace = self._trace
         trace.loss, trace.weight, trace.forward = loss, weight, self._forward.found
         if not self._sharded_model.divided:
@@ -173,10 +178,12 @@ class TraceRecorder(Observer):
         self._gradients("reduction", scale)
 
     def clipped(self, norm: float) -> None:
+        """Keeps the gradients that the optimizer gets."""
         self._trace.norm = norm
         self._gradients("clipping", 1.0)
 
     def updated(self, skipped: str | None) -> None:
+        """Keeps the state after the step and writes everything."""
         self._trace.skipped = skipped
         self._state()
         write(self._folder, self._trace, self._rank)
