@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -14,7 +14,6 @@ from shoal.errors import HardwareError, nearest
 from shoal.hardware.toml_values import checked
 from shoal.hardware.values import Device, Link
 
-_DEVICE_FILES = ("gpus.toml", "cpus.toml")
 _BESIDE = ("like", "aliases", "match", "host", "reach")  # keys of an entry that are not the value's
 
 
@@ -28,7 +27,7 @@ class Host:
     within: str | None = None
     between: str | None = None
     ports: int = 1
-    aliases: tuple[str, ...] = ()
+    aliases: Sequence[str] = ()
     mean_hours_between_failures: float | None = None
     source: str = ""
 
@@ -41,36 +40,25 @@ def plain(name: str) -> str:
 @cache
 def devices() -> Mapping[str, Mapping[str, Any]]:
     """The tables of all devices by name, what `like` takes over filled in."""
-    found: dict[str, Any] = {}
-    for name in _DEVICE_FILES:
-        found |= _file(name)
-    return {name: _filled(name, found) for name in found}
+    return _tables("gpus.toml", "cpus.toml")
 
 
 @cache
 def links() -> Mapping[str, Mapping[str, Any]]:
-    """The tables of all links by name."""
-    found = _file("links.toml")
-    return {name: _filled(name, found) for name in found}
+    """As `devices`, of links."""
+    return _tables("links.toml")
 
 
 @cache
-def hosts() -> Mapping[str, Host]:
-    """All hosts by name."""
-    return {
-        name: Host(name=name, **{**table, "aliases": tuple(table.get("aliases", ()))})
-        for name, table in _file("hosts.toml").items()
-    }
+def hosts() -> Mapping[str, Mapping[str, Any]]:
+    """As `devices`, of hosts."""
+    return _tables("hosts.toml")
 
 
 def find(name: str, table: Mapping[str, Any]) -> str | None:
     """The entry of `table` that has this name or alias; None where none has."""
     wanted = plain(name)
-    for known, entry in table.items():
-        aliases = entry.aliases if isinstance(entry, Host) else entry.get("aliases", ())
-        if wanted in {plain(known), *map(plain, aliases)}:
-            return known
-    return None
+    return next((known for known in table if wanted in map(plain, names({known: table[known]}))), None)
 
 
 def entry(what: str, name: str, table: Mapping[str, Any]) -> str:
@@ -83,10 +71,7 @@ def entry(what: str, name: str, table: Mapping[str, Any]) -> str:
 
 def names(table: Mapping[str, Any]) -> list[str]:
     """All names and aliases of a table."""
-    found = []
-    for known, entry in table.items():
-        found += [known, *(entry.aliases if isinstance(entry, Host) else entry.get("aliases", ()))]
-    return found
+    return [name for known, entry in table.items() for name in (known, *entry.get("aliases", ()))]
 
 
 def device(name: str) -> Device:
@@ -97,6 +82,11 @@ def device(name: str) -> Device:
 def link(name: str) -> Link:
     """A link of the catalogue. Raises: HardwareError where there is none of this name."""
     return checked(Link, described_link(name), f"link {name}")
+
+
+def host(known: str) -> Host:
+    """The host of an entry."""
+    return Host(**hosts()[known])
 
 
 def unknown(what: str, name: str, known: list[str]) -> HardwareError:
@@ -145,5 +135,8 @@ def _filled(name: str, all_tables: Mapping[str, Any]) -> Mapping[str, Any]:
     return _joined(table, parent)
 
 
-def _file(name: str) -> dict[str, Any]:
-    return tomllib.loads(files("shoal.hardware").joinpath(name).read_text(encoding="utf-8"))
+def _tables(*names: str) -> Mapping[str, Mapping[str, Any]]:
+    found: dict[str, Any] = {}
+    for name in names:
+        found |= tomllib.loads(files("shoal.hardware").joinpath(name).read_text(encoding="utf-8"))
+    return {name: _filled(name, found) for name in found}

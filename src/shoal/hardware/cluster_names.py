@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.errors import HardwareError
-from shoal.hardware.catalogue import Host, device, devices, entry, find, hosts, link, links, names, unknown
+from shoal.hardware.catalogue import Host, device, devices, entry, find, host, hosts, link, links, names, unknown
 from shoal.hardware.values import Cluster, Curve, Device, Link
 
 _NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+)((?:@[^@]+)*)", re.IGNORECASE)
@@ -45,11 +45,11 @@ def _host(name: str) -> Host:
     """The host of that name, or the usual one of the device of that name, with that device in it."""
     known = find(name, devices())
     if known is not None:
-        return replace(hosts()[devices()[known]["host"]], device=known)
+        return replace(host(devices()[known]["host"]), device=known)
     known = find(name, hosts())
     if known is None:
         raise unknown("device", name, names(devices()) + names(hosts()))
-    return hosts()[known]
+    return host(known)
 
 
 def _counts(text: str, host: Host, of_devices: bool, given: tuple[str | None, str | None]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import HardwareError
-from shoal.hardware import device, link
+from shoal.hardware import catalogue, device, link
 from shoal.hardware.catalogue import described_device, devices, hosts, links, names, plain
 
 NOT_NUMBERS = {"name", "kind", "sources", "aliases", "match", "host", "reach"}
@@ -33,7 +33,7 @@ def test_every_entry_is_a_value_and_every_host_has_its_parts() -> None:
         assert devices()[name]["host"] in hosts()
     for name in links():
         assert link(name).name == name
-    for host in hosts().values():
+    for host in map(catalogue.host, hosts()):
         assert host.source
         assert device(host.device)
         assert host.within is None or links()[plain_name(host.within)]["reach"] == "host"
