@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -22,7 +23,6 @@ _WANTED = {
     "int_from_float": "a whole number",
     "int_parsing": "a whole number",
 }
-_ADAPTERS: dict[Any, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Cluster, Device, Link)}
 # What a cluster's tables are of.
 _KINDS = {"device": Device, "alternatives": Device, "within": Link, "between": Link, "algorithms": Link}
 
@@ -30,7 +30,7 @@ _KINDS = {"device": Device, "alternatives": Device, "within": Link, "between": L
 def checked(kind: type[T], table: Mapping[str, Any], source: str) -> T:
     """The value in a table. Raises: HardwareError with all of its mistakes, each under the name of its key."""
     try:
-        value: T = _ADAPTERS[kind].validate_python(table)
+        value: T = _adapter(kind).validate_python(table)
         return value
     except ValidationError as error:
         raise HardwareError(
@@ -42,8 +42,13 @@ def checked(kind: type[T], table: Mapping[str, Any], source: str) -> T:
 
 def to_table(cluster: Cluster) -> dict[str, Any]:
     """The TOML table of a cluster; what is as by default is left out."""
-    table: dict[str, Any] = _ADAPTERS[Cluster].dump_python(cluster, mode="json", exclude_defaults=True)
+    table: dict[str, Any] = _adapter(Cluster).dump_python(cluster, mode="json", exclude_defaults=True)
     return table
+
+
+@cache  # who only asks what is here reads no table
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 def _mistake(item: Any, kind: type[Any]) -> str:

@@ -110,7 +110,7 @@ class Reference:
         saved = {k: v if k.endswith("/step") else converted(v, kind) for k, v in before.optimizer_tensors.items()}
         load_optimizer(self._optimizer, self.model, saved, before.optimizer)
 
-    def microbatches(self, number: int, way: ReferenceVariant, per_microbatch: int) -> Iterator[tuple[int, Microbatch]]:
+    def microbatches(self, number: int, way: ReferenceVariant, per_microbatch: int) -> list[tuple[int, Microbatch]]:
         """(rank, microbatch) of a step in the way's order."""
         found = []
         for rank in range(self._num_ranks):
@@ -121,7 +121,7 @@ class Reference:
             found.reverse()
         elif way.order > 1:
             found = [m for start in range(way.order) for m in found[start :: way.order]]
-        yield from found
+        return found
 
     def _accumulate(self, computer: LossComputer, way: ReferenceVariant, found: Computed) -> None:
         """Forward and backward of every microbatch; each starts from the buffers before the step."""
