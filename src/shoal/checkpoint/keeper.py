@@ -70,24 +70,15 @@ class RunState:
         """JSON value of this state."""
         now = self.loss_scale
         scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
-        return {
-            **vars(self),
-            "loss_scale": scale,
-            "bad_steps": {str(step): found for step, found in self.bad_steps.items()},
-        }
+        return {**vars(self), "loss_scale": scale, "bad_steps": dict(self.bad_steps)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
         """From `to_json`; whether the loss scale is dynamic comes from the plan in force."""
         saved = document["loss_scale"]
         scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
-        return cls(
-            **{
-                **document,
-                "loss_scale": scale,
-                "bad_steps": {int(step): found for step, found in document["bad_steps"].items()},
-            }
-        )
+        bad_steps = {int(step): found for step, found in document["bad_steps"].items()}  # JSON has made texts of them
+        return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps})
 
 
 class AlsoKept(Protocol):
@@ -115,7 +106,8 @@ class Keeper:
     """Checkpoint manager of a run. `store` is None where no checkpoint is written."""
 
     def __init__(self, mesh: Mesh, store: Store | None, trained: Trained, every_steps: int | None) -> None:
-        self._mesh, self._store, self._trained, self._every = mesh, store, trained, every_steps
+        self._mesh, self._store, self._trained = mesh, store, trained
+        self.every_steps = every_steps  # between two checkpoints; None where time decides
         self._writer = CheckpointWriter(store) if store is not None and mesh.rank == 0 else None
         self._newest = -1
         self._notes: list[str] = []
@@ -128,16 +120,11 @@ class Keeper:
         names = [name for name, p in self._trained.sharded_model.parameters() if p.requires_grad]
         return CompressedState(compression, self._mesh, names)
 
-    @property
-    def every_steps(self) -> int | None:
-        """How many steps lie between two checkpoints; None where time decides."""
-        return self._every
-
     def due(self, step: int) -> bool:
         """Whether this rank calls for a checkpoint; only rank 0 does."""
         if self._writer is None or step in (0, self._newest):
             return False
-        return step % self._every == 0 if self._every is not None else self._writer.due()
+        return step % self.every_steps == 0 if self.every_steps is not None else self._writer.due()
 
     def save(self, state: RunState, wait: bool = False) -> None:
         """Takes a snapshot after `state.step` steps and starts writing it; where state is divided it is written then.

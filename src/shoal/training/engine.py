@@ -16,10 +16,9 @@ from shoal.checkpoint.keeper import Keeper, RunState, Trained
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.tensor_file import NAMES
 from shoal.data.loader import Loader
-from shoal.data.opened import Opened, open_evaluation, opened
+from shoal.data.opened import loader_of, open_evaluation, opened, order_of, refuse_epochs
 from shoal.data.order import Order
-from shoal.data.reading import loader_of, order_of, refuse_epochs
-from shoal.data.source import MapSource, small_batch
+from shoal.data.source import MapSource, Opened, small_batch
 from shoal.data.stream import no_lockstep
 from shoal.distributed.agreement import collectively, together
 from shoal.distributed.failures import user_error

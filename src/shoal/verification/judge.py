@@ -163,19 +163,17 @@ class _Judges:
             self._double = Reference(job, double, source, self._order, ranks)
         self._sampled = None if self._double is not None else SampledLayers(self._plain.model)
 
-    def initial_values(self, initial: StepTrace) -> list[Check]:
+    def initial_values(self, initial: StepTrace) -> Iterator[Check]:
         """Whether the parallel run began with the job's own values."""
-        found = []
-        named = {**dict(self._plain.model.named_parameters()), **dict(self._plain.model.named_buffers())}
-        for name, value in named.items():
+        model = self._plain.model
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
             key = f"update/{name}" if f"update/{name}" in initial.tensors else f"buffers/{name}"
             held = initial.tensors.get(key)
             said = "is missing" if held is None else "does not begin as the job's model() makes it from the seed"
             if held is None or not identical(held, value.detach().cpu()):
-                found.append(Check(0, "data", f"initial {name}", None, math.inf, 0.0, said))
+                yield Check(0, "data", f"initial {name}", None, math.inf, 0.0, said)
         for rank, key in initial.strays():
-            found.append(Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY))
-        return found
+            yield Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY)
 
     def sum_over_grains(self) -> list[Check]:
         """Whether the loss of several grains is the sum of theirs, unless the job says that it is not."""
@@ -225,7 +223,8 @@ class _Judges:
         exact = self._exact(before, parallel, computed[0]) if complete else None
         updated = self._updated(before, parallel, computed[0])
         references = References(computed, exact, complete, self._layers() if complete else 0.0, updated)
-        return compare(parallel, before, references, self._parameter_order(), self._measured), references
+        order = [name for name, p in self._plain.model.named_parameters() if p.requires_grad]
+        return compare(parallel, before, references, order, self._measured), references
 
     def _ways(self, first: bool) -> list[ReferenceVariant]:
         """The first two compute the same microbatches, so that whatever differs there but by sums is not repeatable."""
@@ -292,13 +291,10 @@ class _Judges:
         )
         return max(rounding.values(), default=0.0)
 
-    def _parameter_order(self) -> list[str]:
-        return [name for name, p in self._plain.model.named_parameters() if p.requires_grad]
-
-    def metrics(self, last: StepTrace) -> list[Check]:
+    def metrics(self, last: StepTrace) -> Iterator[Check]:
         """Evaluation on one process with the parallel run's final values."""
         if not self._traced.eval_samples or self._job.eval_data is None:
-            return []
+            return
         self._plain.set_state(last)
         data = open_data("eval_data", self._job.eval_data, self._job.collate)
         functions = {"loss": self._job.loss, **self._job.metrics}
@@ -319,17 +315,16 @@ class _Judges:
             again, _ = evaluator.evaluate(self._plain.model)
         finally:
             torch.set_num_threads(threads)
-        step, found = self._traced.num_steps - 1, []
+        step = self._traced.num_steps - 1
         if count != self._traced.eval_samples:
             said = f"{self._traced.eval_samples} samples were evaluated, on one process {count}"
-            found.append(Check(step, "metrics", "samples", None, math.inf, 0.0, said))
+            yield Check(step, "metrics", "samples", None, math.inf, 0.0, said)
         for name, value in expected.items():
             held = self._traced.metrics.get(name, math.nan)
             error = min(abs(held - value), abs(held - again[name]))
             error = 0.0 if held == value or (math.isnan(held) and math.isnan(value)) else error
             tolerance = MULTIPLE * abs(value - again[name]) + UNITS * UNIT * abs(value)
-            found.append(Check(step, "metrics", name, None, error, tolerance))
-        return found
+            yield Check(step, "metrics", name, None, error, tolerance)
 
     def close(self) -> None:
         """Takes the hooks off."""

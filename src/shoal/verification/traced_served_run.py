@@ -97,23 +97,19 @@ class _PartWatch(WorkerObserver):
         self.observer = self._recorder = _PartRecorder(folder / f"start-{number}", number)
 
     def attach(self, engine: Engine) -> None:
-        """Watches the engine."""
         start = self._folder / f"start-{self._number}"
         start.mkdir(parents=True)
         self._recorder.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
         self._recorder._folder = self._folder
 
     def pulled(self, version: int) -> None:
-        """Keeps digests of what was pulled."""
         text = json.dumps(self._recorder.held())
         (self._folder / f"held-{version - 1}-{self._number}.json").write_text(text, encoding="utf-8")
 
     def begins(self, part: int) -> None:
-        """A part of a step comes next."""
         self._recorder.begins(part)
 
     def computed(self) -> None:
-        """It is computed."""
         self._recorder.computed_part()
 
 
@@ -139,7 +135,6 @@ class _ConductorRecorder(TraceRecorder):
         super().clipped(norm)
 
     def updated(self, skipped: str | None) -> None:
-        """Keeps the servers' state after the step."""
         self.servers.fetch(optimizer=True)
         super().updated(skipped)
 

@@ -56,7 +56,7 @@ def test_another_error_is_raised(tmp_path: Path) -> None:
 def test_what_is_written_is_there(tmp_path: Path) -> None:
     store = Store(tmp_path / "checkpoints")
     assert write_together(ALONE, store, Snapshot(3, {}, {}), held()) is None
-    assert torch.equal(store.read(3).tensors["model"]["weight"], torch.ones(2, 3))
+    assert torch.equal(store.read(3).read("model")["weight"], torch.ones(2, 3))
 
 
 def test_a_share_is_the_tensors_themselves() -> None:

@@ -226,7 +226,7 @@ def test_what_is_pushed_of_narrow_parameters_is_not_rounded_before_it_is_summed(
     part = FastPart(model, [unused, weight], reduce, lambda phase: None)
     part.begin()
     for grain, factor in zip(divide(2, 2, 2), (256.0, 1.0), strict=True):
-        microbatch = Microbatch(0, (grain,), (), None, list, list)
+        microbatch = Microbatch(0, (grain,), (), None, lambda *_: None)
         part.backward(microbatch, (weight * factor).sum(), torch.zeros(4, dtype=torch.float64), grain.index == 1)
     part.finish(Flags(0, 0), 4, [])
     pushed = part.gradients([weight, unused], reduce)
