@@ -1,4 +1,4 @@
-"""Drawings as SVG in the page itself: a waterfall and curves, from numbers and words. Text is escaped here."""
+"""SVG charts in a page or a file: a waterfall and curves, from numbers and words. Text is escaped here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TITLE = Markup('<title id="{0}">{1}</title>')
 
 @dataclass(frozen=True)
 class Bar:
-    """One part of a whole: its name, its share, and its value in words."""
+    """One bar of a waterfall chart: its name, its share of the whole, and its value in words."""
 
     name: str
     share: float
@@ -31,7 +31,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Spot:
-    """A point of a curve: x and y, and what to say of it; `marked` for the chosen one."""
+    """Point of a curve: x, y and a label; `marked` for the chosen one."""
 
     x: float
     y: float
