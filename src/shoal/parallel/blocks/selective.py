@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from shoal.parallel.model.operators import tensors_in
 
 _aten = torch.ops.aten
 # What takes time to compute. Everything else reads and writes memory, as keeping its result would.
@@ -67,13 +69,13 @@ class SavedResults(TorchDispatchMode):
         if func in _KEPT:
             result = _Result(None if _draws(func, args, kwargs) else tree_map(_alias, out))
             self.results[func].append(result)
-            for tensor in _tensors(result.value):
+            for tensor in tensors_in(result.value):
                 self._by_storage[_storage(tensor)] = result
         return out
 
     def forget(self, output: Any) -> None:
         """Drops what the block gives out: whoever has it may change it, and the block itself is done with it."""
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             result = self._by_storage.pop(_storage(tensor), None)
             if result is not None:
                 result.value = None
@@ -116,7 +118,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     found = []
     for number, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[number] if number < len(args) else kwargs.get(argument.name))
+            found += tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
     return found
 
 
@@ -126,10 +128,6 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if argument.name == "dropout_p":
             return bool((args[number] if number < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)
     return False
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:

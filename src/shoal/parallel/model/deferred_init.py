@@ -32,12 +32,11 @@ from shoal.parallel.model.init_tape import (
     is_random,
     is_whole,
     operation_name,
-    replace_leaves,
     roles,
     storage_key,
-    tensors_in,
     undisturbed,
 )
+from shoal.parallel.model.operators import replace_leaves, tensors_in
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")

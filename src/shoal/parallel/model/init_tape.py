@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.distributed.process_setup import one_thread
+from shoal.parallel.model.operators import replace_leaves, tensors_in
 
 _LARGE_BYTES = 1 << 20
 # Arguments that are written although the schema does not say so.
@@ -218,16 +218,6 @@ def storage_key(tensor: Tensor) -> int:
 def is_whole(tensor: Tensor) -> bool:
     """Whether there is no more to the tensor's storage."""
     return tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and dicts, in order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def replace_leaves(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """The tree with every leaf of a kind replaced."""
-    return tree_map(lambda leaf: by(leaf) if isinstance(leaf, kind) else leaf, tree)
 
 
 def operation_name(func: Any) -> str:

@@ -14,11 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.errors import JobError, ShoalError
 from shoal.parallel.axis_collectives import TensorAxis, gather, slice_of
+from shoal.parallel.model.operators import DROPOUTS, dropout_arguments
+from shoal.parallel.tensor.layers import with_base
 from shoal.plans.accounting.partition import num_positions
 
 # Of the hidden state [batch, positions, ...].
 SEQUENCE = 1
-DROPOUTS = (F.dropout, torch.dropout)
 # A part carries its span: what computes a block again in the backward hands it the same tensor.
 _MARK = "_shoal_span"
 
@@ -159,9 +160,7 @@ class Surrounded:
 
 def surround(module: nn.Module, role: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
     """Makes a module compute as `role` says around its own forward."""
-    base = type(module)
-    made: Any = type(base.__name__, (Surrounded, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    module.__class__ = made
+    with_base(module, Surrounded)
     module.sequence_role = role  # type: ignore[assignment]
 
 
@@ -215,13 +214,6 @@ class BlockRole:
             return with_tensors(result, {self.result: stream.whole(outputs[self.result])})
         stream.mark(outputs[self.result])
         return result
-
-
-def dropout_arguments(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
-) -> tuple[Tensor, float, bool, bool]:
-    """Of a call of dropout: the tensor, the share, whether anything is dropped, and whether in place."""
-    return input, p, (training if train is None else train) and p > 0.0, inplace
 
 
 class PartDropout(TorchFunctionMode):

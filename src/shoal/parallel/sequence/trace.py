@@ -20,10 +20,17 @@ from torch.utils._pytree import tree_map
 
 from shoal.errors import PlanError
 from shoal.numerics.grain_randomness import draws
-from shoal.parallel.model.operators import FunctionCall, FunctionTrace, on_copies, tensors_in
+from shoal.parallel.model.operators import (
+    DROPOUTS,
+    FunctionCall,
+    FunctionTrace,
+    dropout_arguments,
+    on_copies,
+    tensors_in,
+)
 from shoal.parallel.model.repeated_blocks import repeated_blocks
 from shoal.parallel.model.trial import Values, first_line
-from shoal.parallel.sequence.positions import DROPOUTS, Path, dropout_arguments, tensors_by_path, with_tensors
+from shoal.parallel.sequence.positions import Path, tensors_by_path, with_tensors
 from shoal.plans.accounting.model_parallel import Attention, SlicedBlock
 
 # A model that does not run without values is run with them, if it is no larger than this.

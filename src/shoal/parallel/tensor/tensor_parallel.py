@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import ShoalError, from_json
-from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.axis_collectives import TensorAxis, enter, leave
 from shoal.parallel.model.tensor_slice import Runs, TensorSlice
-from shoal.parallel.model.trial import ModelTrial, Values
+from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.tensor.heads import sizes, with_kept
 from shoal.parallel.tensor.layers import (
     Column,
@@ -69,22 +69,6 @@ class TensorParallel:
         return [f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in found.items()]
 
 
-def divide_model(
-    model: nn.Module,
-    axis: TensorAxis,
-    loss: Callable[[nn.Module, Any], Any],
-    batch: Callable[[], Any],
-    values: Values | None = None,
-) -> TensorParallel:
-    """Divides `model` in place; on the meta device too, where `values` gives initial values by name.
-
-    `batch()` is a small one for which `loss(model, batch)` is followed, see `plan_model`. Collective: the axis, two
-    broadcasts. Raises: as `plan_model`.
-    """
-    given = values if values is not None else own_values(model)
-    return apply(model, plan_model(ModelTrial(model, loss, batch(), given), axis), axis)
-
-
 def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
     """How a model is going to be divided: the loss is followed without computing anything, on the axis's first place.
 
@@ -98,12 +82,6 @@ def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
         return with_kept(plan, subject, trace, axis.degree)
 
     return _told(axis, make)
-
-
-def own_values(model: nn.Module) -> Values:
-    """A model's own values by name."""
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return lambda name: held[name].detach()
 
 
 def _told(axis: TensorAxis, make: Callable[[], TensorPlan]) -> TensorPlan:
@@ -204,10 +182,10 @@ def _leave_as_it_is(module: nn.Module, args: Any) -> None:
 
 
 def _give_pair(model: nn.Module, pair: ProvenPair, axis: TensorAxis) -> None:
-    entry = Entry(axis, len(pair.candidate.columns))
+    entry = Entry(functools.partial(enter, axis=axis), len(pair.candidate.columns))
     for name in pair.candidate.columns:
         give_role(model.get_submodule(name), Column(entry))
-    give_role(model.get_submodule(pair.candidate.row), Row(axis))
+    give_role(model.get_submodule(pair.candidate.row), Row(functools.partial(leave, axis=axis)))
     for name, found in pair.slices.items():
         module = model.get_submodule(name)
         if kind(module) == "dropout" and found is not None:

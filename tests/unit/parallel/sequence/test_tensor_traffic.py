@@ -18,7 +18,7 @@ from shoal.parallel.sequence.tensor_sequence import FeatureStream, PairByPositio
 from shoal.parallel.sequence.tensor_sequence_plan import SequenceBlock, SequencePlan
 from shoal.parallel.tensor.heads import with_kept
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
-from shoal.parallel.tensor.tensor_parallel import apply, own_values
+from shoal.parallel.tensor.tensor_parallel import apply
 from shoal.plans.accounting.collectives import LayerPair, Positions, Volume, sharded_loss, stream, tensor_parallel
 from shoal.plans.layout import Layout
 
@@ -51,7 +51,8 @@ def made() -> nn.Module:
 def planned() -> tuple[nn.Module, TensorPlan]:
     torch.manual_seed(0)
     model = made()
-    subject = ModelTrial(model, loss, batch(), own_values(model))
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    subject = ModelTrial(model, loss, batch(), lambda name: values[name].detach())
     trace = follow(model, loss, subject.batch, subject.values, DEGREE)
     return model, with_kept(decide(model, trace, subject.values, DEGREE), subject, trace, DEGREE)
 
