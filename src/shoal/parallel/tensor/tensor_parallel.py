@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,10 +63,8 @@ class TensorParallel:
 
     def describe(self) -> list[str]:
         """What was done with each module and why, a line for those that only differ by their numbers."""
-        found: dict[tuple[str, str], int] = {}
-        for name, note in self.notes.items():
-            key = _NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)
-            found[key] = found.get(key, 0) + 1
+        notes = ((_NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)) for name, note in self.notes.items())
+        found = Counter(notes)
         return [f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in found.items()]
 
 
@@ -75,22 +74,13 @@ def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
     Collective: the axis, two broadcasts.
     Raises: on every rank, PlanError where the loss cannot be followed or nothing can be cut.
     """
-
-    def make() -> TensorPlan:
-        trace = follow(subject.model, subject.loss, subject.batch, subject.values, axis.degree)
-        plan = decide(subject.model, trace, subject.values, axis.degree)
-        return with_kept(plan, subject, trace, axis.degree)
-
-    return _told(axis, make)
-
-
-def _told(axis: TensorAxis, make: Callable[[], TensorPlan]) -> TensorPlan:
-    """What the axis's first rank makes, on all of them. Raises: on every rank, what it raised there."""
     document: dict[str, Any] = {}
     error: ShoalError | None = None
     if axis.place == 0:
         try:
-            document = {"plan": make().to_json()}
+            trace = follow(subject.model, subject.loss, subject.batch, subject.values, axis.degree)
+            plan = decide(subject.model, trace, subject.values, axis.degree)
+            document = {"plan": with_kept(plan, subject, trace, axis.degree).to_json()}
         except Exception as caught:
             error = as_shoal_error(caught)
             document = {"error": to_json(error, 0, "")}

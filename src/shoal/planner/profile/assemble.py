@@ -98,9 +98,7 @@ def crossings(trace: OperatorTrace) -> dict[int, float]:
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     size: dict[int, int] = {}
-    for event in trace.events:
-        if event.is_backward:
-            break
+    for event in trace.forward:
         for ref in event.inputs:
             if ref.key in made and ref.key not in trace.constants:
                 last[ref.key] = max(last.get(ref.key, 0), event.region)

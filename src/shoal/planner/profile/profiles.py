@@ -214,9 +214,7 @@ def _weights(
             Weight(name, tuple(parameter.shape), parameter.itemsize, parameter.requires_grad, division.dims.get(name))
         )
     users: dict[str, set[int]] = {}
-    for event in trace.events:
-        if event.is_backward:
-            break
+    for event in trace.forward:
         for ref in event.inputs:
             used = trace.parameters.get(ref.key)
             if used is not None:
