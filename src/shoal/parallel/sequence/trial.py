@@ -19,7 +19,7 @@ OF_PARAMETER = "the gradient of parameter "
 
 
 @dataclass(frozen=True)
-class Computed:
+class BlockResult:
     """The output and the gradients of a block by name; `shapes` of what the modules inside gave, by theirs."""
 
     values: dict[str, Tensor]
@@ -30,7 +30,7 @@ class Computed:
 class BlockTrial:
     """A block on random numbers, computed whole, and an equal one that is to be divided."""
 
-    whole: Computed
+    whole: BlockResult
     floor: float  # gradients that are smaller are compared on this scale
     divided: nn.Module
     arguments: Any
@@ -83,7 +83,7 @@ def _narrowed(arguments: Any) -> Any:
     )
 
 
-def computed(module: nn.Module, arguments: Any) -> Computed:
+def computed(module: nn.Module, arguments: Any) -> BlockResult:
     """What it returns, and gradients by name; the module and its arguments stay as they are."""
     leaves = {path: t.detach().clone().requires_grad_(t.requires_grad) for path, t in tensors_by_path(arguments)}
     devices = [d for d in {t.device for t in leaves.values()} if d.type == "cuda"]
@@ -100,7 +100,7 @@ def computed(module: nn.Module, arguments: Any) -> Computed:
             handle.remove()
     wanted = {f"the gradient of argument {path}": t for path, t in leaves.items() if t.requires_grad}
     wanted |= {f"{OF_PARAMETER} {name}": p for name, p in module.named_parameters() if p.requires_grad}
-    return Computed({OUTPUT: output.detach(), **gradients([output], wanted)}, shapes)
+    return BlockResult({OUTPUT: output.detach(), **gradients([output], wanted)}, shapes)
 
 
 def _noting(shapes: dict[str, list[torch.Size]], name: str) -> Any:
