@@ -75,7 +75,7 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict
 
 
 def both(first: Mapping[str, Whole], then: Mapping[str, Whole]) -> dict[str, Whole]:
-    """What undoes two divisions of the same modules."""
+    """Inverses of two divisions of the same modules."""
     found = {**first, **then}
     for name in first.keys() & then.keys():
         found[name] = _composed(first[name], then[name])

@@ -16,13 +16,13 @@ from shoal.parallel.sequence.positions import BlockRole, Path, Span, Stream, Sur
 
 @dataclass
 class BlockWrapper(BlockRole):
-    """What a divided block does around its own forward: two all-to-alls for each attention inside."""
+    """Role of a block under context parallelism: two all-to-alls for each attention inside."""
 
     plan: BlockPlan
 
     @classmethod
     def of(cls, name: str, plan: BlockPlan, stream: Stream) -> BlockWrapper:
-        """That of a block in a stream."""
+        """Role of a block in a stream."""
         return cls(name, plan.hidden, plan.result, plan.opens, plan.closes, stream, plan)
 
     def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""What is to be cut of each block's arguments, decided from traces; what cannot be divided is refused here."""
+"""Context-parallel plan: the arguments of each block to cut, from traces; what cannot be divided is refused here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.plans.legal import HOLD_BLOCKS, NO_BLOCKS
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """How one block is divided.
+    """Division of one block.
 
     `opens`: its hidden state comes in whole, `closes`: it goes out whole. `cuts`: the arguments cut along a dim;
     `kept`: those that stay whole. `dropouts` and `outputs`: the sequence's dim, of what has so many dims and is dropped

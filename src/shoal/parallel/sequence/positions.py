@@ -131,7 +131,7 @@ class Stream:
         return found.narrow(dim, 0, self.span.length)
 
     def whole_output(self, dim: int = SEQUENCE) -> Callable[[Tensor], Tensor]:
-        """What makes of a module's output inside of a block that of the whole model, while the model computes."""
+        """Function from a module's output inside of a block to that of the whole model, while the model computes."""
 
         def whole(tensor: Tensor) -> Tensor:
             with torch.no_grad():
@@ -176,7 +176,7 @@ class BlockRole:
     stream: Stream
 
     def argument(self, path: Path, tensor: Tensor, span: Span) -> Tensor:
-        """What the block gets in the place of a tensor beside the hidden state."""
+        """Argument of the block in the place of a tensor beside the hidden state."""
         return tensor
 
     def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:

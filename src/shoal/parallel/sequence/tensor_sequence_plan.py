@@ -1,4 +1,4 @@
-"""Which blocks compute parts of a sequence between their pairs: those that prove right so, on all ranks together."""
+"""Sequence-parallel plan: the blocks that compute parts of a sequence between their pairs, proven on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs of the loss show of the blocks that a model repeats: what goes into them, and what in them is as long.
+"""Traces of the blocks that a model repeats, for dividing sequences: what goes in, and what in them is as long.
 
 The runs are on the meta device where the model allows it: shapes, no numbers. Two runs with sequences of two lengths
 tell which dims are the sequence's.
@@ -43,7 +43,7 @@ Loss = Callable[[nn.Module, Any], Any]
 
 @dataclass
 class BlockTrace:
-    """What one block was seen to do, over all its calls; arguments and operations of the first."""
+    """Observations of one block over all its calls; arguments and operations of the first."""
 
     arguments: Any = None  # [args, kwargs]
     hidden: Path = ()

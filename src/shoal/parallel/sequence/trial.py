@@ -37,7 +37,7 @@ class BlockTrial:
 
     @classmethod
     def of(cls, model: nn.Module, name: str, values: Values, trace: BlockTrace, device: torch.device) -> BlockTrial:
-        """That of a block of the model, in float64 if it computes so. Raises: what the block raises."""
+        """Trial of a block of the model, in float64 if it computes so. Raises: what the block raises."""
         generator = torch.Generator().manual_seed(SEED)
         module = materialised(model, name, values, generator).to(device)
         arguments = _numbers(trace, generator, device)
@@ -84,7 +84,7 @@ def _narrowed(arguments: Any) -> Any:
 
 
 def computed(module: nn.Module, arguments: Any) -> BlockResult:
-    """What it returns, and gradients by name; the module and its arguments stay as they are."""
+    """Output and gradients of a module by name; the module and its arguments stay as they are."""
     leaves = {path: t.detach().clone().requires_grad_(t.requires_grad) for path, t in tensors_by_path(arguments)}
     devices = [d for d in {t.device for t in leaves.values()} if d.type == "cuda"]
     # Clones: a leaf that requires a gradient cannot be changed in place.

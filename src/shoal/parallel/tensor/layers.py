@@ -24,14 +24,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
 def foreign(module: nn.Module) -> Outputs | None:
-    """What a layer that is none of torch's says of itself."""
+    """Outputs of a layer that is none of torch's, as the layer itself describes them."""
     told: Any = getattr(type(module), "tensor_outputs", None)
     found: Outputs | None = told(module) if told is not None else None
     return found
 
 
 def kind(module: nn.Module) -> str | None:
-    """What a module is to this axis, if it computes as its class does: linear, transposed, convolution, embedding...
+    """Kind of a module that computes as its class does: linear, transposed, convolution, embedding...
 
     `transposed` is a Linear that keeps its weight [in, out], as GPT-2's Conv1D in transformers; `foreign` says itself.
     """
@@ -87,7 +87,7 @@ def feature_dim(module: nn.Module, output: Tensor) -> int:
 
 
 def product(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What the module's class computes, of other tensors than its own."""
+    """Product that the module's class computes, of other tensors than its own."""
     if kind(module) == "transposed":
         flat = value.reshape(-1, value.shape[-1])
         product = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
@@ -123,7 +123,7 @@ def give_role(module: nn.Module, role: Any) -> None:
 
 @dataclass
 class Entry:
-    """Where an activation enters the slices of several modules: one collective for all of them, that of `into`.
+    """Input of column-parallel layers that take the same activation: one collective, `into`, for all of them.
 
     `always`: also where no gradient goes back.
     """

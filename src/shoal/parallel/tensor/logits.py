@@ -20,7 +20,7 @@ from shoal.parallel.tensor.cross_entropy import Classes, Rows, cross_entropy
 
 @dataclass(frozen=True)
 class Entropy:
-    """How a cross entropy was asked for: F.cross_entropy's own options."""
+    """Options of F.cross_entropy, as one call has them."""
 
     ignored: int
     reduction: str
@@ -37,7 +37,7 @@ class Head:
 
     @property
     def classes(self) -> Classes:
-        """Those of this rank."""
+        """Classes of this rank."""
         start = sum(self.sizes[: self.axis.place])
         return Classes(start, start + self.sizes[self.axis.place], sum(self.sizes))
 

@@ -62,7 +62,7 @@ class TensorParallel:
     notes: dict[str, str]
 
     def describe(self) -> list[str]:
-        """What was done with each module and why, a line for those that only differ by their numbers."""
+        """Lines on each module and the reason, one for modules that only differ by their numbers."""
         notes = ((_NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)) for name, note in self.notes.items())
         found = Counter(notes)
         return [f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in found.items()]
@@ -207,7 +207,7 @@ def wholes(division: TensorParallel, axis: TensorAxis) -> dict[str, Callable[[Te
 
 
 def whole_slice(tensor: Tensor, found: Slice, axis: TensorAxis) -> Tensor:
-    """What a module gives in the whole model, from what it gives here. Collective: the axis, an all-gather."""
+    """Output of a module in the whole model, from its slice here. Collective: the axis, an all-gather."""
     sizes = [sum(stop - start for start, stop in runs) for runs in found.runs]
     dim = tensor.ndim + found.dim
     gathered = axis.all_gather(tensor, dim, sizes)

@@ -1,4 +1,4 @@
-"""What one run of the loss shows of a model: which linear layers feed which, through what, and who uses a parameter.
+"""Trace of the loss for tensor parallelism: which linear layers feed which, through what, who uses a parameter.
 
 The run is on the meta device: shapes, no numbers. Every tensor carries the names of the linear modules that it is made
 of through operations that may act on slices, each slice by itself; whether they do is for `tensor_proof` to say.
@@ -53,7 +53,7 @@ _NOTHING: Sources = frozenset()
 
 @dataclass
 class Output:
-    """What became of the output of one linear module, over all of its calls."""
+    """Uses of the output of one linear module, over all of its calls."""
 
     feeds: set[str] = field(default_factory=set)  # linear modules whose input is made of it
     leaks: list[str] = field(default_factory=list)  # operations after which it is a slice no more
@@ -82,7 +82,7 @@ class LayerShapes:
 
 @dataclass
 class TensorTrace:
-    """What the run showed."""
+    """Observations of the run."""
 
     outputs: dict[str, Output] = field(default_factory=dict)
     inputs: dict[str, list[Sources]] = field(default_factory=dict)  # of linear modules, by call
