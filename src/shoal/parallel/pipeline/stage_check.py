@@ -1,4 +1,4 @@
-"""The trial of a stage without data: whether anything that it gives comes from a stub."""
+"""Trial of a stage without data, in which nothing that it gives may come from a stub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Followed(Protocol):
     begun: bool
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """What every module's forward goes through."""
+        """Call of a module's forward, as the stage does it."""
 
 
 class StubWatch(FunctionTrace):
@@ -53,7 +53,7 @@ class StubWatch(FunctionTrace):
             self._inside.pop()
 
     def stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """What stands for the module's output, marked as coming from a stub."""
+        """Stand-in of the module's output, marked as coming from a stub."""
         arguments = tree_leaves((args, kwargs))
         assert step.outline is not None
         with torch._C.DisableTorchFunction():

@@ -37,7 +37,7 @@ class Blank:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Blank:
-        """That of a tensor."""
+        """Blank of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device)
 
     def filled(self, dense: bool = False) -> Tensor:
@@ -62,7 +62,7 @@ class Outline:
 
     @classmethod
     def of(cls, output: Any, arguments: list[Any]) -> Outline:
-        """That of an output, where the call had these leaves of arguments."""
+        """Outline of an output, where the call had these leaves of arguments."""
         places = {id(leaf): place for place, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
         leaves, spec = tree_flatten(output)
         described: list[Blank | int | tuple[Any]] = []

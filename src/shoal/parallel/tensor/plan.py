@@ -1,4 +1,4 @@
-"""Tensor-parallel plan of a model: what each module becomes, decided on one rank, proven, told as JSON."""
+"""Tensor-parallel plan of a model, module by module: decided on one rank, proven, told as JSON."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Kernel:
 
 
 def kernels(trace: OperatorTrace, of_weights: set[int]) -> list[Kernel]:
-    """All that a trace ran, in order; `of_weights` are the places of what leads to gradients of weights alone."""
+    """Kernels of a trace, in order; `of_weights` are the places of what leads to gradients of weights alone."""
     saved = _saved(trace)
     selected = selected_bytes(trace)
     found = []
@@ -171,7 +171,7 @@ def _dtype(event: OperatorEvent, cost: KernelCost) -> str:
 
 @dataclass
 class Piece:
-    """What is known of a region before it is a unit."""
+    """Region of a trace before it is a unit."""
 
     name: str
     block: str | None

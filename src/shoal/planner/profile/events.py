@@ -1,4 +1,4 @@
-"""Events: what a traced step did, operator by operator, as values: which storages, of what shape, for whom."""
+"""Events of a traced step, operator by operator, as values: the storages, their shapes, and the module."""
 
 from __future__ import annotations
 

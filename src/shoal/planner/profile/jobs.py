@@ -1,4 +1,4 @@
-"""Profiles of jobs: everything is taken from the Job itself."""
+"""Profiles of jobs, from the Job itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators: what one call costs on any device: FLOPs, the sizes of its product, bytes read and written, kernels.
+"""Operator costs on any device: FLOPs, the sizes of a product, bytes read and written, kernels.
 
 Counted are the FLOPs of products, convolutions and fused attention, two a multiply-add, as in torch's FlopCounterMode.
 Bytes are those of the operands as they lie in memory: a view moves nothing, and what is expanded reads its base.
@@ -16,7 +16,7 @@ from shoal.planner.profile.values import OperationKind
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What one kernel of an event does, for the samples that were traced; `place` numbers those of one event.
+    """Cost of one kernel of an event, for the samples that were traced; `place` numbers those of one event.
 
     `of_weight`: it makes a gradient of a weight where the event makes others too.
     """

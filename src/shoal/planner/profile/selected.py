@@ -1,4 +1,4 @@
-"""What selective recomputation keeps of a block: the results of its products, as `strategies.selective` decides."""
+"""Bytes that selective recomputation keeps of a block: results of products, as in `parallel.blocks.selective`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step computes: `device` is the type whose kernels run; `by_grain` whether dropout is shoal's own."""
+    """Setting of a traced step: `device` is the type whose kernels run; `by_grain` whether dropout is shoal's own."""
 
     precision: PrecisionSection
     device: str = "cuda"
