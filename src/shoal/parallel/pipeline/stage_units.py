@@ -26,7 +26,7 @@ _WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 @dataclass
 class GatherUnit:
-    """Parameters that are gathered as one, and the stages of this rank that use them; `name` is that of their module."""
+    """Parameters that are gathered as one, and the stages of this rank that use them; `name`: their module."""
 
     name: str
     group: Any  # torch's FSDPParamGroup
