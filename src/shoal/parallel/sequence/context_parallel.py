@@ -65,7 +65,7 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict
     for name, block in plan.blocks.items():
         if block.opens:
             stream = Stream(axis)
-        surround(model.get_submodule(name), BlockWrapper.of(name, block, stream))
+        surround(model.get_submodule(name), BlockWrapper(name, block, stream))
         for inner, dim in block.outputs.items():
             if dim is not None:
                 outputs[f"{name}.{inner}"] = stream.whole_output(dim) if dim >= 0 else None

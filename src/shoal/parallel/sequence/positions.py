@@ -164,15 +164,22 @@ def surround(module: nn.Module, role: Callable[[Callable[..., Any], Any, Any], A
     module.sequence_role = role  # type: ignore[assignment]
 
 
-@dataclass
-class BlockRole:
-    """A block of which each rank computes some positions; `opens`: they come whole, `closes`: they go out whole."""
+@dataclass(frozen=True)
+class BlockEnds:
+    """Places of a block's hidden state and result; `opens`: it comes in whole, `closes`: it goes out whole."""
 
-    name: str
-    hidden: Path
-    result: Path
     opens: bool
     closes: bool
+    hidden: Path
+    result: Path
+
+
+@dataclass
+class BlockRole:
+    """A block of which each rank computes some positions of the sequence that a stream has."""
+
+    name: str
+    plan: BlockEnds
     stream: Stream
 
     def argument(self, path: Path, tensor: Tensor, span: Span) -> Tensor:
@@ -188,31 +195,31 @@ class BlockRole:
 
         Collective: the axis, as what is inside; an all-gather of the output where it `closes`.
         """
-        stream = self.stream
+        stream, plan = self.stream, self.plan
         given = dict(tensors_by_path([args, kwargs]))
-        hidden = given.pop(self.hidden, None)
+        hidden = given.pop(plan.hidden, None)
         if hidden is None:
             raise stream.refusal(
                 self.name,
                 "its hidden state is not where it was in the first batch",
                 "call it with the same arguments in training and in evaluation",
             )
-        span = stream.open(hidden) if self.opens else stream.resume(hidden, self.name)
+        span = stream.open(hidden) if plan.opens else stream.resume(hidden, self.name)
         found = {path: self.argument(path, tensor, span) for path, tensor in given.items()}
-        found[self.hidden] = span.scatter(hidden, SEQUENCE, stream.axis) if self.opens else hidden
+        found[plan.hidden] = span.scatter(hidden, SEQUENCE, stream.axis) if plan.opens else hidden
         args, kwargs = with_tensors([args, kwargs], found)
         with self.dropouts(span, hidden.ndim):
             result = forward(*args, **kwargs)
         outputs = dict(tensors_by_path(result))
-        if outputs.keys() != {self.result}:
+        if outputs.keys() != {plan.result}:
             raise stream.refusal(
                 self.name,
                 f"it returned {len(outputs)} tensors, other than in the first batch",
                 "return the same in training and in evaluation, the hidden state alone",
             )
-        if self.closes:
-            return with_tensors(result, {self.result: stream.whole(outputs[self.result])})
-        stream.mark(outputs[self.result])
+        if plan.closes:
+            return with_tensors(result, {plan.result: stream.whole(outputs[plan.result])})
+        stream.mark(outputs[plan.result])
         return result
 
 

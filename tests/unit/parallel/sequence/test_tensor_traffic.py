@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,11 +81,8 @@ def blocks() -> dict[str, SequenceBlock]:
     attention = tuple(f"attention.{name}" for name in ("query", "key", "value"))
     pairs = (PairByPositions(attention, "attention.out"), PairByPositions(("up",), "down"))
     last = BLOCKS - 1
-    found = SequenceBlock((0, 0), (), pairs, ())
-    return {
-        f"blocks.{i}": SequenceBlock(found.hidden, found.result, pairs, (), (), (), i == 0, i == last)
-        for i in range(BLOCKS)
-    }
+    found = SequenceBlock(True, True, (0, 0), (), pairs, ())
+    return {f"blocks.{i}": replace(found, opens=i == 0, closes=i == last) for i in range(BLOCKS)}
 
 
 def test_pairs_and_a_sharded_loss(planned: tuple[nn.Module, TensorPlan]) -> None:
