@@ -20,7 +20,8 @@ class BlockPlan(BlockEnds):
     """Division of one block.
 
     `cuts`: the arguments cut along a dim; `kept`: those that stay whole. `dropouts` and `outputs`: the sequence's dim,
-    of what has so many dims and is dropped from, and of what a module inside gives. None: there is none; -1: it cannot be told.
+    of what has so many dims and is dropped from, and of what a module inside gives. None: there is none; -1: it cannot
+    be told.
     """
 
     cuts: Mapping[Path, int]
