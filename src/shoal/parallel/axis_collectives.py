@@ -90,7 +90,7 @@ class _Through(torch.autograd.Function):
 
 
 def through(tensor: Tensor, there: Change, back: Change) -> Tensor:
-    """What `there` makes of a tensor; the gradient goes through `back`. Collective: as both of them are."""
+    """Differentiable `there(tensor)`, whose gradient goes through `back`. Collective: as both of them are."""
     found: Tensor = _Through.apply(tensor, there, back)  # type: ignore[no-untyped-call]
     return found
 

@@ -1,4 +1,4 @@
-"""SVG charts inside a page: a waterfall and curves, from numbers and words. Text is escaped here."""
+"""SVG charts in a page or a file: a waterfall and curves, from numbers and words. Text is escaped here."""
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.parallel.model.function_trace import DROPOUTS
+
 # In float64 both agree to some 1e-13, and where the user's code goes through float32 to some 1e-6. What is cut at a
 # wrong place differs in the first digits.
 TOLERANCE = 1e-4
@@ -60,7 +62,7 @@ class WithoutDropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (F.dropout, torch.dropout):
+        if func in DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention and self._inside_attention:
             args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}

@@ -1,4 +1,4 @@
-"""The trial of a stage without data: whether anything that it gives comes from a stub."""
+"""Trial of a stage without data, in which nothing that it gives may come from a stub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shoal.parallel.model.operators import FunctionCall, FunctionTrace, tensors_in
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
 from shoal.parallel.pipeline.stage_program import StageCall
 from shoal.parallel.pipeline.stage_trace import Forward, written_by
 
@@ -27,7 +28,7 @@ class Followed(Protocol):
     begun: bool
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """What every module's forward goes through."""
+        """Call of a module's forward, as the stage does it."""
 
 
 class StubWatch(FunctionTrace):
@@ -53,7 +54,7 @@ class StubWatch(FunctionTrace):
             self._inside.pop()
 
     def stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """What stands for the module's output, marked as coming from a stub."""
+        """Stand-in of the module's output, marked as coming from a stub."""
         arguments = tree_leaves((args, kwargs))
         assert step.outline is not None
         with torch._C.DisableTorchFunction():

@@ -18,7 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.parallel.model.operators import FunctionCall, FunctionTrace, replace_leaves, tensors_in
+from shoal.numerics.operators import replace_leaves, tensors_in
+from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
 
 Forward = Callable[..., Any]
 
@@ -37,7 +38,7 @@ class Blank:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Blank:
-        """That of a tensor."""
+        """Blank of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device)
 
     def filled(self, dense: bool = False) -> Tensor:
@@ -62,7 +63,7 @@ class Outline:
 
     @classmethod
     def of(cls, output: Any, arguments: list[Any]) -> Outline:
-        """That of an output, where the call had these leaves of arguments."""
+        """Outline of an output, where the call had these leaves of arguments."""
         places = {id(leaf): place for place, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
         leaves, spec = tree_flatten(output)
         described: list[Blank | int | tuple[Any]] = []

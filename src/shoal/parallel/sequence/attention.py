@@ -160,21 +160,22 @@ class Sliced(PartDropout):
     """
 
     def __init__(self, span: Span, axis: TensorAxis, block: str, dropouts: Mapping[int, int | None]) -> None:
-        super().__init__(span, self._dropped)
-        self._axis, self._block, self._dropouts = axis, block, dropouts
+        super().__init__(span, partial(_dropped_dim, span, block, dropouts))
+        self._axis, self._block = axis, block
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return attend(self._span, self._axis, self._block, args, kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
-    def _dropped(self, input: Tensor) -> int | None:
-        """The sequence's dim of what is dropped from."""
-        dim = self._dropouts.get(input.ndim, -1)
-        if dim is not None and (dim < 0 or input.shape[dim] != self._span.size):
-            raise refusal(
-                self._block,
-                f"it drops elements of a tensor of shape {list(input.shape)}, which it did not in the first batch",
-                "use dropout on [batch, positions, features], or p = 0",
-            )
-        return dim
+
+def _dropped_dim(span: Span, block: str, dropouts: Mapping[int, int | None], input: Tensor) -> int | None:
+    """The sequence's dim of what is dropped from."""
+    dim = dropouts.get(input.ndim, -1)
+    if dim is not None and (dim < 0 or input.shape[dim] != span.size):
+        raise refusal(
+            block,
+            f"it drops elements of a tensor of shape {list(input.shape)}, which it did not in the first batch",
+            "use dropout on [batch, positions, features], or p = 0",
+        )
+    return dim

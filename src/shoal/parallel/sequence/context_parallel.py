@@ -65,7 +65,7 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict
     for name, block in plan.blocks.items():
         if block.opens:
             stream = Stream(axis)
-        surround(model.get_submodule(name), BlockWrapper.of(name, block, stream))
+        surround(model.get_submodule(name), BlockWrapper(name, block, stream))
         for inner, dim in block.outputs.items():
             if dim is not None:
                 outputs[f"{name}.{inner}"] = stream.whole_output(dim) if dim >= 0 else None
@@ -75,7 +75,7 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict
 
 
 def both(first: Mapping[str, Whole], then: Mapping[str, Whole]) -> dict[str, Whole]:
-    """What undoes two divisions of the same modules."""
+    """Inverses of two divisions of the same modules."""
     found = {**first, **then}
     for name in first.keys() & then.keys():
         found[name] = _composed(first[name], then[name])

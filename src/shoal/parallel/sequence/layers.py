@@ -11,19 +11,14 @@ from torch import Tensor, nn
 from shoal.parallel.axis_collectives import enter
 from shoal.parallel.sequence.attention import Sliced
 from shoal.parallel.sequence.plan import BlockPlan
-from shoal.parallel.sequence.positions import BlockRole, Path, Span, Stream, Surrounded, refusal, tensors_by_path
+from shoal.parallel.sequence.positions import BlockRole, Path, Span, Surrounded, refusal, tensors_by_path
 
 
 @dataclass
 class BlockWrapper(BlockRole):
-    """What a divided block does around its own forward: two all-to-alls for each attention inside."""
+    """Role of a block under context parallelism: two all-to-alls for each attention inside."""
 
     plan: BlockPlan
-
-    @classmethod
-    def of(cls, name: str, plan: BlockPlan, stream: Stream) -> BlockWrapper:
-        """That of a block in a stream."""
-        return cls(name, plan.hidden, plan.result, plan.opens, plan.closes, stream, plan)
 
     def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:
         """Attention, and dropout as the plan says."""

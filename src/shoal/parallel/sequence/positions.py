@@ -14,11 +14,12 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.errors import JobError, ShoalError
 from shoal.parallel.axis_collectives import TensorAxis, gather, slice_of
+from shoal.parallel.model.function_trace import DROPOUTS, dropout_arguments
+from shoal.parallel.tensor.layers import with_base
 from shoal.plans.accounting.partition import num_positions
 
 # Of the hidden state [batch, positions, ...].
 SEQUENCE = 1
-DROPOUTS = (F.dropout, torch.dropout)
 # A part carries its span: what computes a block again in the backward hands it the same tensor.
 _MARK = "_shoal_span"
 
@@ -130,7 +131,7 @@ class Stream:
         return found.narrow(dim, 0, self.span.length)
 
     def whole_output(self, dim: int = SEQUENCE) -> Callable[[Tensor], Tensor]:
-        """What makes of a module's output inside of a block that of the whole model, while the model computes."""
+        """Function from a module's output inside of a block to that of the whole model, while the model computes."""
 
         def whole(tensor: Tensor) -> Tensor:
             with torch.no_grad():
@@ -159,25 +160,30 @@ class Surrounded:
 
 def surround(module: nn.Module, role: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
     """Makes a module compute as `role` says around its own forward."""
-    base = type(module)
-    made: Any = type(base.__name__, (Surrounded, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    module.__class__ = made
+    with_base(module, Surrounded)
     module.sequence_role = role  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class BlockEnds:
+    """Places of a block's hidden state and result; `opens`: it comes in whole, `closes`: it goes out whole."""
+
+    opens: bool
+    closes: bool
+    hidden: Path
+    result: Path
 
 
 @dataclass
 class BlockRole:
-    """A block of which each rank computes some positions; `opens`: they come whole, `closes`: they go out whole."""
+    """A block of which each rank computes some positions of the sequence that a stream has."""
 
     name: str
-    hidden: Path
-    result: Path
-    opens: bool
-    closes: bool
+    plan: BlockEnds
     stream: Stream
 
     def argument(self, path: Path, tensor: Tensor, span: Span) -> Tensor:
-        """What the block gets in the place of a tensor beside the hidden state."""
+        """Argument of the block in the place of a tensor beside the hidden state."""
         return tensor
 
     def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:
@@ -189,39 +195,32 @@ class BlockRole:
 
         Collective: the axis, as what is inside; an all-gather of the output where it `closes`.
         """
-        stream = self.stream
+        stream, plan = self.stream, self.plan
         given = dict(tensors_by_path([args, kwargs]))
-        hidden = given.pop(self.hidden, None)
+        hidden = given.pop(plan.hidden, None)
         if hidden is None:
             raise stream.refusal(
                 self.name,
                 "its hidden state is not where it was in the first batch",
                 "call it with the same arguments in training and in evaluation",
             )
-        span = stream.open(hidden) if self.opens else stream.resume(hidden, self.name)
+        span = stream.open(hidden) if plan.opens else stream.resume(hidden, self.name)
         found = {path: self.argument(path, tensor, span) for path, tensor in given.items()}
-        found[self.hidden] = span.scatter(hidden, SEQUENCE, stream.axis) if self.opens else hidden
+        found[plan.hidden] = span.scatter(hidden, SEQUENCE, stream.axis) if plan.opens else hidden
         args, kwargs = with_tensors([args, kwargs], found)
         with self.dropouts(span, hidden.ndim):
             result = forward(*args, **kwargs)
         outputs = dict(tensors_by_path(result))
-        if outputs.keys() != {self.result}:
+        if outputs.keys() != {plan.result}:
             raise stream.refusal(
                 self.name,
                 f"it returned {len(outputs)} tensors, other than in the first batch",
                 "return the same in training and in evaluation, the hidden state alone",
             )
-        if self.closes:
-            return with_tensors(result, {self.result: stream.whole(outputs[self.result])})
-        stream.mark(outputs[self.result])
+        if plan.closes:
+            return with_tensors(result, {plan.result: stream.whole(outputs[plan.result])})
+        stream.mark(outputs[plan.result])
         return result
-
-
-def dropout_arguments(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
-) -> tuple[Tensor, float, bool, bool]:
-    """Of a call of dropout: the tensor, the share, whether anything is dropped, and whether in place."""
-    return input, p, (training if train is None else train) and p > 0.0, inplace
 
 
 class PartDropout(TorchFunctionMode):

@@ -42,7 +42,7 @@ class Prover:
 
     def _prove(self, name: str, plan: BlockPlan, trace: BlockTrace) -> None:
         trial = BlockTrial.of(self._model, name, self._values, trace, self._device)
-        role = BlockWrapper.of(name, replace(plan, opens=True, closes=True), Stream(self._axis))
+        role = BlockWrapper(name, replace(plan, opens=True, closes=True), Stream(self._axis))
         surround(trial.divided, role)
         try:
             split = computed(trial.divided, trial.arguments).values

@@ -67,54 +67,6 @@ class FeatureStream(Stream):
 # ------------------------------------------------------------------------------------------------------------- pairs
 
 
-@dataclass
-class SequenceEntry(Entry):
-    """Where positions enter the slices of several modules: gathered once for all of them."""
-
-    stream: FeatureStream | None = None
-
-    def shares(self, value: Tensor) -> bool:
-        """To gather is dear."""
-        return True
-
-    def into(self, value: Tensor) -> Tensor:
-        """All positions."""
-        assert self.stream is not None
-        return self.stream.join(value)
-
-    def __deepcopy__(self, memo: Any) -> SequenceEntry:
-        """A new one, which remembers nothing."""
-        copied = self.stream.__deepcopy__(memo) if self.stream is not None else None
-        return memo.setdefault(id(self), SequenceEntry(self.axis, self.num_users, stream=copied))  # type: ignore[no-any-return]
-
-
-@dataclass
-class SequenceRow(Row):
-    """A row layer that gives this rank's positions; its bias is added to these alone."""
-
-    stream: FeatureStream
-
-    def sum(self, term: Tensor) -> Tensor:
-        """This rank's positions of the sum."""
-        return self.stream.divide(term)
-
-
-class _Inside(Entry):
-    """Where positions were gathered before the module that holds the columns."""
-
-    def into(self, value: Tensor) -> Tensor:
-        """The same."""
-        return value
-
-    def shares(self, value: Tensor) -> bool:
-        """There is nothing to remember."""
-        return False
-
-    def __deepcopy__(self, memo: Any) -> _Inside:
-        """Itself: it remembers nothing."""
-        return self
-
-
 @dataclass(frozen=True)
 class PairByPositions:
     """A pair's modules by name; positions are gathered where they enter the columns, or the module `around` them."""
@@ -125,13 +77,17 @@ class PairByPositions:
 
     def give(self, model: nn.Module, stream: FeatureStream) -> None:
         """Makes the divided pair take and give positions."""
-        entry: Entry = SequenceEntry(stream.axis, len(self.columns), stream=stream)
+        entry = Entry(stream.join, len(self.columns), always=True)  # to gather is dear
         if self.around:
-            entry = _Inside(stream.axis, len(self.columns))
+            entry = Entry(_same)
             surround(model.get_submodule(self.around), JoinRole(stream))
         for name in self.columns:
             model.get_submodule(name).tensor_role = Column(entry)  # type: ignore[assignment]
-        model.get_submodule(self.row).tensor_role = SequenceRow(stream.axis, stream)  # type: ignore[assignment]
+        model.get_submodule(self.row).tensor_role = Row(stream.divide)  # type: ignore[assignment]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 # ------------------------------------------------------------------------------------------------------------ blocks

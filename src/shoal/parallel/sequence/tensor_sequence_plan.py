@@ -1,4 +1,4 @@
-"""Which blocks compute parts of a sequence between their pairs: those that prove right so, on all ranks together."""
+"""Sequence-parallel plan: the blocks that compute parts of a sequence between their pairs, proven on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.parallel.model.trial import ModelTrial, first_line
 from shoal.parallel.sequence.plan import edges_of
-from shoal.parallel.sequence.positions import SEQUENCE, Path, surround
+from shoal.parallel.sequence.positions import SEQUENCE, BlockEnds, surround
 from shoal.parallel.sequence.tensor_sequence import FeatureBlockRole, FeatureStream, PairByPositions, WholeRole
 from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, observe
 from shoal.parallel.sequence.trial import OF_PARAMETER, BlockTrial, computed
@@ -25,20 +25,16 @@ from shoal.parallel.tensor.tensor_parallel import apply
 
 
 @dataclass(frozen=True)
-class SequenceBlock:
+class SequenceBlock(BlockEnds):
     """A block as it was found, and proven: `wholes` are modules inside that compute all positions on each rank.
 
     `partial` parameters get the gradient of this rank's positions; `parts` are modules that give them.
     """
 
-    hidden: Path
-    result: Path
     pairs: tuple[PairByPositions, ...]
     wholes: tuple[str, ...]
     partial: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
-    opens: bool = True
-    closes: bool = True
 
     def give(self, block: nn.Module, name: str, stream: FeatureStream) -> None:
         """Makes a block that is divided along its features already compute so."""
@@ -46,7 +42,7 @@ class SequenceBlock:
             pair.give(block, stream)
         for inner in self.wholes:
             surround(block.get_submodule(inner), WholeRole(stream))
-        surround(block, FeatureBlockRole(name, self.hidden, self.result, self.opens, self.closes, stream))
+        surround(block, FeatureBlockRole(name, self, stream))
 
 
 @dataclass(frozen=True)
@@ -154,7 +150,7 @@ class _Bench:
         key = repr(module), tuple(block.operations), tuple(block.shapes.items()), str(own.to_json())
         if key not in self._known:
             for pairs, wholes in itertools.product(_ways(own), _regions(module, own)):
-                found = SequenceBlock(block.hidden, block.results[0], pairs, wholes)
+                found = SequenceBlock(True, True, block.hidden, block.results[0], pairs, wholes)
                 self._known[key] = self._tried(name, block, own, found)
                 if not isinstance(self._known[key], str):
                     break

@@ -1,4 +1,4 @@
-"""What runs of the loss show of the blocks that a model repeats: what goes into them, and what in them is as long.
+"""Traces of the blocks that a model repeats, for dividing sequences: what goes in, and what in them is as long.
 
 The runs are on the meta device where the model allows it: shapes, no numbers. Two runs with sequences of two lengths
 tell which dims are the sequence's.
@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_map
 
 from shoal.errors import PlanError
 from shoal.numerics.grain_randomness import draws
-from shoal.parallel.model.operators import FunctionCall, FunctionTrace, on_copies, tensors_in
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.function_trace import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
 from shoal.parallel.model.repeated_blocks import repeated_blocks
 from shoal.parallel.model.trial import Values, first_line
-from shoal.parallel.sequence.positions import DROPOUTS, Path, dropout_arguments, tensors_by_path, with_tensors
+from shoal.parallel.sequence.positions import Path, tensors_by_path, with_tensors
 from shoal.plans.accounting.model_parallel import Attention, SlicedBlock
 
 # A model that does not run without values is run with them, if it is no larger than this.
@@ -36,7 +37,7 @@ Loss = Callable[[nn.Module, Any], Any]
 
 @dataclass
 class BlockTrace:
-    """What one block was seen to do, over all its calls; arguments and operations of the first."""
+    """Observations of one block over all its calls; arguments and operations of the first."""
 
     arguments: Any = None  # [args, kwargs]
     hidden: Path = ()

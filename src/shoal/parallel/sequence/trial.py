@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.model.operators import tensors_in
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.trial import SEED, Values, WithoutDropout, floor_of, gradients, is_same, materialised
 from shoal.parallel.sequence.positions import tensors_by_path, with_tensors
 from shoal.parallel.sequence.trace import BlockTrace, copied
@@ -19,7 +19,7 @@ OF_PARAMETER = "the gradient of parameter "
 
 
 @dataclass(frozen=True)
-class Computed:
+class BlockResult:
     """The output and the gradients of a block by name; `shapes` of what the modules inside gave, by theirs."""
 
     values: dict[str, Tensor]
@@ -30,14 +30,14 @@ class Computed:
 class BlockTrial:
     """A block on random numbers, computed whole, and an equal one that is to be divided."""
 
-    whole: Computed
+    whole: BlockResult
     floor: float  # gradients that are smaller are compared on this scale
     divided: nn.Module
     arguments: Any
 
     @classmethod
     def of(cls, model: nn.Module, name: str, values: Values, trace: BlockTrace, device: torch.device) -> BlockTrial:
-        """That of a block of the model, in float64 if it computes so. Raises: what the block raises."""
+        """Trial of a block of the model, in float64 if it computes so. Raises: what the block raises."""
         generator = torch.Generator().manual_seed(SEED)
         module = materialised(model, name, values, generator).to(device)
         arguments = _numbers(trace, generator, device)
@@ -83,8 +83,8 @@ def _narrowed(arguments: Any) -> Any:
     )
 
 
-def computed(module: nn.Module, arguments: Any) -> Computed:
-    """What it returns, and gradients by name; the module and its arguments stay as they are."""
+def computed(module: nn.Module, arguments: Any) -> BlockResult:
+    """Output and gradients of a module by name; the module and its arguments stay as they are."""
     leaves = {path: t.detach().clone().requires_grad_(t.requires_grad) for path, t in tensors_by_path(arguments)}
     devices = [d for d in {t.device for t in leaves.values()} if d.type == "cuda"]
     # Clones: a leaf that requires a gradient cannot be changed in place.
@@ -100,7 +100,7 @@ def computed(module: nn.Module, arguments: Any) -> Computed:
             handle.remove()
     wanted = {f"the gradient of argument {path}": t for path, t in leaves.items() if t.requires_grad}
     wanted |= {f"{OF_PARAMETER} {name}": p for name, p in module.named_parameters() if p.requires_grad}
-    return Computed({OUTPUT: output.detach(), **gradients([output], wanted)}, shapes)
+    return BlockResult({OUTPUT: output.detach(), **gradients([output], wanted)}, shapes)
 
 
 def _noting(shapes: dict[str, list[torch.Size]], name: str) -> Any:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.parallel.axis_collectives import TensorAxis
-from shoal.parallel.model.operators import on_copies
+from shoal.parallel.model.function_trace import on_copies
 from shoal.parallel.model.trial import SEED, ModelTrial, is_same
 from shoal.parallel.tensor.cross_entropy import Classes, Rows, gradient, highest, losses, row_sums
 from shoal.parallel.tensor.layers import give_role, kind, num_features, product

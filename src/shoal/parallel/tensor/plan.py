@@ -1,4 +1,4 @@
-"""What each module of a model becomes on the tensor axis: decided on one rank, proven, told as JSON."""
+"""Tensor-parallel plan of a model, module by module: decided on one rank, proven, told as JSON."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _short(batch: Any) -> Any:
 
 
 def decide(model: nn.Module, trace: TensorTrace, values: Values, degree: int) -> TensorPlan:
-    """What becomes of each module. Raises: PlanError where nothing can be cut into so many parts."""
+    """Plan of a model, whose pairs are proven. Raises: PlanError where nothing can be cut into so many parts."""
     plan = _planned(model, trace, degree, _Prover(model, trace, values, degree).prove)
     if not (plan.pairs or plan.gathered or plan.rows):
         raise _nothing_to_cut(model, degree)
@@ -103,7 +103,7 @@ def decide(model: nn.Module, trace: TensorTrace, values: Values, degree: int) ->
 
 
 def propose(model: nn.Module, trace: TensorTrace, degree: int) -> TensorPlan:
-    """What `decide` chooses where all that it tries is proven: from structure alone, for a model without values."""
+    """Plan as `decide` has it where every proof succeeds: from structure alone, for a model without values."""
 
     def unproven(candidate: PairCandidate) -> ProvenPair | str:
         has_cut = next(cuts(model, trace, candidate, degree), None) is not None

@@ -1,4 +1,4 @@
-"""What one run of the loss shows of a model: which linear layers feed which, through what, and who uses a parameter.
+"""Trace of the loss for tensor parallelism, with the linear layers that feed others, and the uses of parameters.
 
 The run is on the meta device: shapes, no numbers. Every tensor carries the names of the linear modules that it is made
 of through operations that may act on slices, each slice by itself; whether they do is for `tensor_proof` to say.
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shoal.parallel.model.operators import FunctionCall, FunctionTrace, on_copies, tensors_in
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.function_trace import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
 from shoal.parallel.tensor.layers import feature_dim, kind
 
 # Among a tensor's sources: something that is not a linear layer's output, or was made of one in an unknown way.
@@ -40,7 +40,6 @@ _READS = frozenset("item tolist bool float int index numpy equal allclose repr s
 _IN_PLACE = frozenset("add_ mul_ sub_ div_ relu_ __iadd__ __imul__ __isub__ __itruediv__ tanh_ sigmoid_".split())  # noqa: SIM905
 _VIEWS = frozenset(("view", "reshape", "unflatten"))
 _SPLITS = frozenset(("split", "chunk", "tensor_split", "split_with_sizes"))
-_DROPOUTS = (F.dropout, torch.dropout)
 
 Sources = frozenset[str]
 _NOTHING: Sources = frozenset()
@@ -48,7 +47,7 @@ _NOTHING: Sources = frozenset()
 
 @dataclass
 class Output:
-    """What became of the output of one linear module, over all of its calls."""
+    """Uses of the output of one linear module, over all of its calls."""
 
     feeds: set[str] = field(default_factory=set)  # linear modules whose input is made of it
     leaks: list[str] = field(default_factory=list)  # operations after which it is a slice no more
@@ -77,7 +76,7 @@ class LayerShapes:
 
 @dataclass
 class TensorTrace:
-    """What the run showed."""
+    """Observations of the run."""
 
     outputs: dict[str, Output] = field(default_factory=dict)
     inputs: dict[str, list[Sources]] = field(default_factory=dict)  # of linear modules, by call
@@ -213,7 +212,7 @@ class _Tracer(FunctionTrace):
             return f"{raw}() in place"
         if raw.endswith("_") and not raw.endswith("__") and raw not in _IN_PLACE:
             return f"{raw}() in place"
-        if call.func in _DROPOUTS and _is_active(*call.args, **call.kwargs):
+        if call.func in DROPOUTS and dropout_arguments(*call.args, **call.kwargs)[2]:
             return "dropout by a function, whose mask cannot be cut"
         dropped = call.argument(4, "dropout_p", 0.0) if "attention" in name else 0.0
         return "dropout inside of the attention, whose mask cannot be cut" if dropped else None
@@ -262,10 +261,6 @@ def _name(func: Any) -> str:
     if raw == "__get__":  # of a property
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.get"
     return str(raw).strip("_")
-
-
-def _is_active(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = False) -> bool:
-    return (training or train) and p > 0.0
 
 
 def _num_linear(module: nn.Module) -> int:

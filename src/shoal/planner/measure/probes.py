@@ -15,6 +15,7 @@ from shoal.hardware.values import intensity
 from shoal.numerics.wide_products import ProductsInFloat32, is_slow
 
 Call = Callable[[], Any]
+Make = Callable[[], Call]
 # (channels in, channels out, taps a side, side of what comes out, stride).
 Window = tuple[int, int, int, int, int]
 
@@ -73,7 +74,7 @@ class Probe:
 
     name: str
     work: float
-    make: Callable[[], Call]
+    make: Make
     size: float = 0.0  # 0: the work
     graph: bool = True  # whether a GPU may replay many calls without the host
     ranks: int = 1 << 30  # the first so many take part; the others' calls do nothing
@@ -153,8 +154,8 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
 _PHASES = {"": (), "_backward_input": (True, False, False), "_backward_weight": (False, True, False)}
 
 
-def _convolution(phase: str, window: Window, images: int, tensor: Callable[..., torch.Tensor]) -> Callable[[], Call]:
-    """What makes the call of one phase of a convolution, padded as usual."""
+def _convolution(phase: str, window: Window, images: int, tensor: Callable[..., torch.Tensor]) -> tuple[float, Make]:
+    """FLOPs of one phase of a convolution, padded as usual, and what makes its call."""
     channels, filters, taps, side, stride = window
     around, wanted = taps // 2, list(_PHASES[phase])
 
@@ -167,13 +168,7 @@ def _convolution(phase: str, window: Window, images: int, tensor: Callable[..., 
         rest = (None, [stride, stride], [around, around], [1, 1], False, [0, 0], 1, wanted)
         return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)
 
-    return make
-
-
-def _multiplied(window: Window, images: int) -> float:
-    """FLOPs of one phase."""
-    channels, filters, taps, side, _ = window
-    return 2.0 * images * side * side * taps * taps * channels * filters
+    return 2.0 * images * side * side * taps * taps * channels * filters, make
 
 
 def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
@@ -183,8 +178,7 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
         channels, filters, taps, side = image
         window = (channels, filters, taps, side, 1)
         size = intensity(_IMAGES_A_BATCH * side * side, taps * taps * channels, filters)
-        made = _convolution(phase, window, _IMAGES_A_BATCH, partial(_tensor, device=device, dtype=dtype))
-        work = _multiplied(window, _IMAGES_A_BATCH)
+        work, made = _convolution(phase, window, _IMAGES_A_BATCH, partial(_tensor, device=device, dtype=dtype))
         return Probe(f"convolution.{dtype}{phase}", work, lambda: _as(dtype, device, made()), size=size)
 
     for phase in _PHASES:
@@ -195,8 +189,8 @@ def _windows(device: torch.device) -> Iterator[Probe]:
     """Convolutions by phase, each by itself."""
 
     def probe(phase: str, window: Window) -> Probe:
-        made = _convolution(phase, window, _FEW_IMAGES, partial(_tensor, device=device))
-        return Probe(f"window.float32{phase}:{'-'.join(map(str, window))}", _multiplied(window, _FEW_IMAGES), made)
+        work, made = _convolution(phase, window, _FEW_IMAGES, partial(_tensor, device=device))
+        return Probe(f"window.float32{phase}:{'-'.join(map(str, window))}", work, made)
 
     return (probe(phase, window) for phase in _PHASES for window in _WINDOWS)
 

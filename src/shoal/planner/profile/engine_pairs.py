@@ -1,4 +1,4 @@
-"""Engine pairs: which parameters shoal's own tensor parallelism cuts, as its finder proposes before any proof."""
+"""Parameters that shoal's own tensor parallelism cuts, as its finder proposes before any proof."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.parallel.model.operators import tensors_in, twin
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.function_trace import twin
 from shoal.parallel.tensor.heads import is_lost
 from shoal.parallel.tensor.layers import output_dim, output_dims
 from shoal.parallel.tensor.plan import propose
@@ -76,7 +77,7 @@ def spread(found: CutParameters, like: dict[str, str]) -> CutParameters:
 
 
 def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> CutParameters:
-    """What shoal's own tensor parallelism cuts: what is in no pair too, gathered at once if not for the loss alone.
+    """Cuts of shoal's own tensor parallelism: of what is in no pair too, gathered at once if not for the loss alone.
 
     Raises: what the loss raises on the meta device, unless a small model that looks at numbers runs with zeros.
     """

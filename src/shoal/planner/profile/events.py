@@ -1,9 +1,11 @@
-"""Events: what a traced step did, operator by operator, as values: which storages, of what shape, for whom."""
+"""Events of a traced step, operator by operator, as values: the storages, their shapes, and the module."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
@@ -105,3 +107,8 @@ class OperatorTrace:
     gradients: dict[str, StorageRef] = field(default_factory=dict)  # of the parameters, by name
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of storages that operators made
     used: dict[str, int] = field(default_factory=dict)  # the first region that uses each parameter
+
+    @property
+    def forward(self) -> Iterator[OperatorEvent]:
+        """The events before the backward, which have the same places."""
+        return takewhile(lambda event: not event.is_backward, self.events)

@@ -1,4 +1,4 @@
-"""Profiles of jobs: everything is taken from the Job itself."""
+"""Profiles of jobs, from the Job itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource, small_batch
 from shoal.job import Job
+from shoal.numerics.operators import replace_leaves, tensors_in
 from shoal.parallel.model.deferred_init import deferred
-from shoal.parallel.model.operators import replace_leaves, tensors_in
 from shoal.planner.profile.profiles import Tensors, profile
 from shoal.planner.profile.values import Profile
 from shoal.plans.plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.parallel.model.operators import tensors_in
+from shoal.numerics.operators import tensors_in
 from shoal.planner.profile.assemble import Bodies, Fit, Kernel, Piece, crossings, kernels, operation, saved_of_batch
 from shoal.planner.profile.division import CutParameters, divide
 from shoal.planner.profile.engine_pairs import as_engine, outlined, shortened, spread
@@ -214,9 +214,7 @@ def _weights(
             Weight(name, tuple(parameter.shape), parameter.itemsize, parameter.requires_grad, division.dims.get(name))
         )
     users: dict[str, set[int]] = {}
-    for event in trace.events:
-        if event.is_backward:
-            break
+    for event in trace.forward:
         for ref in event.inputs:
             used = trace.parameters.get(ref.key)
             if used is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shoal.parallel.model.operators import tensors_in
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.repeated_blocks import Block
 from shoal.planner.profile.events import SavedStorage
 from shoal.planner.profile.recording import OperatorRecorder

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from shoal.parallel.model.operators import tensors_in
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.repeated_blocks import repeated_blocks
 from shoal.planner.profile.events import OperatorTrace, StorageRef
 from shoal.planner.profile.kernels import as_on
@@ -29,7 +29,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step computes: `device` is the type whose kernels run; `by_grain` whether dropout is shoal's own."""
+    """Setting of a traced step: `device` is the type whose kernels run; `by_grain` whether dropout is shoal's own."""
 
     precision: PrecisionSection
     device: str = "cuda"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from shoal.parallel.sequence.tensor_sequence import FeatureStream, PairByPositio
 from shoal.parallel.sequence.tensor_sequence_plan import SequenceBlock, SequencePlan
 from shoal.parallel.tensor.heads import with_kept
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
-from shoal.parallel.tensor.tensor_parallel import apply, own_values
+from shoal.parallel.tensor.tensor_parallel import apply
 from shoal.plans.accounting.collectives import (
     LayerPair,
     Positions,
@@ -59,7 +60,8 @@ def made() -> nn.Module:
 def planned() -> tuple[nn.Module, TensorPlan]:
     torch.manual_seed(0)
     model = made()
-    subject = ModelTrial(model, loss, batch(), own_values(model))
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    subject = ModelTrial(model, loss, batch(), lambda name: values[name].detach())
     trace = follow(model, loss, subject.batch, subject.values, DEGREE)
     return model, with_kept(decide(model, trace, subject.values, DEGREE), subject, trace, DEGREE)
 
@@ -87,11 +89,8 @@ def blocks() -> dict[str, SequenceBlock]:
     attention = tuple(f"attention.{name}" for name in ("query", "key", "value"))
     pairs = (PairByPositions(attention, "attention.out"), PairByPositions(("up",), "down"))
     last = BLOCKS - 1
-    found = SequenceBlock((0, 0), (), pairs, ())
-    return {
-        f"blocks.{i}": SequenceBlock(found.hidden, found.result, pairs, (), (), (), i == 0, i == last)
-        for i in range(BLOCKS)
-    }
+    found = SequenceBlock(True, True, (0, 0), (), pairs, ())
+    return {f"blocks.{i}": replace(found, opens=i == 0, closes=i == last) for i in range(BLOCKS)}
 
 
 def test_pairs_and_a_sharded_loss(planned: tuple[nn.Module, TensorPlan]) -> None:

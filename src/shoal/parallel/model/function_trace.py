@@ -9,19 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from shoal.numerics.operators import replace_leaves, tensors_in
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and dicts, in order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def replace_leaves(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """The tree with every leaf of a kind replaced."""
-    return tree_map(lambda leaf: by(leaf) if isinstance(leaf, kind) else leaf, tree)
+DROPOUTS = (F.dropout, torch.dropout)
 
 
 @dataclass(frozen=True)
@@ -42,6 +36,13 @@ class FunctionCall:
     def argument(self, place: int, name: str, default: Any = None) -> Any:
         """An argument by its place or its name."""
         return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+
+def dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+) -> tuple[Tensor, float, bool, bool]:
+    """Of a call of dropout: the tensor, the share, whether anything is dropped, and whether in place."""
+    return input, p, (training if train is None else train) and p > 0.0, inplace
 
 
 class FunctionTrace(TorchFunctionMode):
