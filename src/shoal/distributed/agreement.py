@@ -123,6 +123,17 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
     return result
 
 
+def decided_by_rank_0(mesh: Mesh, work: Callable[[], str]) -> str:
+    """Rank 0's result of `work`, which no other rank does; where it raises there, every rank raises.
+
+    Collective: all ranks, two JSON gathers; none with one rank.
+    """
+    if mesh.world_size == 1:
+        return work()
+    decided = together(mesh, lambda: work() if mesh.rank == 0 else "")
+    return str(mesh.gather_json(decided)[0])
+
+
 def collectively(mesh: Mesh, divided: bool, work: Callable[[], T]) -> T:
     """What `work` gives. Raises: its exception, on every rank as `together` does; in a divided model on this one alone.
 

@@ -1,4 +1,4 @@
-"""Aside: what a launcher has done in a child process, so that nothing of it (torch, a job's data) stays with it."""
+"""Work in a child process of a launcher, so that nothing of it (torch, a job's data) stays with that."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shoal.launch.signals import Signals
 _POLL_SECONDS = 0.02
 
 
-def aside(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """What `work` returns in a child process that has ended when this returns; a JSON value.
+def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The JSON value of `work` in a child process that has ended when this returns.
 
     Raises: LaunchError where the child dies; SystemExit on SIGTERM or SIGINT, which end the child.
     """
@@ -52,11 +52,11 @@ def aside(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
             conflict=f"the process that loaded it ended with code {code} and without a word",
             remedy="load the job by itself under `python`: its file crashes or ends the interpreter",
         )
-    found: dict[str, Any] | None = json.loads(text)
+    found: dict[str, Any] = json.loads(text)
     return found
 
 
-def _work(work: Callable[[], dict[str, Any] | None], reader: int, writer: int) -> NoReturn:
+def _work(work: Callable[[], dict[str, Any]], reader: int, writer: int) -> NoReturn:
     code = 1
     try:
         os.close(reader)

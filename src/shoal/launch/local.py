@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import ExitCode, LaunchError, RankLostError
-from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, STARTED_AT, Environment
+from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
 from shoal.launch.signals import Signals
 from shoal.runs.directory_lock import NAME
 
@@ -30,6 +30,7 @@ _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0
 # After an agreed end with an error, the last rank may still be writing a checkpoint and the result.
 _PATIENCE_SECONDS = 60.0
+_REQUEST = "request.json"
 # A place in a run whose processes die so often will not be filled by another.
 _MOST_REPLACED = 3
 
@@ -38,15 +39,16 @@ _MOST_REPLACED = 3
 class LocalRun:
     """What to start: the `shoal` arguments of each worker, how many, and the threads that each may use.
 
-    A rank in `replaceable` that dies without a word is started again, a few times. `lock`: a descriptor that every
-    worker inherits, so that what it locks is locked until the last of them is gone.
+    `request`: a text that is handed over to each of them as a file. A rank in `replaceable` that dies without a word is
+    started again, a few times. `lock`: a descriptor that every worker inherits, so that what it locks is locked until
+    the last of them is gone.
     """
 
-    arguments: list[str]
+    arguments: Sequence[str]
     num_processes: int
     num_threads: int
-    started_at: float
     logs: Path  # what ranks other than 0 print, where that is anything and the folder's parent has anything
+    request: str | None = None
     replaceable: range = range(0)
     lock: int | None = None
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
@@ -75,6 +77,8 @@ def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
     signals = Signals(impatient=False)
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder, _listener() as listener, signals.handled():
         workers: list[_Worker] = []
+        if run.request is not None:
+            (Path(folder) / _REQUEST).write_text(run.request, encoding="utf-8")
         try:
             for rank in range(run.num_processes):
                 workers.append(_start(run, rank, listener, Path(folder)))
@@ -141,8 +145,8 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         REPORT_FILE: str(report),
         LAUNCHER_PID: str(os.getpid()),
-        STARTED_AT: repr(run.started_at),
         **({LOCK_FD: str(run.lock)} if run.lock is not None else {}),
+        **({REQUEST_FILE: str(folder / _REQUEST)} if run.request is not None else {}),
     }
     log = None if rank == 0 else folder / f"log-{rank}.txt"
     output = None if log is None else log.open("wb")

@@ -23,7 +23,7 @@ from shoal.distributed.worker_process import die_with_launcher
 from shoal.errors import LaunchError, RankLostError, from_json
 from shoal.job import Job
 from shoal.launch.environment import LAUNCHER_PID, Environment, joined
-from shoal.plans.plan import Plan
+from shoal.plans.resolve import CompletePlan
 from shoal.verification.traced_run import runs, trace_rank
 
 _POLL_SECONDS = 0.005
@@ -33,21 +33,20 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 _GRACE_SECONDS = 5.0
 
 
-# In a rank: its job, and the plan that it is given completed for that job.
-Make = Callable[[Plan], tuple[Job, Plan]]
-
-
-def trace_forked(make: Make, plan: Plan, folder: Path, num_steps: int, num_threads: int = 1) -> None:
+def trace_forked(
+    make: Callable[[], Job], plan: CompletePlan, folder: Path, num_steps: int, num_threads: int = 1
+) -> None:
     """Does the plan's `runs` on this host and leaves their traces in new folders of their names.
 
+    `make` gives a rank its job.
     Raises: what a rank raised; RankLostError.
     """
 
-    def trace(ranks: Plan, into: Path, environment: Environment) -> None:
+    def trace(ranks: CompletePlan, into: Path, environment: Environment) -> None:
         prepare_process(ranks.execution.exact, None)
         if not ranks.execution.exact:
             torch.set_num_threads(num_threads)
-        trace_rank(*make(ranks), environment, into, num_steps)
+        trace_rank(make(), ranks, environment, into, num_steps)
 
     with contextlib.ExitStack() as groups:
         waits = []
