@@ -1,4 +1,4 @@
-"""Work in a child process of a launcher, so that nothing of it (torch, a job's data) stays with that."""
+"""Function calls in a child process, so that no import or data of theirs (torch, a job's) stays in the launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.02
 
 
 def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The JSON value of `work` in a child process that has ended when this returns.
+    """The result of `work` in a child process that has ended when this returns; a JSON value.
 
     Raises: LaunchError where the child dies; SystemExit on SIGTERM or SIGINT, which end the child.
     """

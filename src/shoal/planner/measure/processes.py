@@ -1,4 +1,4 @@
-"""Processes: `shoal bench` as ranks, started as `shoal run` starts its own; each leaves what it found in a file."""
+"""Benchmark processes: ranks of `shoal bench`, started like those of `shoal run`; each writes its results to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.launch.local import LocalRun, launch
 
 
 def found_by(what: str, task: Mapping[str, Any], ranks: int, threads: int, named: str) -> list[dict[str, Any]]:
-    """What each of so many ranks of `shoal bench WHAT` wrote, in order; `named`: for errors.
+    """Results of each of so many ranks of `shoal bench WHAT`, in order; `named`: what they measure, for errors.
 
     `task`, JSON values, is handed over to them with a folder and their threads.
     Raises: the error of a rank; LaunchError where they ended without one.
