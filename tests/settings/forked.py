@@ -24,7 +24,7 @@ LIMIT_SECONDS = 60.0
 _LOADED = (
     *(
         "shoal.cli.main",
-        "shoal.cli.run",
+        "shoal.cli.run.train",
         "shoal.training.session",
         "shoal.parallel.shard.zero23",
         "shoal.parallel.pipeline.pipeline",
@@ -56,6 +56,7 @@ def main() -> None:
 def served(request: dict[str, Any]) -> list[int]:
     """The exit codes by rank; -9 for those that were not done in time."""
     folder, ranks = Path(request["folder"]), request["ranks"]
+    handed_over = _handed_over(request, folder) if request["launched"] else {}
     key = secrets.token_hex(32)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -66,8 +67,7 @@ def served(request: dict[str, Any]) -> list[int]:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
                 variables |= {name: str(number) for name, number in numbers.items()}
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SHOAL_RUN_KEY": key}
-                if request["launched"]:
-                    variables["SHOAL_LAUNCHER_PID"] = str(os.getpid())
+                variables |= handed_over
                 if rank == 0:
                     variables["SHOAL_LISTEN_FD"] = str(listener.fileno())
             pid = os.fork()
@@ -75,6 +75,26 @@ def served(request: dict[str, Any]) -> list[int]:
                 _child(request, folder, rank, variables)
             children[pid] = rank
     return _ended(children, ranks)
+
+
+def _handed_over(request: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The variables of a run whose request the local launcher has judged and written; a child does that here."""
+    file = folder / "request.json"
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            os.chdir(folder)
+            os.environ.update(request["environment"])
+            main, options = importlib.import_module("shoal.cli.main"), importlib.import_module("shoal.cli.options")
+            prepare = importlib.import_module("shoal.cli.run.prepare")
+            parsed = options.options_of(options.RunOptions, main._parse(request["argv"]))
+            file.write_text(prepare.looked_at(prepare.requested(parsed, time.time())).to_json())
+            code = 0
+        finally:
+            os._exit(code)
+    os.waitpid(pid, 0)
+    return {"SHOAL_LAUNCHER_PID": str(os.getpid()), "SHOAL_REQUEST_FILE": str(file)}
 
 
 def _ended(children: dict[int, int], ranks: int) -> list[int]:

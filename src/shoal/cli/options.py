@@ -129,7 +129,7 @@ def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
     return kind(**values)
 
 
-def _integer(name: str, text: str | int | None, least: int) -> int | None:
+def _integer(name: str, text: Any, least: int) -> int | None:
     if text is None:
         return None
     try:
