@@ -89,7 +89,7 @@ def _handed_over(request: dict[str, Any], folder: Path) -> dict[str, str]:
             main, options = importlib.import_module("shoal.cli.main"), importlib.import_module("shoal.cli.options")
             prepare = importlib.import_module("shoal.cli.run.prepare")
             parsed = options.options_of(options.RunOptions, main._parse(request["argv"]))
-            file.write_text(prepare.looked_at(prepare.requested(parsed, time.time())).to_json())
+            file.write_text(prepare.looked_at(prepare.requested(parsed)).to_json())
             code = 0
         finally:
             os._exit(code)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
-import signal
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from shoal.cli.options import BenchOptions, PlanOptions, RunOptions, VerifyOptions, add_options, options_of
 from shoal.errors import CommandError, ExitCode, SettingWarning, ShoalError
@@ -19,12 +18,12 @@ from shoal.errors import CommandError, ExitCode, SettingWarning, ShoalError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; prints an error in three beats, without a traceback, and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    started_at = time.time()
     plain, warnings.formatwarning = warnings.formatwarning, _warning
     try:
         parsed = _parse(given)
         command = _COMMANDS[parsed.command]
-        return int(command.main(options_of(command.options, parsed), given, started_at))
+        options = options_of(command.options, parsed)
+        return int(getattr(importlib.import_module(command.module), parsed.command)(options))
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
         return int(error.exit_code)
@@ -102,60 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: RunOptions, given: Sequence[str], started_at: float) -> int:
-    from shoal.cli.run.prepare import run
-
-    return run(options, given, started_at)
-
-
-def _plan(options: PlanOptions, given: Sequence[str], started_at: float) -> int:
-    from shoal.cli.plan import plan
-
-    return plan(options)
-
-
-def _bench(options: BenchOptions, given: Sequence[str], started_at: float) -> int:
-    from shoal.cli.bench import bench
-
-    return bench(options)
-
-
-def _verify(options: VerifyOptions, given: Sequence[str], started_at: float) -> int:
-    from shoal.cli.run.prepare import looked_at, requested, tell
-    from shoal.runs.request import devices_here
-
-    request = requested(RunOptions(**vars(options), no_telemetry=True), started_at, suffix="-verify")
-    request = request.with_devices(devices_here).with_own_sums()
-    request.check_plan()
-    with request.claim() as lock:
-        request = replace(request, out=lock.folder)
-        from shoal.cli.verify import verify  # torch: its import serves the child that looks at the job too
-
-        handlers = {number: signal.signal(number, _leave) for number in _STOPS}  # in order: the traces are removed
-        try:
-            return verify(looked_at(request), options.steps)
-        except ShoalError as error:
-            tell(request, error)
-            return int(ExitCode.USER)  # whatever it was: 1 says that the run diverged
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-
-_STOPS = (signal.SIGTERM, signal.SIGINT)
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    for again in _STOPS:
-        signal.signal(again, signal.SIG_IGN)
-    raise SystemExit(ExitCode.INTERRUPTED)
-
-
 @dataclass(frozen=True)
 class _Command:
-    """A command: what is made of its options, and its help."""
+    """A command: its module, which has a function of its name that is given its options, and its help."""
 
-    main: Callable[[Any, Sequence[str], float], int]
+    module: str
     options: type
     help: str
     description: str
@@ -164,7 +114,7 @@ class _Command:
 
 _COMMANDS = {
     "run": _Command(
-        _run,
+        "shoal.cli.run.prepare",
         RunOptions,
         "train a job on one process or many",
         "Train the job that FUNCTION in JOBFILE returns; the number of devices changes only the time.",
@@ -173,20 +123,20 @@ _COMMANDS = {
         "1 a fault of shoal",
     ),
     "verify": _Command(
-        _verify,
+        "shoal.cli.run.prepare",
         VerifyOptions,
         "prove that a parallel run computes what one process computes",
         "Run some steps as planned and on one process, in float64 and otherwise, and compare every tensor.",
         "exit codes: 0 verified, 1 diverged, 2 could not run, 130 stopped by a signal",
     ),
     "plan": _Command(
-        _plan,
+        "shoal.cli.plan",
         PlanOptions,
         "how many devices, which layout, how long, how much memory, and why",
         "Search all layouts of a job on a cluster, running nothing on it, and say why the best is.",
     ),
     "bench": _Command(
-        _bench,
+        "shoal.cli.bench",
         BenchOptions,
         "measure this machine",
         "Measure this machine and keep what was found as a cluster, for `shoal plan --cluster here`.",

@@ -6,7 +6,8 @@ Loads nothing heavy: `shoal --help` reads this.
 from __future__ import annotations
 
 import argparse
-from dataclasses import MISSING, dataclass, field, fields
+import time
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
 
 from shoal.errors import CommandError
@@ -41,6 +42,7 @@ class TrainingOptions:
     """Which training is meant, and on what."""
 
     job: str = _job(default=MISSING)
+    started_at: float = field(default_factory=time.time)  # of the command: no option
     plan: str | None = _option("a plan (TOML); what it leaves out is filled in", "FILE")
     devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
     exact: bool | None = _switch("bit-identical on any number of devices", default=None)
@@ -82,7 +84,7 @@ class PlanOptions:
         "A",
         default="fastest",
     )
-    max_devices: str | None = _option("use at most N devices", "N")
+    max_devices: int | None = _option("use at most N devices", "N", least=1)
     precision: str | None = _option(*_PRECISION)
     set: tuple[str, ...] = _option(*_SET, default=(), action="append")
     mtbf: str | None = _option("hours between failures of one device, on average", "HOURS")
@@ -110,9 +112,13 @@ class BenchOptions:
     ranks: str | None = _option("the most processes at once (default: one a GPU, or one a core up to 8)", "N")
 
 
+def _options(kind: Any) -> list[Field[Any]]:
+    return [found for found in fields(kind) if found.metadata]
+
+
 def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
     """The options of a kind, in their order."""
-    for option in fields(kind):
+    for option in _options(kind):
         flags = option.metadata["flags"] or (f"--{option.name.replace('_', '-')}",)
         default = None if option.default is MISSING else option.default
         default = list(default) if isinstance(default, tuple) else default  # argparse appends
@@ -122,7 +128,7 @@ def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
 def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
     """What was parsed, as a kind of options. Raises: CommandError for what is no whole number where one is meant."""
     values = {}
-    for option in fields(kind):  # type: ignore[arg-type]
+    for option in _options(kind):
         value, least = getattr(parsed, option.name), option.metadata["least"]
         value = tuple(value) if isinstance(value, list) else value
         values[option.name] = value if least is None else _integer(option.name, value, least)

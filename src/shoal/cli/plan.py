@@ -39,13 +39,13 @@ def plan(options: PlanOptions) -> ExitCode:
             remedy="write shoal plan JOBFILE --cluster 8xH100, or shoal plan --learn RUNDIR",
         )
     aim = parse(options.aim)
-    most, hours = _positive("--max-devices", options.max_devices), _positive("--mtbf", options.mtbf)
+    hours = _hours(options.mtbf)
     for text in (options.output, options.html):
         _refuse_folder(text)
     base = apply_wishes(Plan(), Wishes(precision=options.precision), from_file=False)
     target = parse_target(options.job, options.set)
     loaded = load(target)
-    asked = question(loaded.job, base, options.cluster, int(most) if most else None)
+    asked = question(loaded.job, base, options.cluster, options.max_devices)
     found = answer(asked, aim, f"{target.path}:{loaded.function}", hours, time.perf_counter)
     console = Console()
     show(found, console if console.is_terminal else Console(width=_WIDTH))
@@ -74,17 +74,16 @@ def _write(found: Answer, options: PlanOptions) -> None:
         print(f"page written: {options.html}")
 
 
-def _positive(name: str, text: str | None) -> float | None:
+def _hours(text: str | None) -> float | None:
     if text is None:
         return None
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0.0 < value < float("inf") or (name == "--max-devices" and value != int(value)):
-        kind = "a whole number" if name == "--max-devices" else "a number of hours"
+    if not 0.0 < value < float("inf"):
         raise CommandError(
-            given=f"{name} {text}", conflict=f"{name} takes {kind} above zero", remedy=f"write {name} 8, say"
+            given=f"--mtbf {text}", conflict="--mtbf takes a number of hours above zero", remedy="write --mtbf 8, say"
         )
     return value
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
@@ -123,15 +124,16 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
     return result
 
 
-def decided_by_rank_0(mesh: Mesh, work: Callable[[], str]) -> str:
-    """Rank 0's result of `work`, which no other rank does; where it raises there, every rank raises.
+def decided_by_rank_0(mesh: Mesh, kind: type[T], work: Callable[[], T]) -> T:
+    """Rank 0's result of `work`, a value of the `kind`, which no other rank does; raises everywhere where it raises.
 
     Collective: all ranks, two JSON gathers; none with one rank.
     """
     if mesh.world_size == 1:
         return work()
-    decided = together(mesh, lambda: work() if mesh.rank == 0 else "")
-    return str(mesh.gather_json(decided)[0])
+    values = TypeAdapter(kind)
+    text = together(mesh, lambda: values.dump_json(work(), by_alias=True).decode() if mesh.rank == 0 else "")
+    return values.validate_json(mesh.gather_json(text)[0])
 
 
 def collectively(mesh: Mesh, divided: bool, work: Callable[[], T]) -> T:

@@ -6,8 +6,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Self
 
-from pydantic import TypeAdapter
-
 from shoal.errors import PlanError, SettingWarning, nearest
 from shoal.plans.legal import (
     ModelFacts,
@@ -99,19 +97,10 @@ class CompletePlan(Plan):
 
 @dataclass(frozen=True)
 class Judged:
-    """A complete plan, and what its layout does not give, a sentence each; other processes read it from its JSON."""
+    """A complete plan, and what its layout does not give, a sentence each."""
 
     plan: CompletePlan
     notes: tuple[str, ...] = ()
-
-    def to_json(self) -> str:
-        """As JSON, for a process that is not to judge again."""
-        return TypeAdapter(Judged).dump_json(self, by_alias=True).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> Judged:
-        """What `to_json` wrote."""
-        return TypeAdapter(Judged).validate_json(text)
 
 
 def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> Judged:

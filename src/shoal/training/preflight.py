@@ -29,9 +29,10 @@ from shoal.runs.version import __version__
 
 
 def look(request: RunRequest) -> dict[str, Any]:
-    """A request's plan, judged, or the error for which no rank of it is started; as a JSON value."""
+    """A request with its plan judged for its loaded job, or the error for which no rank is started; as JSON."""
     try:
-        return {"judged": judged(load(request.job).job, request.plan, request.wishes.max_microbatch).to_json()}
+        found = judged(load(request.job).job, request.plan, request.wishes.max_microbatch)
+        return {"request": replace(request, judged=found).to_json()}
     except (Exception, SystemExit) as caught:
         return {"error": {**to_json(as_shoal_error(caught), 0, platform.node()), "rank": None}}
 

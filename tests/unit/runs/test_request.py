@@ -32,7 +32,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def request(*arguments: str) -> RunRequest:
-    return requested(options_of(RunOptions, _parser().parse_args(["run", *arguments])), started_at=5.0)
+    return requested(replace(options_of(RunOptions, _parser().parse_args(["run", *arguments])), started_at=5.0))
 
 
 def began(out: Path, job: dict[str, Any] | None = None, plan: Plan | None = None) -> None:

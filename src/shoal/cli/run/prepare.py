@@ -1,20 +1,22 @@
-"""Preparation of a run: options become a request, judged as far as that goes without torch, and ranks are started."""
+"""Preparation of a run, to train or to verify: options become a request, and ranks are started, without torch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from shoal.cli.options import RunOptions
-from shoal.errors import ShoalError, from_json
+from shoal.cli.options import RunOptions, VerifyOptions
+from shoal.errors import ExitCode, ShoalError, from_json
 from shoal.launch.environment import REQUEST_FILE, Environment, joined
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
-from shoal.plans.resolve import Judged, Wishes, apply_wishes
+from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.plans.toml import read
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.directory_lock import DirectoryLock
@@ -22,13 +24,13 @@ from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import RunRequest, devices_here
 
 
-def run(options: RunOptions, given: Sequence[str], started_at: float) -> int:
+def run(options: RunOptions) -> int:
     """Trains: in this process alone, as a rank of a launcher, or with ranks on this host that it starts."""
     environment = joined(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
         return _train(RunRequest.from_json(Path(handed_over).read_text(encoding="utf-8")), environment)
-    request = requested(options, started_at)
+    request = requested(options)
     if environment is not None:
         world_size = environment.world_size
         request = request.with_devices(lambda: world_size)
@@ -36,21 +38,52 @@ def run(options: RunOptions, given: Sequence[str], started_at: float) -> int:
             request = request.with_own_sums()
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
         return _train(request, environment, unprepared=True)
-    request = request.with_devices(devices_here).with_own_sums()
-    request.check_plan()
-    with request.claim() as lock:
-        request = replace(request, out=lock.folder)
+    with _claimed(request) as (request, lock):
         if request.num_processes == 1:
             return _train(request, Environment())
         for note in request.notes():
             print(f"note: {note}", file=sys.stderr)
         try:
-            return _launch(looked_at(request) if request.needs_look else request, given, lock)
+            return _launch(looked_at(request) if request.needs_look else request, lock)
         except ShoalError as error:
             return tell(request, error)
 
 
-def requested(options: RunOptions, started_at: float, suffix: str = "") -> RunRequest:
+def verify(options: VerifyOptions) -> int:
+    """Verifies the run that `shoal run` would train with these options."""
+    with _claimed(requested(RunOptions(**vars(options), no_telemetry=True), suffix="-verify")) as (request, _):
+        from shoal.cli.verify import verify  # torch: its import serves the child that looks at the job too
+
+        handlers = {number: signal.signal(number, _leave) for number in _STOPS}  # in order: the traces are removed
+        try:
+            return verify(looked_at(request), options.steps)
+        except ShoalError as error:
+            tell(request, error)
+            return int(ExitCode.USER)  # whatever it was: 1 says that the run diverged
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    for again in _STOPS:
+        signal.signal(again, signal.SIG_IGN)
+    raise SystemExit(ExitCode.INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
+    """A request for ranks on this host, its plan judged by itself and its directory taken for the context."""
+    request = request.with_devices(devices_here).with_own_sums()
+    request.check_plan()
+    with request.claim() as lock:
+        yield replace(request, out=lock.folder), lock
+
+
+def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     """The request in options; `suffix` of the directory's name where none is given.
 
     Raises: JobFileError, SettingError, PlanError.
@@ -72,7 +105,7 @@ def requested(options: RunOptions, started_at: float, suffix: str = "") -> RunRe
         plan=apply_wishes(plan, wishes, from_file=bool(options.plan)),
         wishes=wishes,
         out=out,
-        started_at=started_at,
+        started_at=options.started_at,
         plan_from_file=bool(options.plan) or resumed_plan,
         resume=options.resume,
         steps=steps,
@@ -105,7 +138,7 @@ def looked_at(request: RunRequest) -> RunRequest:
 
     found = in_child(work)
     if "error" not in found:
-        return replace(request, judged=Judged.from_json(found["judged"]))
+        return RunRequest.from_json(found["request"])
     error = from_json(found["error"])
     RunDirectory(request.out).keep_traceback("launcher", error)
     raise error
@@ -130,12 +163,12 @@ def _train(request: RunRequest, environment: Environment, *, unprepared: bool = 
         return run(request, environment, signals, unprepared=unprepared)
 
 
-def _launch(request: RunRequest, given: Sequence[str], lock: DirectoryLock) -> int:
+def _launch(request: RunRequest, lock: DirectoryLock) -> int:
     from shoal.launch.local import LocalRun, launch
 
     code, error = launch(
         LocalRun(
-            given,
+            ["run", str(request.job.path)],
             request.num_processes,
             request.threads_per_process,
             request.out / "logs",

@@ -73,9 +73,9 @@ def run(request: RunRequest, environment: Environment, signals: Signals, *, unpr
                 with open_mesh(environment, request.plan.degrees) as mesh:
                     plan, call = _agree(mesh, call, unprepared)
                     if unprepared:
-                        out = decided_by_rank_0(mesh, lambda: str(held.enter_context(request.claim()).folder))
-                        call = replace(call, request=replace(request, out=Path(out)))
-                        directory = RunDirectory(Path(out))
+                        out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
+                        call = replace(call, request=replace(request, out=out))
+                        directory = RunDirectory(out)
                     code = _train(mesh, plan, call)
         except (Exception, SystemExit) as caught:
             error = as_shoal_error(caught)
@@ -91,11 +91,8 @@ def run(request: RunRequest, environment: Environment, signals: Signals, *, unpr
 def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:
     """The plan that all ranks train by, and the call with its data opened. Collective: all ranks."""
     request, job = call.request, call.loaded.job
-    found = request.judged
-    if found is None:
-        most = request.wishes.max_microbatch
-        text = decided_by_rank_0(mesh, lambda: judged(job, request.plan, most).to_json())
-        found = Judged.from_json(text)
+    most = request.wishes.max_microbatch
+    found = request.judged or decided_by_rank_0(mesh, Judged, lambda: judged(job, request.plan, most))
     if mesh.rank == 0:
         _warn(job, request, unprepared)
     loaded = replace(call.loaded, job=together(mesh, lambda: opened(job)))

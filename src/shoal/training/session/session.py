@@ -72,8 +72,7 @@ class Session:
         with contextlib.ExitStack() as opened:
             self.mesh = opened.enter_context(open_mesh(environment, plan.degrees))
             facts = ModelFacts(self._job.grains, self._job.grain_size)  # its model comes later
-            text = decided_by_rank_0(self.mesh, lambda: judge(plan, facts).to_json())
-            self.plan = Judged.from_json(text).plan
+            self.plan = decided_by_rank_0(self.mesh, Judged, lambda: judge(plan, facts)).plan
             self._exit = opened.pop_all()
         self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
         self._prepared = Prepared()
