@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ExitCode, LaunchError, RankLostError
+from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError, from_json
 from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
 from shoal.launch.signals import Signals
 from shoal.runs.directory_lock import NAME
@@ -69,8 +69,8 @@ class _Worker:
         return None
 
 
-def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
-    """Starts the workers and waits for them: the run's exit code, and the root error as a JSON value.
+def launch(run: LocalRun) -> tuple[int, ShoalError | None]:
+    """Starts the workers and waits for them: the run's exit code, and the root error if there is one.
 
     Raises: LaunchError where the port that MASTER_PORT names is taken.
     """
@@ -204,7 +204,7 @@ def _watch(workers: list[_Worker], signals: Signals, replaceable: range, replace
         time.sleep(_POLL_SECONDS)
 
 
-def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, dict[str, Any] | None]:
+def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, ShoalError | None]:
     ends = [(worker, worker.how_it_ended()) for worker in workers]
     if signals.twice and not all(end for _, end in ends):
         return ExitCode.INTERRUPTED, None
@@ -212,18 +212,18 @@ def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, dict[str, A
     roots = [error for error in told if error["kind"] != "PeerError"]
     if roots:
         code = next(end["exit_code"] for _, end in ends if end and end.get("error") == roots[0])
-        return code, roots[0]
+        return code, from_json(roots[0])
     lost = sorted((worker for worker, end in ends if end is None), key=lambda worker: worker.given_up)
     if signals.received and any(w.process.returncode == -signal.SIGTERM for w in lost):
         return ExitCode.INTERRUPTED, None  # told to stop before it could listen: nothing had begun
     if lost:
         return ExitCode.RANK_LOST, _lost(lost[0])
     if told:
-        return ExitCode.FAILED, told[0]
+        return ExitCode.FAILED, from_json(told[0])
     return max(end["exit_code"] for _, end in ends if end), None
 
 
-def _lost(worker: _Worker) -> dict[str, Any]:
+def _lost(worker: _Worker) -> RankLostError:
     code = worker.process.returncode
     try:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -234,15 +234,8 @@ def _lost(worker: _Worker) -> dict[str, Any]:
         conflict=f"it {how} without a word{_last_words(worker)}",
         remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
     )
-    return {
-        "kind": type(error).__name__,
-        "given": error.given,
-        "conflict": error.conflict,
-        "remedy": error.remedy,
-        "rank": worker.rank,
-        "host": socket.gethostname(),
-        "traceback": None,
-    }
+    error.rank, error.host = worker.rank, socket.gethostname()
+    return error
 
 
 def _keep_log(worker: _Worker, folder: Path) -> None:

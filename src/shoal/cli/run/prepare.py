@@ -178,5 +178,5 @@ def _launch(request: RunRequest, lock: DirectoryLock) -> int:
         )
     )
     if error is not None:
-        tell(request, from_json(error))
+        tell(request, error)
     return code

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import LaunchError, from_json
+from shoal.errors import LaunchError
 from shoal.launch.local import LocalRun, launch
 
 
@@ -23,7 +23,7 @@ def found_by(what: str, task: Mapping[str, Any], ranks: int, threads: int, named
         logs = Path(folder) / "none" / "logs"
         code, error = launch(LocalRun(["bench", what], ranks, threads, logs, request=request))
         if error is not None:
-            raise from_json(error)
+            raise error
         if code:
             raise LaunchError(
                 given=named,
