@@ -56,7 +56,6 @@ def main() -> None:
 def served(request: dict[str, Any]) -> list[int]:
     """The exit codes by rank; -9 for those that were not done in time."""
     folder, ranks = Path(request["folder"]), request["ranks"]
-    handed_over = _handed_over(request, folder) if request["launched"] else {}
     key = secrets.token_hex(32)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -67,7 +66,6 @@ def served(request: dict[str, Any]) -> list[int]:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
                 variables |= {name: str(number) for name, number in numbers.items()}
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SHOAL_RUN_KEY": key}
-                variables |= handed_over
                 if rank == 0:
                     variables["SHOAL_LISTEN_FD"] = str(listener.fileno())
             pid = os.fork()
@@ -75,26 +73,6 @@ def served(request: dict[str, Any]) -> list[int]:
                 _child(request, folder, rank, variables)
             children[pid] = rank
     return _ended(children, ranks)
-
-
-def _handed_over(request: dict[str, Any], folder: Path) -> dict[str, str]:
-    """The variables of a run whose request the local launcher has judged and written; a child does that here."""
-    file = folder / "request.json"
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            os.chdir(folder)
-            os.environ.update(request["environment"])
-            main, options = importlib.import_module("shoal.cli.main"), importlib.import_module("shoal.cli.options")
-            prepare = importlib.import_module("shoal.cli.run.prepare")
-            parsed = options.options_of(options.RunOptions, main._parse(request["argv"]))
-            file.write_text(prepare.looked_at(prepare.requested(parsed)).to_json())
-            code = 0
-        finally:
-            os._exit(code)
-    os.waitpid(pid, 0)
-    return {"SHOAL_LAUNCHER_PID": str(os.getpid()), "SHOAL_REQUEST_FILE": str(file)}
 
 
 def _ended(children: dict[int, int], ranks: int) -> list[int]:
@@ -115,7 +93,7 @@ def _child(request: dict[str, Any], folder: Path, rank: int, variables: dict[str
     code = 1
     try:
         os.chdir(folder)
-        os.environ.update(variables)
+        os.environ.update(variables, PYTHONPATH=str(HERE.parent / "jobs"))  # for ranks that the command starts
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
