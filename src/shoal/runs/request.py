@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -110,11 +110,11 @@ class RunRequest:
             raise InUseError(given=str(self.out), conflict="another has trained there since", remedy="take the next")
         self.check()
 
-    def with_devices(self, count: Callable[[], int]) -> RunRequest:
-        """The request with a number of devices, counted where neither plan nor option says."""
+    def with_devices(self, devices: int) -> RunRequest:
+        """The request with a number of devices, where neither plan nor option says."""
         if self.plan_from_file or self.wishes.devices is not None:
             return self
-        wishes = replace(self.wishes, devices=count())
+        wishes = replace(self.wishes, devices=devices)
         return replace(self, wishes=wishes, plan=apply_wishes(self.plan, wishes, from_file=False))
 
     def with_own_sums(self) -> RunRequest:

@@ -9,9 +9,7 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from shoal.distributed.worker_process import die_with_launcher
 from shoal.errors import LaunchError, RankLostError, from_json
 from shoal.job import Job
 from shoal.launch.environment import LAUNCHER_PID, Environment, joined
+from shoal.launch.in_child import fork
 from shoal.plans.resolve import CompletePlan
 from shoal.verification.traced_run import runs, trace_rank
 
@@ -88,7 +87,7 @@ def forked(
                 port = listener.getsockname()[1]
                 environment = Environment(rank, world_size, rank, world_size, port=port, listen_fd=descriptor, key=key)
                 log = None if rank == 0 and aloud else _log(folder, rank)
-                children[_fork(work, environment, folder, log)] = rank
+                children[fork(functools.partial(_work, work, environment, folder, log, os.getpid()))] = rank
             yield lambda: _wait(children, folder)
         finally:
             for pid in children:
@@ -97,16 +96,10 @@ def forked(
                 os.waitpid(pid, 0)
 
 
-def _fork(work: Callable[[Environment], None], environment: Environment, folder: Path, log: Path | None) -> int:
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that the parent had
-        pid = os.fork()
-    if pid:
-        return pid
-    code = 1
+def _work(
+    work: Callable[[Environment], None], environment: Environment, folder: Path, log: Path | None, parent: int
+) -> None:
+    """Does `work` as a rank, a child of `parent`; leaves its error in the folder, and raises it."""
     try:
         os.environ[LAUNCHER_PID] = str(parent)
         die_with_launcher()
@@ -121,15 +114,10 @@ def _fork(work: Callable[[Environment], None], environment: Environment, folder:
         torch.set_num_threads(1)  # whatever threads the parent had are not here
         _refuse_lost_threads()
         work(environment)
-        code = 0
     except BaseException as error:
         told = to_json(as_shoal_error(error), environment.rank, socket.gethostname())
         (folder / f"error-{environment.rank}.json").write_text(json.dumps(told), encoding="utf-8")
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        raise
 
 
 def _wait(children: dict[int, int], folder: Path) -> None:

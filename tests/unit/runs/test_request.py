@@ -73,7 +73,7 @@ def test_counts_start_at_one(job: str, option: str, value: str) -> None:
 
 def test_a_plan_file_says_the_devices(job: str) -> None:
     Path("plan.toml").write_text(write(Plan().with_sections(layout={"data": 4})))
-    assert request(job, "--plan", "plan.toml").with_devices(lambda: 9).world_size == 4
+    assert request(job, "--plan", "plan.toml").with_devices(9).world_size == 4
     with pytest.raises(PlanError, match="--devices 3 with a plan"):
         request(job, "--plan", "plan.toml", "--devices", "3")
     with pytest.raises(PlanError, match="cannot be read"):
@@ -122,8 +122,8 @@ def test_ranks_read_the_request_that_a_launcher_wrote(job: str) -> None:
 
 
 def test_devices_are_counted_where_nobody_says(job: str) -> None:
-    assert request(job).with_devices(lambda: 3).world_size == 3
-    assert request(job, "--devices", "2").with_devices(lambda: 3).world_size == 2
+    assert request(job).with_devices(3).world_size == 3
+    assert request(job, "--devices", "2").with_devices(3).world_size == 2
 
 
 def test_a_run_directory_is_checked(job: str) -> None:
@@ -159,7 +159,7 @@ def test_a_resume_takes_plan_settings_and_steps_of_the_run(job: str) -> None:
     assert found.plan == plan
     assert dict(found.job.settings) == {"lr": "0.5", "name": "a"}
     assert found.steps == 40
-    assert found.with_devices(lambda: 8).world_size == 2
+    assert found.with_devices(8).world_size == 2
 
 
 def test_a_resume_may_change_devices_steps_and_settings(job: str) -> None:
@@ -194,7 +194,7 @@ def test_of_what_nobody_wrote_nothing_is_said(job: str, sections: dict[str, Any]
         kept = complete(found.plan, 8, 4)
         Path("plan.toml").write_text(write(kept))
         again = request(job, "--plan", "plan.toml")
-        again.with_devices(lambda: 9).with_own_sums().check_plan()
+        again.with_devices(9).with_own_sums().check_plan()
         assert complete(again.plan, 8, 4) == kept
         num += 1
     assert num > 1

@@ -33,7 +33,7 @@ def run(options: RunOptions) -> int:
     request = requested(options)
     if environment is not None:
         world_size = environment.world_size
-        request = request.with_devices(lambda: world_size)
+        request = request.with_devices(world_size)
         if environment.single_host:
             request = request.with_own_sums()
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
@@ -77,7 +77,7 @@ def _leave(number: int, frame: object) -> NoReturn:
 @contextlib.contextmanager
 def _claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
     """A request for ranks on this host, its plan judged by itself and its directory taken for the context."""
-    request = request.with_devices(devices_here).with_own_sums()
+    request = request.with_devices(devices_here()).with_own_sums()
     request.check_plan()
     with request.claim() as lock:
         yield replace(request, out=lock.folder), lock
