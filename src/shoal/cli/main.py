@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shoal.cli.options import BenchOptions, PlanOptions, RunOptions, VerifyOptions, add_options, options_of
 from shoal.errors import CommandError, ExitCode, SettingWarning, ShoalError
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parse(given)
         command = _COMMANDS[parsed.command]
-        options = options_of(command.options, parsed)
+        options: Any = options_of(command.options, parsed)
         return int(getattr(importlib.import_module(command.module), parsed.command)(options))
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
@@ -106,7 +106,7 @@ class _Command:
     """A command: its module, which has a function of its name that is given its options, and its help."""
 
     module: str
-    options: type
+    options: type[Any]
     help: str
     description: str
     epilog: str | None = None
