@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter
 
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import PeerError, ShoalError
+from shoal.runs.handover import dumped, loaded
 from shoal.runs.records import SPANS, Spread
 
 T = TypeVar("T")
@@ -131,9 +131,8 @@ def decided_by_rank_0(mesh: Mesh, kind: type[T], work: Callable[[], T]) -> T:
     """
     if mesh.world_size == 1:
         return work()
-    values = TypeAdapter(kind)
-    text = together(mesh, lambda: values.dump_json(work(), by_alias=True).decode() if mesh.rank == 0 else "")
-    return values.validate_json(mesh.gather_json(text)[0])
+    text = together(mesh, lambda: dumped(work()) if mesh.rank == 0 else "")
+    return loaded(kind, mesh.gather_json(text)[0])
 
 
 def collectively(mesh: Mesh, divided: bool, work: Callable[[], T]) -> T:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from shoal.errors import InUseError
 from shoal.hardware.detect import cores
 from shoal.plans import Plan
@@ -49,15 +47,6 @@ class RunRequest:
     plan_resumed: bool = False
     numbered: str | None = None
     judged: Judged | None = None
-
-    def to_json(self) -> str:
-        """As JSON, for the ranks that a launcher starts."""
-        return TypeAdapter(RunRequest).dump_json(self, by_alias=True).decode()
-
-    @classmethod
-    def from_json(cls, text: str) -> RunRequest:
-        """What `to_json` wrote."""
-        return TypeAdapter(RunRequest).validate_json(text)
 
     def check(self) -> None:
         """Raises: RunDirectoryError where the run directory cannot be used, CertificateError where there is none."""

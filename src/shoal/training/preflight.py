@@ -23,6 +23,7 @@ from shoal.parallel.model.repeated_blocks import repeated_blocks
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import Judged, judge
+from shoal.runs.handover import dumped
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.request import RunRequest
 from shoal.runs.version import __version__
@@ -32,7 +33,7 @@ def look(request: RunRequest) -> dict[str, Any]:
     """A request with its plan judged for its loaded job, or the error for which no rank is started; as JSON."""
     try:
         found = judged(load(request.job).job, request.plan, request.wishes.max_microbatch)
-        return {"request": replace(request, judged=found).to_json()}
+        return {"request": dumped(replace(request, judged=found))}
     except (Exception, SystemExit) as caught:
         return {"error": {**to_json(as_shoal_error(caught), 0, platform.node()), "rank": None}}
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from shoal.plans.legal import ModelFacts, conflicts
 from shoal.plans.resolve import CompletePlan, complete, judge
 from shoal.plans.toml import write
 from shoal.runs.directory import RunDirectory
+from shoal.runs.handover import dumped, loaded
 from shoal.runs.request import RunRequest, devices_here
 
 
@@ -112,13 +114,19 @@ def test_a_job_is_looked_at_where_only_that_tells(job: str) -> None:
 def test_ranks_read_the_request_that_a_launcher_wrote(job: str) -> None:
     options = "--devices 2 --exact --precision fp16 --set lr=0.1 --set name=x --steps 7 --max-microbatch 64 --no-telemetry"
     asked = request(job, *options.split())
-    assert RunRequest.from_json(asked.to_json()) == asked
+    assert loaded(RunRequest, dumped(asked)) == asked
     looked_at = replace(asked, judged=judge(asked.plan, ModelFacts(8, 4)), certificate=Path("c.json"), numbered="a")
-    found = RunRequest.from_json(looked_at.to_json())
+    found = loaded(RunRequest, dumped(looked_at))
     assert found == looked_at
     assert found.judged is not None
     assert type(found.judged.plan) is CompletePlan
     assert found.judged.plan.batch.grains_per_microbatch == 1
+
+
+def test_a_prediction_is_handed_over_whatever_its_numbers_are(job: str) -> None:
+    plan = Plan.from_mapping({"schema": 1, "prediction": {"step_seconds": math.inf, "about": ["a", 1]}}, source="p")
+    asked = replace(request(job), plan=plan)
+    assert loaded(RunRequest, dumped(asked)) == asked
 
 
 def test_devices_are_counted_where_nobody_says(job: str) -> None:

@@ -20,6 +20,7 @@ from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.plans.toml import read
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.directory_lock import DirectoryLock
+from shoal.runs.handover import dumped, loaded
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import RunRequest, devices_here
 
@@ -29,7 +30,7 @@ def run(options: RunOptions) -> int:
     environment = joined(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
-        return _train(RunRequest.from_json(Path(handed_over).read_text(encoding="utf-8")), environment)
+        return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
     request = requested(options)
     if environment is not None:
         world_size = environment.world_size
@@ -138,7 +139,7 @@ def looked_at(request: RunRequest) -> RunRequest:
 
     found = in_child(work)
     if "error" not in found:
-        return RunRequest.from_json(found["request"])
+        return loaded(RunRequest, found["request"])
     error = from_json(found["error"])
     RunDirectory(request.out).keep_traceback("launcher", error)
     raise error
@@ -172,7 +173,7 @@ def _launch(request: RunRequest, lock: DirectoryLock) -> int:
             request.num_processes,
             request.threads_per_process,
             request.out / "logs",
-            request=request.to_json(),
+            request=dumped(request),
             replaceable=request.plan.worker_ranks,
             lock=lock.descriptor,
         )
