@@ -53,7 +53,7 @@ def normalised() -> shoal.Job:
 
 
 def verdict_on(job: shoal.Job, plan: shoal.Plan, folder: Path) -> Verdict:
-    trace_forked(lambda plan: (job, plan), plan, folder, 2)
+    trace_forked(lambda: job, plan, folder, 2)
     return judge_traces(job, plan, folder)
 
 

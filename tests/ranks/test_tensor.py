@@ -628,7 +628,7 @@ def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path
 
     job = examples_job(model, partial(tokens, 256), language, 4)
     plan = complete(shoal.Plan().with_sections(**SEQUENCE[name], tensor={"sequence": True}), job.grains, job.grain_size)
-    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
+    trace_forked(lambda: job, plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 
@@ -638,7 +638,7 @@ def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> N
     torch.manual_seed(0)
     job = EXAMPLES[name]()
     plan = complete(shoal.Plan().with_sections(layout={"tensor": 2}), job.grains, job.grain_size)
-    trace_forked(lambda plan: (job, plan), plan, tmp_path, 1)
+    trace_forked(lambda: job, plan, tmp_path, 1)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 
@@ -647,7 +647,7 @@ def test_a_pipeline_whose_last_stage_has_a_sharded_loss_is_verified(tmp_path: Pa
     job = EXAMPLES["gpt"]()
     sections = {"layout": {"tensor": 2, "pipeline": 2}, "batch": {"grains_per_microbatch": 1}}
     plan = complete(shoal.Plan().with_sections(**sections), job.grains, job.grain_size)
-    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
+    trace_forked(lambda: job, plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 
@@ -663,7 +663,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 def test_verified_with_other_axes(name: str, tmp_path: Path) -> None:
     job = language_job(dropout=0.2)
     plan = complete(shoal.Plan().with_sections(**LAYOUTS[name]), job.grains, job.grain_size)
-    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
+    trace_forked(lambda: job, plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 

@@ -25,7 +25,7 @@ from shoal.parallel.model.materialise import Whole, materialise
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import refuse_unsupported
+from shoal.plans.resolve import CompletePlan
 
 if TYPE_CHECKING:
     from shoal.parallel.model.trial import ModelTrial
@@ -214,10 +214,9 @@ def num_samples(batch: Any) -> int:
 
 
 def assemble(
-    plan: Plan, sharded_model: ShardedModel, parameters: Sequence[Tensor], num_grains: int, mark: Mark
+    plan: CompletePlan, sharded_model: ShardedModel, parameters: Sequence[Tensor], num_grains: int, mark: Mark
 ) -> Strategy:
     """The strategy that a plan asks for. Raises: PlanError for what this version does not execute; JobError."""
-    refuse_unsupported(plan)
     mesh = sharded_model.mesh
     reduce = widest(Precision.of(plan.precision, mesh.device).reduce, parameters)
     if plan.collectives.compression != "none" and reduce == torch.float64:

@@ -16,7 +16,7 @@ import torch
 from shoal.distributed.mesh import alone
 from shoal.job import Job
 from shoal.launch.environment import Environment
-from shoal.plans.plan import Plan
+from shoal.plans.resolve import CompletePlan
 from shoal.training.engine import Engine, Options, build
 from shoal.training.optimizer_step import clipping
 from shoal.training.parameter_server.conductor import Conductor
@@ -35,7 +35,7 @@ _PARTS, _CONDUCTOR = "parts", "conductor"
 
 def trace_served(
     job: Job,
-    plan: Plan,
+    plan: CompletePlan,
     environment: Environment,
     folder: Path,
     num_steps: int,

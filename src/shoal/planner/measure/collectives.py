@@ -50,7 +50,7 @@ class Compared:
         return min((n for n in names if size in self.seconds[n]), key=lambda n: self.median(n, size))
 
 
-def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None, started_at: float) -> int:
+def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None) -> int:
     """Measures, prints the table, writes the calibration, and beside `out` (a JSON file) a plot.
 
     Raises: CommandError for sizes that are none, or what went wrong on a rank.
@@ -62,7 +62,7 @@ def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None, star
             conflict="one process has nobody to exchange anything with",
             remedy="write --ranks 2",
         )
-    compared = measured(ranks, sizes, started_at)
+    compared = measured(ranks, sizes)
     print(table(compared))
     document = json.dumps(calibration(compared), indent=1) + "\n"
     kept = comparison_file(ranks)
@@ -90,13 +90,13 @@ def parse_sizes(text: str | None) -> list[int]:
     return sizes
 
 
-def measured(ranks: int, sizes: Sequence[int], started_at: float) -> Compared:
+def measured(ranks: int, sizes: Sequence[int]) -> Compared:
     """Rounds of everything that is there to be compared. Raises: what went wrong on a rank of shoal's own."""
     seconds: dict[str, dict[int, list[float]]] = {}
     libraries = list(_mpi_commands(ranks))
     print(f"measuring {ranks} processes on {cores()} cores, against {len(libraries)} MPI ...", flush=True)
     for _ in range(_ROUNDS):
-        for row in _own_round(ranks, sizes, started_at):
+        for row in _own_round(ranks, sizes):
             seconds.setdefault(row["name"], {}).setdefault(row["size"], []).extend(row["seconds"])
         for command, variables in list(libraries):
             found = _mpi_round(command, variables, sizes)
@@ -108,11 +108,11 @@ def measured(ranks: int, sizes: Sequence[int], started_at: float) -> Compared:
     return Compared(ranks, seconds)
 
 
-def _own_round(ranks: int, sizes: Sequence[int], started_at: float) -> list[dict[str, Any]]:
+def _own_round(ranks: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """The ranks' rows, each sample of the slowest rank."""
-    arguments = ["collectives", "--seconds", str(_SAMPLE_SECONDS), "--sizes", ",".join(map(str, sizes))]
-    what = f"a comparison of collectives on {ranks} processes"
-    documents = found_by(arguments, ranks, max(1, cores() // ranks), started_at, what)
+    task = {"sample_seconds": _SAMPLE_SECONDS, "sizes": list(sizes), "samples": _SAMPLES}
+    named = f"a comparison of collectives on {ranks} processes"
+    documents = found_by("collectives", task, ranks, max(1, cores() // ranks), named)
     rows: list[dict[str, Any]] = documents[0]["rows"]
     for number, row in enumerate(rows):
         row["seconds"] = [max(many) for many in zip(*(d["rows"][number]["seconds"] for d in documents), strict=True)]
