@@ -57,8 +57,8 @@ class Traffic:
     """Counter of this process's collectives between `start` and `stop`, by (group, kind); one count at a time.
 
     Bytes as in plans/accounting/collectives.py: the larger of a rank's two buffers, nccl-tests' `size`. A collective of
-    several tensors is one message. `names` maps axes to their process groups; that of all ranks is `world`. `stage_groups`
-    carry the messages of a pipeline.
+    several tensors is one message. `names` maps axes to their process groups; that of all ranks is `world`.
+    `stage_groups` carry the messages of a pipeline.
     """
 
     def __init__(
