@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shoal.hardware.values import Curve, Device
+from shoal.hardware.values import Curve
 from shoal.planner.predict.collective_time import Network
-from shoal.planner.predict.pipeline_ranks import Rank, Ranks
 from shoal.planner.predict.roofline import ITEMSIZE, K_FILL, WINOGRAD, DeviceModel, Share, divided
 from shoal.planner.predict.stage_split import Held
 from shoal.planner.predict.stage_time import Passes
-from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Unit
 from shoal.planner.search.space import divisors
@@ -240,123 +238,3 @@ class ReplicaSums:
                 scatters += count * network.seconds("reduce_scatter", numel * reduce, group)
                 scatters += count * network.seconds("all_reduce", numel * reduce / shard, others)
             yield gathers, scatters
-
-
-# ---------------------------------------------------------------------------------------------------------------- plans
-
-
-class Turn(NamedTuple):
-    """Seconds of one microbatch: down to the last rank, up from it, of gradients of weights above it, and on it."""
-
-    down: float
-    up: float
-    weights: float
-    last: float
-
-
-class LowerBounds:
-    """Bounds of the plans of one workload on one cluster."""
-
-    def __init__(self, predictor: Predictor) -> None:
-        self._predictor, self._program = predictor, predictor.program
-        self._staging, self._network, self._exchanged = predictor.staging, predictor.network, predictor.exchanged
-        self._least: dict[tuple[object, ...], float] = {}
-        self._loads: dict[Ranks, Load] = {}
-        self._sums = ReplicaSums(self._network, self._program)
-        self._turns: dict[tuple[int, int], Turn] = {}
-
-    def floors(self, device: Device) -> Floors:
-        """What no plan goes below whose ranks have such a device, by its degrees alone."""
-        return Floors(
-            self._staging.computer(device),
-            self._network,
-            self._program,
-            self._staging.parts,
-        )
-
-    def least_seconds(self, plan: Plan) -> float:
-        """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
-
-        The last rank waits for the first microbatch to come down all stages before its first, and the step ends when
-        its last gradient has gone up them again.
-        """
-        key = *self._staging.key(plan), plan.pipeline.schedule == "zero_bubble"
-        if key not in self._least:
-            _, microbatches = self._staging.share(plan)
-            whole = [passes.seconds for passes in self._staging.passes(plan)]
-            busy = [sum(whole[rank :: plan.layout.pipeline]) for rank in range(plan.layout.pipeline)]
-            self._least[key] = max(microbatches * max(busy), self._filled(plan))
-        return self._least[key]
-
-    def _filled(self, plan: Plan, message: float = 0.0) -> float:
-        """The last rank's microbatches and its waits before and after."""
-        _, microbatches = self._staging.share(plan)
-        passes, ranks, per = self._staging.passes(plan), plan.layout.pipeline, plan.pipeline.stages_per_rank
-        turn = self._turn(passes, ranks)
-        down = turn.down + message * (ranks - 1)
-        up = turn.up + message * (ranks - 1)
-        own = microbatches * (turn.last + 2 * message * per)
-        if plan.pipeline.schedule != "zero_bubble":
-            return down + own + up
-        # The gradients of weights may be put off, here and above: then nothing waits for them.
-        up -= turn.weights
-        late = min(microbatches, ranks) * passes[-1].weight_seconds
-        return down + own + max(0.0, up - late)
-
-    def _turn(self, passes: tuple[Passes, ...], ranks: int) -> Turn:
-        """What these stages take on so many ranks; the stages are kept, and so their id is theirs alone."""
-        key = id(passes), ranks
-        if key not in self._turns:
-            before = passes[: ranks - 1]
-            self._turns[key] = Turn(
-                sum(one.forward_seconds for one in before),
-                sum(one.backward_seconds for one in before),
-                sum(one.weight_seconds for one in before),
-                sum(one.seconds for one in passes[ranks - 1 :: ranks]),
-            )
-        return self._turns[key]
-
-    def least_at(self, plan: Plan) -> float:
-        """A lower bound of the step that knows the replicas of a plan, but not which of them are data and shard."""
-        ranks = self._staging.ranks(plan)
-        seconds = self.least_seconds(plan)
-        if plan.layout.pipeline > 1:
-            seconds = max(seconds, self._filled(plan, self._predictor.message(plan, ranks.share)))
-        if self._staging.device(plan).kind == "cpu":
-            return seconds  # where large messages leave the caches: no bound from their sum
-        if ranks not in self._loads:
-            sizes = [rank.size.trainable for rank in ranks.fullest]
-            self._loads[ranks] = load(ranks.busiest.held, ranks.of_units, sizes, plan.layout.tensor)
-        return seconds + self._sums.least_seconds(plan, self._loads[ranks])
-
-    def least_bytes(self, plan: Plan) -> float:
-        """A lower bound of the peak, of the rank that needs most.
-
-        It knows nothing of the data axis: not of others' buckets in shared memory, of which there are as many as ranks.
-        """
-        ranks = self._staging.ranks(plan)
-        buckets = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
-
-        def of(rank: Rank) -> float:
-            states = sum(self._predictor.states.least(plan, rank.held, rank.size, ranks.microbatches).values())
-            if buckets:
-                states += rank.size.trainable * self._program.bucket_bytes
-            return sum(self._predictor.in_all(plan, rank, {"parameters": states}).values())
-
-        return max(map(of, ranks.fullest))
-
-    def without_waits(self, plan: Plan) -> float:
-        """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
-        ranks = self._staging.ranks(plan)
-        makespan = self._filled(plan, self._predictor.message(plan, ranks.share)) if plan.layout.pipeline > 1 else 0.0
-        return sum(self._predictor.seconds(plan, ranks, makespan).values())
-
-    def beside(self, num_devices: int, is_divided: bool) -> float:
-        """What a step takes at least beside its passes and sums of gradients: agreements, and an update's launches.
-
-        `is_divided`: the model is, over some of so many devices.
-        """
-        cluster = self._predictor.cluster
-        device = cluster.device_for(min(cluster.devices_per_host, num_devices))
-        launches = self._predictor.work.profile.optimizer_launches * max(device.launch_seconds, device.dispatch_seconds)
-        return self._exchanged.agreed(num_devices, is_divided, apart=is_divided) + launches + device.step_seconds

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.workload import Prediction
 from shoal.planner.search.aims import Aim, Key, Limit
-from shoal.planner.search.bounds import Costs, LayoutClass, ScheduleFamily, Whole
+from shoal.planner.search.costs import Costs, LayoutClass, ScheduleFamily, Whole
 from shoal.planner.search.space import LEVELS, Degrees, MicrobatchSchedule, ModelDegrees, Recompute, Space, simplicity
 from shoal.plans.plan import Plan
 

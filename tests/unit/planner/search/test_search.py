@@ -17,9 +17,8 @@ from shoal.planner.calibrate.comparison import section
 from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.workload import Prediction, Workload
 from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
-from shoal.planner.search.bounds import Costs, ScheduleFamily
 from shoal.planner.search.choice import NothingFitsError, choose, limit_of
-from shoal.planner.search.costs import costs_of
+from shoal.planner.search.costs import Costs, ScheduleFamily, costs_of
 from shoal.planner.search.search import Candidate, Search, Seen
 from shoal.planner.search.space import (
     Degrees,
@@ -48,12 +47,9 @@ class Invented(Costs):
     """Costs without physics that keep what `Costs` promises."""
 
     def __init__(self, seed: int, num_grains: int) -> None:
+        self.memory_bytes = MEMORY
         self.seed, self.num_grains = seed, num_grains
         self.num_predicted = 0
-
-    @property
-    def memory_bytes(self) -> float:
-        return MEMORY
 
     def microbatches(self, plan: Plan) -> int:
         return -(-self.share(plan) // plan.batch.grains_per_microbatch)

@@ -27,7 +27,6 @@ from shoal.plans.accounting.collectives import (
     ROW_NUMBERS,
     WORLD,
     Gradients,
-    LayerPair,
     SizedCollective,
     Volume,
     Volumes,
@@ -36,8 +35,8 @@ from shoal.plans.accounting.collectives import (
     exact_data_parallel,
     fully_sharded,
     sharded_optimizer,
-    tensor_parallel,
 )
+from shoal.plans.accounting.model_parallel import LayerPair, tensor_parallel
 from shoal.plans.grains import Grain
 from shoal.plans.layout import Layout
 from shoal.training.metering import array
