@@ -1,4 +1,4 @@
-"""Costs of a workload's plans on a cluster, as a search asks for them: predictions, and lower bounds of many at once."""
+"""Costs of plans on a cluster, as a search asks for them: predictions, and lower bounds of many plans at once."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Costs:
         return self._turns[key]
 
     def least_at(self, plan: Plan) -> float:
-        """A better bound, of all plans of a family at one place: it knows the replicas, not which are data and shard."""
+        """A better bound, of all plans of a family at one place: it knows replicas, not which are data and shard."""
         ranks = self._staging.ranks(plan)
         seconds = self.least_seconds(plan)
         if plan.layout.pipeline > 1:

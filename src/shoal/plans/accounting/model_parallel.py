@@ -117,32 +117,30 @@ def tensor_parallel(
     pairs: Iterable[LayerPair],
     gathered_bytes: Iterable[int],
     microbatches: int,
-    recomputed: bool = False,
     positions: Positions | None = None,
 ) -> Iterator[SizedCollective]:
     """Megatron-style tensor parallelism: per pair an all_reduce in the forward and one in the backward.
 
     `gathered_bytes` are outputs of column-parallel layers with no row-parallel partner: an all_gather in the forward,
     and in the backward an all_reduce of their input counted by the caller as a LayerPair of no output.
-    Recomputation repeats the forward's. With `positions` ranks have parts of the sequences between the pairs: the
+    With `positions` ranks have parts of the sequences between the pairs: the
     input is gathered and the output scattered as it is summed, the other way in the backward.
     """
-    forwards = microbatches * (2 if recomputed else 1)
     for pair in pairs:
         if positions is not None:
             into, out = positions.padded(pair.input_bytes), positions.padded(pair.output_bytes)
-            yield SizedCollective("tensor", "all_gather", into, forwards)
-            yield SizedCollective("tensor", "reduce_scatter", out, forwards)
+            yield SizedCollective("tensor", "all_gather", into, microbatches)
+            yield SizedCollective("tensor", "reduce_scatter", out, microbatches)
             yield SizedCollective("tensor", "all_gather", out, microbatches)
             if pair.input_needs_gradient:
                 yield SizedCollective("tensor", "reduce_scatter", into, microbatches)
             continue
         if pair.output_bytes:
-            yield SizedCollective("tensor", "all_reduce", pair.output_bytes, forwards)
+            yield SizedCollective("tensor", "all_reduce", pair.output_bytes, microbatches)
         if pair.input_needs_gradient:
             yield SizedCollective("tensor", "all_reduce", pair.input_bytes, microbatches)
     for num_bytes in gathered_bytes:
-        yield SizedCollective("tensor", "all_gather", num_bytes, forwards)
+        yield SizedCollective("tensor", "all_gather", num_bytes, microbatches)
 
 
 def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> SizedCollective:
