@@ -8,7 +8,7 @@ from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_split import Held
 from shoal.planner.profile.values import Body, Unit
 from shoal.plans.accounting.collectives import Array, Gradients, Sharding
-from shoal.plans.plan import Plan
+from shoal.plans.plan import LayoutSection, Plan
 
 
 class Accounts:
@@ -37,9 +37,9 @@ class Accounts:
             self._gradients[key] = Gradients(tuple(arrays), ITEMSIZE[reduce], on_cpu)
         return self._gradients[key]
 
-    def sharding(self, plan: Plan, held: Held, microbatches: int = 1) -> Sharding:
+    def sharding(self, plan: Plan, layout: LayoutSection, held: Held, microbatches: int = 1) -> Sharding:
         """How fully_shard divides what a rank has of a model: each block, and as one unit all the rest."""
-        layout, precision = plan.layout, plan.precision
+        precision = plan.precision
         key = held, layout.tensor
         if key not in self._units:
             arrays = [(unit.body.repeated, self._arrays(unit.body, layout.tensor)) for unit in held.units]

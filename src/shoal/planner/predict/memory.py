@@ -156,7 +156,7 @@ class States:
         """Bytes by category of a rank with these units."""
         if not plan.shards_model:
             return self._whole(plan, held, size, on_cpu=on_cpu)
-        sharding = self.accounts.sharding(plan, held, microbatches)
+        sharding = self.accounts.sharding(plan, plan.layout, held, microbatches)
         trained = (a for unit in sharding.units for a in unit if a.trainable)
         return self._sharded(sharding, sum(cut(a, 0, sharding.degree).numel for a in trained))
 
@@ -173,7 +173,7 @@ class States:
         widths = precision.parameters, precision.reduce
         key = held, layout.shard, layout.tensor, widths, shard.level, shard.reduce, microbatches > 1
         if key not in self._least:
-            sharding = replace(self.accounts.sharding(plan, held, microbatches), rounds=False)
+            sharding = replace(self.accounts.sharding(plan, plan.layout, held, microbatches), rounds=False)
             self._least[key] = sum(self._sharded(sharding, trained).values())
         return self._least[key]
 

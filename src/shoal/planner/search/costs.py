@@ -9,12 +9,14 @@ from typing import NamedTuple
 
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.calibrate.lessons import Correction
-from shoal.planner.predict.lower_bounds import Floors, Load, PipelineShape, ReplicaSums, filled, load
+from shoal.planner.predict.lower_bounds import Floors, PipelineShape, filled
 from shoal.planner.predict.pipeline_ranks import Rank, Ranks
+from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_time import Passes
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Prediction, Program, Workload
-from shoal.planner.search.space import Degrees, ModelDegrees, Recompute
+from shoal.planner.search.space import Degrees, ModelDegrees, Recompute, divisors
+from shoal.plans.accounting.collectives import REPLICAS
 from shoal.plans.plan import Plan
 
 
@@ -71,9 +73,8 @@ class Costs:
         self.memory_bytes: float = device.memory_bytes
         # The smallest factor: what a bound of the whole step is multiplied by.
         self._least = min([1.0, *self._correction.factors.values()])
-        self._sums = ReplicaSums(predictor.network, predictor.program)
         self._seconds: dict[tuple[object, ...], float] = {}
-        self._loads: dict[Ranks, Load] = {}
+        self._sharded: dict[tuple[object, ...], list[tuple[float, float]]] = {}
         self._turns: dict[tuple[int, int], Turn] = {}
 
     def predict(self, plan: Plan) -> Prediction:
@@ -168,10 +169,32 @@ class Costs:
             seconds = max(seconds, filled * self._least)
         if self._staging.device(plan).kind == "cpu":
             return seconds  # where large messages leave the caches: no bound from their sum
-        if ranks not in self._loads:
-            sizes = [rank.size.trainable for rank in ranks.fullest]
-            self._loads[ranks] = load(ranks.busiest.held, ranks.of_units, sizes, plan.layout.tensor)
-        return seconds + self._sums.least_seconds(plan, self._loads[ranks]) * self._least
+        return seconds + self._summed(plan, ranks) * self._least
+
+    def _summed(self, plan: Plan, ranks: Ranks) -> float:
+        """What summing over replicas adds at least, however they are divided into data and shard ranks.
+
+        It holds where a link is no slower with one large message than with its parts.
+        """
+        layout, held = plan.layout, ranks.busiest.held
+        replicas = layout.data * layout.shard
+        if replicas == 1:
+            return 0.0
+        forward, backward = ranks.unit_seconds
+        kind = "reduce_scatter" if self._program.scatter_gradients else "all_reduce"
+        num_bytes = max(rank.size.trainable for rank in ranks.fullest) * ITEMSIZE[plan.precision.reduce]
+        network = self._predictor.network
+        least = max(0.0, network.seconds(kind, num_bytes, network.axis(layout, REPLICAS)) - backward)
+        if least == 0.0:
+            return 0.0
+        key = held, replicas, layout.context, layout.tensor, plan.precision.parameters, plan.precision.reduce
+        if key not in self._sharded:
+            degrees = ({"shard": shard, "data": replicas // shard} for shard in divisors(replicas)[1:])
+            every = [self._exchanged.exchanges(plan, layout.model_copy(update=one), held) for one in degrees]
+            self._sharded[key] = [(sum(one.gathers), sum(one.scatters)) for one in every]
+        for gathers, scatters in self._sharded[key]:
+            least = min(least, max(0.0, gathers - forward) + max(0.0, scatters - backward))
+        return least
 
     def nearly(self, plan: Plan) -> float:
         """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
