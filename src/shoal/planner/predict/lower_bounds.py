@@ -57,8 +57,7 @@ class Floors:
     def _tensor(self, body: Body, share: Share) -> float:
         group, seconds = self.network.group(share.tensor, 1), 0.0
         for exchange in body.exchanges if share.tensor > 1 else ():
-            parts = share.sequence and exchange.kind == "all_reduce" and exchange.bytes.per_sample
-            for kind in ("reduce_scatter", "all_gather") if parts else (exchange.kind,):
+            for kind in exchange.kinds(share.sequence):
                 seconds += exchange.bytes.per_sample * self.network.least_per_byte(kind, group)
         return seconds
 

@@ -88,8 +88,8 @@ class Invented(Costs):
     def beside(self, place: Degrees) -> float:
         return 3.0 * place.devices if self.seed % 3 else 0.0
 
-    def filled(self, seconds: float, turns: PipelineShape) -> float:
-        return seconds * turns.microbatches / turns.pipeline
+    def filled(self, seconds: float, shape: PipelineShape) -> float:
+        return seconds * shape.microbatches / shape.pipeline
 
     def predict(self, plan: Plan) -> Prediction:
         self.num_predicted += 1
