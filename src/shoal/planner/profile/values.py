@@ -96,7 +96,7 @@ class Exchange:
     bytes: Amount
 
     def kinds(self, sequence: bool) -> tuple[str, ...]:
-        """Collectives of these bytes: under sequence parallelism an all_reduce is a reduce_scatter and an all_gather."""
+        """Collectives of these bytes: by sequence parallelism an all_reduce is a reduce_scatter and an all_gather."""
         parts = sequence and self.kind == "all_reduce" and self.bytes.per_sample
         return ("reduce_scatter", "all_gather") if parts else (self.kind,)
 
