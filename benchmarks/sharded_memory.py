@@ -35,8 +35,8 @@ from shoal.plans.resolve import complete
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine, Options, build
 from shoal.training.metering import Shares, StepMeter, describe, predicted
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 from shoal.verification.forked import forked
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -66,19 +66,16 @@ class StepMeter(Observer):
         return self._traffic is not None
 
     def begin(self, step: int, factor: float) -> None:
-        """Starts to measure, anew where a step is computed again."""
         if self._left and self._traffic is not None and self._memory is not None:
             self._current = step
             self._traffic.start()
             self._memory.start()
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
-        """The gradients are all there."""
         if self._left and self._memory is not None and self._strategy is not None:
             self._memory.summed(self._strategy.gradient_buffers())
 
     def updated(self, skipped: str | None) -> None:
-        """Ends the measurement of a step that updated."""
         if self._left and self._traffic is not None and self._memory is not None:
             volumes, footprint = self._traffic.stop(), self._memory.stop()
             if skipped is None:

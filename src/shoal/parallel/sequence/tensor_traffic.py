@@ -1,4 +1,4 @@
-"""What a divided model sends in a step, by the planner's formulas, from the shapes that a run of the loss has shown."""
+"""Traffic of a tensor-parallel model in a step, by the planner's formulas, from the shapes of a traced run."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class SizedCollective(NamedTuple):
     group: str
     kind: str
     num_bytes: int
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nothing calls
 
 
 @dataclass(frozen=True)

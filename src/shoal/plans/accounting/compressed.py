@@ -172,7 +172,7 @@ class _Algorithm:
 
 
 def buffers(gradients: Gradients, plan: Plan) -> int:
-    """Bytes that compressed sums keep: buckets, what is sent and received, and what was held back twice."""
+    """Bytes of compression's buffers: buckets, sent and received data, and residuals twice."""
     scheme, ranks = plan.collectives.compression, plan.degrees.divides_grains
     native = plan.collectives.all_reduce == "native"
     total, scratch = 0, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from torch import Tensor, nn
 
 from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.axis_collectives import TensorAxis
-from shoal.parallel.sequence.tensor_sequence import PairByPositions, Stream
+from shoal.parallel.model.trial import ModelTrial
+from shoal.parallel.sequence.tensor_sequence import FeatureStream, PairByPositions
 from shoal.parallel.sequence.tensor_sequence_plan import SequenceBlock, SequencePlan
-from shoal.parallel.tensor.heads import TensorTrial, with_kept
+from shoal.parallel.tensor.heads import with_kept
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
-from shoal.parallel.tensor.tensor_parallel import apply, own_values
+from shoal.parallel.tensor.tensor_parallel import apply
 from shoal.plans.accounting.collectives import Volume, Volumes
 from shoal.plans.accounting.model_parallel import LayerPair, Positions, sharded_loss, stream, tensor_parallel
 from shoal.plans.layout import Layout
@@ -51,7 +53,8 @@ def made() -> nn.Module:
 def planned() -> tuple[nn.Module, TensorPlan]:
     torch.manual_seed(0)
     model = made()
-    subject = TensorTrial(model, loss, batch(), own_values(model))
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    subject = ModelTrial(model, loss, batch(), lambda name: values[name].detach())
     trace = follow(model, loss, subject.batch, subject.values, DEGREE)
     return model, with_kept(decide(model, trace, subject.values, DEGREE), subject, trace, DEGREE)
 
@@ -79,11 +82,8 @@ def blocks() -> dict[str, SequenceBlock]:
     attention = tuple(f"attention.{name}" for name in ("query", "key", "value"))
     pairs = (PairByPositions(attention, "attention.out"), PairByPositions(("up",), "down"))
     last = BLOCKS - 1
-    found = SequenceBlock((0, 0), (), pairs, ())
-    return {
-        f"blocks.{i}": SequenceBlock(found.hidden, found.result, pairs, (), (), (), i == 0, i == last)
-        for i in range(BLOCKS)
-    }
+    found = SequenceBlock(True, True, (0, 0), (), pairs, ())
+    return {f"blocks.{i}": replace(found, opens=i == 0, closes=i == last) for i in range(BLOCKS)}
 
 
 def test_pairs_and_a_sharded_loss(planned: tuple[nn.Module, TensorPlan]) -> None:
@@ -122,7 +122,7 @@ def test_as_many_bytes_travel_by_positions_as_in_whole_sums() -> None:
 def test_a_copy_has_a_stream_of_its_own() -> None:
     import copy
 
-    pair = [Stream(TensorAxis(2, 0))] * 2
+    pair = [FeatureStream(TensorAxis(2, 0))] * 2
     first, second = copy.deepcopy(pair)
     assert first is second
     assert first is not pair[0]

@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 from tests.unit.planner import made
 from tests.unit.planner.models import facts, gpus, transformer
+from tests.unit.plans.checking import check
 
 from shoal.errors import PlanError
 from shoal.planner.calibrate.comparison import section
@@ -30,7 +31,7 @@ from shoal.planner.search.space import (
     microbatch_sizes,
     simplicity,
 )
-from shoal.plans.legal import ModelFacts, check
+from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan
 from shoal.plans.toml import read, write
 from shoal.plans.words import described

@@ -21,6 +21,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.base import NUM_SUMS, Flags, Strategy
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
+from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.plans.accounting.collectives import (
     NUM_STEP_SUMS,
@@ -121,12 +122,16 @@ def parameters(shapes: Shapes) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(shape)) for shape in shapes]
 
 
+def undivided(mesh: Mesh, parameters: list[nn.Parameter]) -> ShardedModel:
+    return ShardedModel(mesh, nn.ParameterList(parameters))
+
+
 def one_step(strategy: Strategy, held: list[nn.Parameter], grains: tuple[int, ...] = (0,)) -> None:
     """A step on this rank: a microbatch a grain, the sums, and the update."""
     strategy.begin()
     for grain in grains:
         total = torch.stack([p.float().sum() for p in held]).sum()
-        microbatch = Microbatch(0, (Grain(grain, 0, 1),), (), None, list, list)
+        microbatch = Microbatch(0, (Grain(grain, 0, 1),), (), None, lambda *_: None)
         strategy.backward(microbatch, total, torch.zeros(NUM_SUMS, dtype=torch.float64), grain == grains[-1])
     strategy.finish(Flags(), NUM_SUMS, [0.0] * ROW_NUMBERS)
     strategy.update(lambda: None)
@@ -148,7 +153,7 @@ def test_data_parallel_is_what_the_buckets_send(world_size: int, shapes: Shapes,
     held = parameters(shapes)
     gradients = Gradients(tuple(map(array, held)), reduce.itemsize)
     with world(Layout(data=world_size)) as mesh, Traffic(mesh.groups) as traffic:
-        strategy = DataParallel(held, mesh, reduce, ignore)
+        strategy = DataParallel(undivided(mesh, held), held, reduce, ignore)
         one_step(strategy, held)
         strategy.close()
     assert traffic.volumes == Volumes.of(data_parallel(gradients, Layout(data=world_size)))
@@ -164,7 +169,7 @@ def test_exact_mode_is_what_the_tree_sends(held: tuple[int, ...]) -> None:
     model = parameters(MODELS["small"])
     shares = [()] * 3 + [held] + [()] * 60  # that of rank 3; nobody else computes where nobody else is
     with world(Layout(data=64), rank=3) as mesh, Traffic(mesh.groups) as traffic:
-        one_step(ExactDataParallel(model, mesh, tree(model), ignore), model, held)
+        one_step(ExactDataParallel(undivided(mesh, model), model, tree(model), ignore), model, held)
     gradients = Gradients(tuple(map(array, model)))
     assert traffic.volumes == Volumes.of(exact_data_parallel(gradients, shares, 8, 3))
 
@@ -177,7 +182,9 @@ def test_zero_1_adds_the_owners_broadcasts(layout: Layout, shapes: Shapes) -> No
     held.append(nn.Parameter(torch.ones(9, dtype=torch.bfloat16)))
     gradients = Gradients(tuple(map(array, held)))
     with world(layout) as mesh, Traffic(mesh.groups) as traffic:
-        strategy = ShardedOptimizer(DataParallel(held, mesh, torch.float32, ignore), held, mesh, ignore)
+        strategy = DataParallel(
+            undivided(mesh, held), held, torch.float32, ignore, ShardedOptimizer(held, mesh, ignore)
+        )
         one_step(strategy, held)
         strategy.close()
     sent = list(sharded_optimizer(gradients, layout))

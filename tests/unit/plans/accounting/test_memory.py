@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tests.unit.planner.made import cluster, predict
 from tests.unit.planner.worlds import LARGE, Case, Transformer, backward, shard, sharding, tokens, world
-from tests.unit.plans.accounting.test_collectives import MODELS, Shapes, ignore, one_step, parameters, tree
+from tests.unit.plans.accounting.test_collectives import MODELS, Shapes, ignore, one_step, parameters, tree, undivided
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -49,7 +49,7 @@ def held_gradients(strategy: DataParallel | ExactDataParallel, model: list[nn.Pa
 def test_gradients_of_data_parallelism(world_size: int, shapes: Shapes, dtype: torch.dtype) -> None:
     model = [nn.Parameter(p.detach().to(dtype)) for p in parameters(shapes)]
     with world(Layout(data=world_size)) as mesh:
-        strategy = DataParallel(model, mesh, torch.float32, ignore)
+        strategy = DataParallel(undivided(mesh, model), model, torch.float32, ignore)
         one_step(strategy, model)
         assert held_gradients(strategy, model) == bucketed(Gradients(tuple(map(array, model))), Layout(data=world_size))
         strategy.close()
@@ -59,7 +59,7 @@ def test_one_process_has_gradients_and_no_buckets() -> None:
     from shoal.distributed.mesh import alone
 
     model = parameters(MODELS["several buckets"])
-    strategy = DataParallel(model, alone(torch.device("cpu")), torch.float32, ignore)
+    strategy = DataParallel(undivided(alone(torch.device("cpu")), model), model, torch.float32, ignore)
     one_step(strategy, model)
     gradients = Gradients(tuple(map(array, model)))
     assert held_gradients(strategy, model) == bucketed(gradients, Layout()) == whole(gradients.parameters)
@@ -69,7 +69,7 @@ def test_one_process_has_gradients_and_no_buckets() -> None:
 def test_gradients_of_exact_mode(held: tuple[int, ...]) -> None:
     model = parameters(MODELS["small"])
     with world(Layout(data=64), rank=3) as mesh:
-        strategy = ExactDataParallel(model, mesh, tree(model), ignore)
+        strategy = ExactDataParallel(undivided(mesh, model), model, tree(model), ignore)
         for _ in range(2):
             one_step(strategy, model, held)
             for parameter, like in zip(model, parameters(MODELS["small"]), strict=True):
