@@ -302,7 +302,7 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         bounds = {whole.group: (seconds, whole) for seconds, whole in search.groups(place)}
         if group in bounds:
             least, whole = bounds[group]
-            filled = search.filled(search.kin([place])[0], way, whole)
+            filled = search.filled(search.classes([place])[0], way, whole)
             assert search.floor(place) <= least * almost
             assert least + beside <= predicted.step_seconds * almost
             assert filled + beside <= predicted.step_seconds * almost
