@@ -230,9 +230,9 @@ class Exchanged:
         """
         algorithm = plan.collectives.all_reduce
         groups = self.network.axis(layout, "shard"), self.network.axis(layout, "data")
-        sharding = self.accounts.sharding(plan, layout, held)
 
         def compute() -> UnitExchanges:
+            sharding = self.accounts.sharding(plan, layout, held)
             price: dict[int, tuple[float, float]] = {}  # equal blocks share their arrays
             for n, unit in enumerate(sharding.units):
                 if id(unit) not in price:
@@ -250,7 +250,7 @@ class Exchanged:
                 [last + scatters[0], *scatters[1:]],
             )
 
-        widths = sharding.gather_itemsize, sharding.reduce_itemsize
+        widths = plan.precision.parameters, plan.precision.reduce
         return self._once(("exchanges", held, widths, layout.tensor, groups, algorithm), compute)
 
     # ----------------------------------------------------------------------------------------------------- the update
