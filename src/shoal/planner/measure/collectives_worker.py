@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -82,10 +83,8 @@ def _calls(opened: dict[str, Collective], size: int) -> tuple[dict[str, Callable
     """An all-reduce of zeros by each algorithm, and what gives their memory back."""
     numel = max(1, size // 4)
     tensors = {name: collective.allocate(numel, torch.float32) for name, collective in opened.items()}
-    calls: dict[str, Callable[[], object]] = {}
-    for name, collective in opened.items():
-        calls[name] = _bound(collective, tensors[name])
-    calls[COPIED] = _bound(opened["shared_memory"], torch.zeros(numel))
+    calls: dict[str, Callable[[], object]] = {n: partial(opened[n].all_reduce, t) for n, t in tensors.items()}
+    calls[COPIED] = partial(opened["shared_memory"].all_reduce, torch.zeros(numel))
 
     def release() -> None:
         for name, tensor in tensors.items():
@@ -93,10 +92,6 @@ def _calls(opened: dict[str, Collective], size: int) -> tuple[dict[str, Callable
         tensors.clear()
 
     return calls, release
-
-
-def _bound(collective: Collective, tensor: torch.Tensor) -> Callable[[], object]:
-    return lambda: collective.all_reduce(tensor)
 
 
 def _count(mesh: Mesh, call: Callable[[], object], seconds: float) -> int:
