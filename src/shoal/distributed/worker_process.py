@@ -31,7 +31,7 @@ def die_with_launcher() -> None:
 
 
 def as_rank(environment: Environment, work: Callable[[], ExitCode | None]) -> ExitCode:
-    """Exit code of `work`, done as a rank; told to the launcher, with the error, which is printed where there is none."""
+    """Exit code of `work`, done as a rank; the launcher is told how it ended, or an error is printed without one."""
     die_with_launcher()
     error: ShoalError | None = None
     try:
