@@ -14,11 +14,8 @@ import torch.distributed as dist
 
 from shoal.distributed.collectives.base import Collective, Team
 from shoal.distributed.collectives.choose import open_collective
-from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process
-from shoal.distributed.worker_process import die_with_launcher, tell
-from shoal.errors import ExitCode, ShoalError
 from shoal.hardware.fastest_all_reduce import ALGORITHMS
 from shoal.launch.environment import Environment
 from shoal.plans.layout import Layout
@@ -38,22 +35,14 @@ class Sampling:
     threads: int = 1
 
 
-def measure(sampling: Sampling, environment: Environment) -> ExitCode:
-    """Leaves `rank-N.json`: rows of name, size and seconds of a call by sample. Errors go to the launcher."""
-    die_with_launcher()
-    error: ShoalError | None = None
-    try:
-        prepare_process(exact=False, num_threads=sampling.threads)
-        with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
-            rows = _rows(mesh, sampling)
-            facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-            document = json.dumps({"rows": rows, "facts": facts})
-            write_file(sampling.folder / f"rank-{environment.rank}.json", document)
-    except Exception as caught:
-        error = as_shoal_error(caught)
-    code = ExitCode.DONE if error is None else error.exit_code
-    tell(environment, code, error)
-    return code
+def measure(sampling: Sampling, environment: Environment) -> None:
+    """Leaves `rank-N.json`: rows of name, size and seconds of a call by sample."""
+    prepare_process(exact=False, num_threads=sampling.threads)
+    with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
+        rows = _rows(mesh, sampling)
+        facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        document = json.dumps({"rows": rows, "facts": facts})
+        write_file(sampling.folder / f"rank-{environment.rank}.json", document)
 
 
 def _rows(mesh: Mesh, sampling: Sampling) -> list[dict[str, object]]:
