@@ -49,11 +49,9 @@ class Server:
         parameters = Parameters(self.model)
         self.optimizer = build_optimizer(job.optimizer, parameters)
         stepper = Stepper(self.optimizer, job, exact=plan.execution.exact)
-        self._num_parameters = len(parameters)
         step = functools.partial(_step, stepper, plan.server.num_servers > 1)
         self.shard = Shard(ServerShard(tuple(parameters.named), step, job.grains, plan.execution.exact))
         self._lock = threading.Lock()
-        self._pushed: dict[int, int] = {}
 
     def answer(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
         """The answer to one message, by its kind."""
