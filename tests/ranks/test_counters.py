@@ -329,7 +329,7 @@ def one_case(case: Case, mesh: DeviceMesh, rank: int) -> None:
             optimizer.step()
             found = meter.stop()
         optimizer.zero_grad()
-    assert traffic.volumes == fully_sharded(expected)
+    assert traffic.volumes == Volumes.of(fully_sharded(expected))
     assert found.parameters == sharded_parameters(expected)
     assert found.gathered == gathered_parameters(expected)
     assert found.gradients == scattered_gradients(expected)

@@ -22,7 +22,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums, Strategy
-from shoal.parallel.model.sharded_model import Held, ShardedModel
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
 
 
 @dataclass
@@ -67,27 +67,18 @@ class RunState:
         self.step += 1
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
+        """JSON value of this state."""
         now = self.loss_scale
         scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
-        return {
-            **vars(self),
-            "loss_scale": scale,
-            "bad_steps": {str(step): found for step, found in self.bad_steps.items()},
-        }
+        return {**vars(self), "loss_scale": scale, "bad_steps": dict(self.bad_steps)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
         """From `to_json`; whether the loss scale is dynamic comes from the plan in force."""
         saved = document["loss_scale"]
         scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
-        return cls(
-            **{
-                **document,
-                "loss_scale": scale,
-                "bad_steps": {int(step): found for step, found in document["bad_steps"].items()},
-            }
-        )
+        bad_steps = {int(step): found for step, found in document["bad_steps"].items()}  # JSON has made texts of them
+        return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps})
 
 
 class AlsoKept(Protocol):
@@ -115,7 +106,8 @@ class Keeper:
     """Checkpoint manager of a run. `store` is None where no checkpoint is written."""
 
     def __init__(self, mesh: Mesh, store: Store | None, trained: Trained, every_steps: int | None) -> None:
-        self._mesh, self._store, self._trained, self._every = mesh, store, trained, every_steps
+        self._mesh, self._store, self._trained = mesh, store, trained
+        self.every_steps = every_steps  # between two checkpoints; None where time decides
         self._writer = CheckpointWriter(store) if store is not None and mesh.rank == 0 else None
         self._newest = -1
         self._notes: list[str] = []
@@ -128,16 +120,11 @@ class Keeper:
         names = [name for name, p in self._trained.sharded_model.parameters() if p.requires_grad]
         return CompressedState(compression, self._mesh, names)
 
-    @property
-    def every_steps(self) -> int | None:
-        """How many steps lie between two checkpoints; None where time decides."""
-        return self._every
-
     def due(self, step: int) -> bool:
         """Whether this rank calls for a checkpoint; only rank 0 does."""
         if self._writer is None or step in (0, self._newest):
             return False
-        return step % self._every == 0 if self._every is not None else self._writer.due()
+        return step % self.every_steps == 0 if self.every_steps is not None else self._writer.due()
 
     def save(self, state: RunState, wait: bool = False) -> None:
         """Takes a snapshot after `state.step` steps and starts writing it; where state is divided it is written then.
@@ -154,7 +141,7 @@ class Keeper:
             self._confirm(self._store)
 
     def rescue(self, error: ShoalError, state: RunState, torn: str | None = None) -> None:
-        """Saves `state` before an error ends the run, and says in the error's remedy what of it is kept.
+        """Saves `state` before an error ends the run, and says so in the error's remedy.
 
         `torn` says why the model is not that of the state, where it is not. Nothing is saved then, nor where the error
         is not everywhere: others may wait in another collective. Collective: all ranks, as `save`. Raises: nothing.
@@ -240,7 +227,7 @@ class Keeper:
         schedulers = self._trained.schedulers
         return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 
-    def _held(self, copy: bool) -> tuple[dict[str, Held], dict[str, Any]]:
+    def _held(self, copy: bool) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
         """This rank's tensors by group, the optimizer's as copies or themselves, and the optimizer's document."""
         sharded_model = self._trained.sharded_model
         tensors, document = optimizer_state(self._trained.optimizer, sharded_model.model, copy)

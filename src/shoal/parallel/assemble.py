@@ -25,9 +25,10 @@ from shoal.parallel.model.materialise import Whole, materialise
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import refuse_unsupported
+from shoal.plans.resolve import CompletePlan
 
 if TYPE_CHECKING:
+    from shoal.parallel.model.trial import ModelTrial
     from shoal.parallel.pipeline.pipeline import Pipeline
     from shoal.parallel.pipeline.stage_units import StageUnits
     from shoal.parallel.pipeline.stages import Function
@@ -111,10 +112,9 @@ class _Axes:
 
     def sequences(self, whole: Whole) -> ContextPlan:
         """How sequences are divided: proven on the whole model, applied to what another axis leaves of it."""
-        from shoal.parallel.sequence.context_parallel import SequenceTrial, context_axis, plan_context
+        from shoal.parallel.sequence.context_parallel import context_axis, plan_context
 
-        subject = SequenceTrial(self.model, whole, self.made.loss, self._batch())
-        return plan_context(subject, context_axis(self.mesh), self.mesh.device, self.plan.layout.tensor)
+        return plan_context(self._trial(whole), context_axis(self.mesh), self.mesh.device, self.plan.layout.tensor)
 
     def context(self, sequences: ContextPlan) -> None:
         """Blocks that compute a part of each sequence. Collective: none; their forwards and backwards are."""
@@ -131,11 +131,10 @@ class _Axes:
         from shoal.parallel.axis_collectives import TensorAxis
         from shoal.parallel.sequence.tensor_sequence_plan import SequencePlan, plan_sequence
         from shoal.parallel.sequence.tensor_traffic import TensorTraffic, num_rows
-        from shoal.parallel.tensor.heads import TensorTrial
         from shoal.parallel.tensor.tensor_parallel import apply, plan_model, wholes
 
         axis, division = TensorAxis.of(self.mesh), self.division
-        subject = TensorTrial(self.model, self.made.loss, self._batch(), whole)
+        subject = self._trial(whole)
         plan = plan_model(subject, axis)
         sequences = plan_sequence(subject, plan, axis, self.mesh.device) if self.plan.tensor.sequence else None
         found = apply(self.model, plan, axis)
@@ -171,7 +170,7 @@ class _Axes:
             device=mesh.device,
             followers=followers,
         )
-        wires = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank, COLLECTIVE_TIMEOUT)
+        wires = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank)
         alone = mesh.layout.tensor * mesh.layout.context == 1
         found = Pipeline(stages, wires, section.schedule, section.stages_per_rank, mesh.device, alone=alone)
         parameters = {name for name, _ in self.model.named_parameters()}
@@ -200,6 +199,11 @@ class _Axes:
         keep, late = section.level == "gradients", section.reduce == "last_microbatch"
         return StageUnits(self.model, pipeline.used, keep=keep, late=late)
 
+    def _trial(self, whole: Whole) -> ModelTrial:
+        from shoal.parallel.model.trial import ModelTrial
+
+        return ModelTrial(self.model, self.made.loss, self._batch(), whole)
+
     def _batch(self) -> Any:
         return self.precision.inputs(self.made.batch())
 
@@ -210,10 +214,9 @@ def num_samples(batch: Any) -> int:
 
 
 def assemble(
-    plan: Plan, sharded_model: ShardedModel, parameters: Sequence[Tensor], num_grains: int, mark: Mark
+    plan: CompletePlan, sharded_model: ShardedModel, parameters: Sequence[Tensor], num_grains: int, mark: Mark
 ) -> Strategy:
     """The strategy that a plan asks for. Raises: PlanError for what this version does not execute; JobError."""
-    refuse_unsupported(plan)
     mesh = sharded_model.mesh
     reduce = widest(Precision.of(plan.precision, mesh.device).reduce, parameters)
     if plan.collectives.compression != "none" and reduce == torch.float64:

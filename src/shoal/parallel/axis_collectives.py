@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.distributed.mesh import Mesh
+
+Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,12 @@ class TensorAxis:
         dist.all_reduce(found, op, group=self.group)
         return found
 
-    def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """The ranks' tensors one after the other along `dim`, where rank i has `sizes[i]`.
+    def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] = ()) -> Tensor:
+        """The ranks' tensors one after the other along `dim`, where rank i has `sizes[i]`, or all have as many.
 
         Collective: the axis, one all-gather of as many bytes as the largest has, for each.
         """
+        sizes = sizes or (tensor.shape[dim],) * self.degree
         largest = max(sizes)
         shape = list(tensor.shape)
         shape[dim] = largest
@@ -55,6 +59,10 @@ class TensorAxis:
         rows = [torch.empty_like(own) for _ in sizes]
         dist.all_gather(rows, own, group=self.group)
         return torch.cat([row.narrow(dim, 0, size) for row, size in zip(rows, sizes, strict=True)], dim)
+
+    def own(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """A copy of this rank's slice of a whole, where rank i has `sizes[i]` along `dim`."""
+        return tensor.narrow(dim, sum(sizes[: self.place]), sizes[self.place]).clone()
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part, of as many parts along `dim` as ranks, of the sum over the axis; 16 bits sum in float32.
@@ -68,78 +76,54 @@ class TensorAxis:
         return found.to(tensor.dtype)
 
 
-# What takes a tensor, the axis and further arguments, and gives a tensor.
-_Exchange = Callable[..., Tensor]
-
-
-class _Exchanged(torch.autograd.Function):
-    """Autograd function of an exchange over the axis, whose backward is `back`: an exchange of the same arguments."""
+class _Through(torch.autograd.Function):
+    """Forward: what `there` makes of a tensor. Backward: what `back` makes of the gradient, likewise."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, exchange: _Exchange, back: _Exchange, *rest: Any) -> Tensor:
-        ctx.exchanges = exchange, back, rest
-        return exchange(tensor, *rest)
+    def forward(ctx: Any, tensor: Tensor, there: Change, back: Change) -> Tensor:
+        ctx.turned = back, there
+        return there(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        exchange, back, rest = ctx.exchanges
-        return _apply(gradient, back, exchange, *rest), None, None, *(None for _ in rest)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return through(gradient, *ctx.turned), None, None
 
 
-def _apply(tensor: Tensor, exchange: _Exchange, back: _Exchange, *rest: Any) -> Tensor:
-    found: Tensor = _Exchanged.apply(tensor, exchange, back, *rest)  # type: ignore[no-untyped-call]
+def through(tensor: Tensor, there: Change, back: Change) -> Tensor:
+    """Differentiable `there(tensor)`, whose gradient goes through `back`. Collective: as both of them are."""
+    found: Tensor = _Through.apply(tensor, there, back)  # type: ignore[no-untyped-call]
     return found
 
 
-def _copy(tensor: Tensor, axis: TensorAxis) -> Tensor:
+def _same(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
-
-
-def _sum(tensor: Tensor, axis: TensorAxis) -> Tensor:
-    return axis.all_reduce(tensor)
-
-
-def _gather(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
-    return axis.all_gather(tensor, dim, sizes)
-
-
-def _slice(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
-    return tensor.narrow(dim, sum(sizes[: axis.place]), sizes[axis.place]).clone()
-
-
-def _join(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    return axis.all_gather(tensor, dim, (tensor.shape[dim],) * axis.degree)
-
-
-def _divide(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-    return axis.reduce_scatter(tensor, dim)
 
 
 def enter(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """A whole tensor on its way into slices. Collective in the backward: the axis, an all-reduce of its gradient."""
-    return _apply(tensor, _copy, _sum, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    return through(tensor, _same, axis.all_reduce) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 def leave(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """The whole from the ranks' terms. Collective: the axis, an all-reduce."""
-    return _apply(tensor, _sum, _copy, axis)
+    return through(tensor, axis.all_reduce, _same)
 
 
 def gather(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
     """The whole from the ranks' slices. Collective: the axis, an all-gather."""
-    return _apply(tensor, _gather, _slice, axis, dim, tuple(sizes))
+    return through(tensor, partial(axis.all_gather, dim=dim, sizes=sizes), partial(axis.own, dim=dim, sizes=sizes))
 
 
 def slice_of(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's slice of the whole. Collective in the backward: the axis, an all-gather."""
-    return _apply(tensor, _slice, _gather, axis, dim, tuple(sizes))
+    return through(tensor, partial(axis.own, dim=dim, sizes=sizes), partial(axis.all_gather, dim=dim, sizes=sizes))
 
 
 def join(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """Parts on their way into slices, whole. Collective: the axis, an all-gather; in the backward a reduce-scatter."""
-    return _apply(tensor, _join, _divide, axis, dim)
+    return through(tensor, partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim))
 
 
 def divide(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """This rank's part of the sum of the ranks' terms. Collective: the axis, a reduce-scatter; back an all-gather."""
-    return _apply(tensor, _divide, _join, axis, dim)
+    return through(tensor, partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim))

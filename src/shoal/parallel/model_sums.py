@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.numerics.flat import raw_bytes
 from shoal.numerics.gradient_norm import rounded
-from shoal.parallel.model.sharded_model import Held, ShardedModel, entries, first_holders, local
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, entries, first_holders, local
 from shoal.parallel.model.tensor_slice import TensorSlice
 
 
@@ -60,7 +60,7 @@ def whole_norm(model: ShardedModel, own: float) -> float:
     return rounded(own, model.dtypes)
 
 
-def whole_tensors(model: ShardedModel, held: Held) -> Iterator[tuple[str, Tensor | None]]:
+def whole_tensors(model: ShardedModel, held: TensorSlices) -> Iterator[tuple[str, Tensor | None]]:
     """Each path of any rank in order, with the whole tensor on rank 0's CPU and None on the others; one at a time.
 
     Collective: all ranks, a JSON gather and a message for each part that rank 0 lacks, where anything is divided.

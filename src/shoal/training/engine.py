@@ -16,10 +16,9 @@ from shoal.checkpoint.keeper import Keeper, RunState, Trained
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.tensor_file import NAMES
 from shoal.data.loader import Loader
-from shoal.data.opened import Opened, open_evaluation, opened
+from shoal.data.opened import loader_of, open_evaluation, opened, order_of, refuse_epochs
 from shoal.data.order import Order
-from shoal.data.reading import loader_of, order_of, refuse_epochs
-from shoal.data.source import MapSource, small_batch
+from shoal.data.source import MapSource, Opened, small_batch
 from shoal.data.stream import no_lockstep
 from shoal.distributed.agreement import collectively, together
 from shoal.distributed.failures import user_error
@@ -37,7 +36,7 @@ from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import refuse_unsupported
+from shoal.plans.resolve import CompletePlan
 from shoal.plans.unheeded import warn_of
 from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
 from shoal.training.evaluation import Evaluator
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 class Engine(TrainingParts):
     """What a rank trains with."""
 
-    plan: Plan
+    plan: CompletePlan
     store: Store | None
     num_train_samples: int | None
     notes: tuple[str, ...] = ()
@@ -115,9 +114,8 @@ class Options:
     observer: Observer = field(default_factory=Observer)
 
 
-def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
+def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
-    refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     job = together(mesh, lambda: opened(job))
     data: Opened = job.train_data
@@ -253,13 +251,13 @@ def _evaluation_data(job: Job) -> Opened | None:
     return None if job.eval_data is None else open_evaluation("eval_data", job.eval_data, job.collate)
 
 
-def _with_workers(plan: Plan, data: Opened, options: Options) -> tuple[Plan, tuple[str, ...]]:
+def _with_workers(plan: CompletePlan, data: Opened, options: Options) -> tuple[CompletePlan, tuple[str, ...]]:
     """The plan with as many data workers as a DataLoader has, where nobody said how many; and what has no effect."""
     wanted, have = data.workers, plan.data.workers
     if wanted is None or wanted == have or not isinstance(data.source, MapSource):
         return plan, data.notes
     if options.take_workers and not plan.serves:
-        return plan.with_sections(data={"workers": wanted}), data.notes
+        return plan.with_workers(wanted), data.notes
     said = f"train_data: num_workers={wanted} has no effect: the plan has data.workers = {have}"
     return plan, (*data.notes, said)
 

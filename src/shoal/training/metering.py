@@ -241,14 +241,18 @@ def sharding(sharded_model: ShardedModel, plan: Plan, precision: Precision, coun
         uses=tuple(uses),
         halves=staged is not None and staged.halves,
         reduce_every=plan.shard.reduce == "every_microbatch",
-        root_early=sum(array(p.sharded_param).numel for p in own if places[p._module_info.module] > last),
+        root_early=sum(
+            array(p.sharded_param).numel
+            for p in own
+            if places[p._module_info.module] > last and p.sharded_param.requires_grad
+        ),
     )
 
 
 def array(parameter: Tensor) -> Array:
     """A parameter as the formulas see it."""
     kind = str(parameter.dtype).removeprefix("torch.")
-    return Array(tuple(parameter.shape), parameter.itemsize, parameter.is_contiguous(), kind)
+    return Array(tuple(parameter.shape), parameter.itemsize, parameter.is_contiguous(), kind, parameter.requires_grad)
 
 
 def optimizer_shape(optimizer: torch.optim.Optimizer) -> StateShape | None:

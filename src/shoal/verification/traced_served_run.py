@@ -16,7 +16,7 @@ import torch
 from shoal.distributed.mesh import alone
 from shoal.job import Job
 from shoal.launch.environment import Environment
-from shoal.plans.plan import Plan
+from shoal.plans.resolve import CompletePlan
 from shoal.training.engine import Engine, Options, build
 from shoal.training.optimizer_step import clipping
 from shoal.training.parameter_server.conductor import Conductor
@@ -35,7 +35,7 @@ _PARTS, _CONDUCTOR = "parts", "conductor"
 
 def trace_served(
     job: Job,
-    plan: Plan,
+    plan: CompletePlan,
     environment: Environment,
     folder: Path,
     num_steps: int,
@@ -97,23 +97,19 @@ class _PartWatch(WorkerObserver):
         self.observer = self._recorder = _PartRecorder(folder / f"start-{number}", number)
 
     def attach(self, engine: Engine) -> None:
-        """Watches the engine."""
         start = self._folder / f"start-{self._number}"
         start.mkdir(parents=True)
         self._recorder.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
         self._recorder._folder = self._folder
 
     def pulled(self, version: int) -> None:
-        """Keeps digests of what was pulled."""
         text = json.dumps(self._recorder.held())
         (self._folder / f"held-{version - 1}-{self._number}.json").write_text(text, encoding="utf-8")
 
     def begins(self, part: int) -> None:
-        """A part of a step comes next."""
         self._recorder.begins(part)
 
     def computed(self) -> None:
-        """It is computed."""
         self._recorder.computed_part()
 
 
@@ -139,7 +135,6 @@ class _ConductorRecorder(TraceRecorder):
         super().clipped(norm)
 
     def updated(self, skipped: str | None) -> None:
-        """Keeps the servers' state after the step."""
         self.servers.fetch(optimizer=True)
         super().updated(skipped)
 

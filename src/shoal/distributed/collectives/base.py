@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -63,7 +62,6 @@ class Team:
     """Ranks of a collective: a process group, None for all ranks, and how it and others like it divide all ranks.
 
     `partition` lists the global ranks of every such group, the same on every rank; empty where there is only the one.
-    New groups are made by all ranks together, each for its own part of it.
     """
 
     group: dist.ProcessGroup | None = None
@@ -73,15 +71,6 @@ class Team:
     def parts(self) -> Sequence[Sequence[int]]:
         """The partition, also where it has one part."""
         return self.partition or [range(dist.get_world_size())]
-
-    def new_group(self, parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-        """A new group of the part that has this rank. Collective: all ranks of the run, with the same `parts`."""
-        found = None
-        for ranks in parts:
-            group = dist.new_group(list(ranks), timeout=timeout)
-            if dist.get_rank() in ranks:
-                found = group
-        return found
 
 
 class Collective(ABC):
@@ -103,7 +92,7 @@ class Collective(ABC):
         return torch.zeros(numel, dtype=dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Gives back what `allocate` made; no view of it is used any more."""
+        """Releases memory of `allocate`; no view of it is used any more."""
         return
 
     def buffers(self) -> list[Tensor]:
@@ -115,22 +104,12 @@ class Collective(ABC):
         """Every rank's `tensor` becomes the sum (or maximum, minimum) of all of them, in place."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        """`output` becomes part `rank` of the sum of all `tensor`s, which has `world_size` parts of its length."""
-
-    @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         """`output` becomes every rank's `tensor`, in the order of the ranks."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
         """Every rank's `tensor` becomes that of the rank `root` of the group."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Returns once every rank has come to it."""
 
     def close(self) -> None:
         """Ends threads and gives memory back. Not collective."""
@@ -221,8 +200,7 @@ def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tens
 class Threaded(Collective):
     """Collective whose asynchronous calls run on a thread of its own, in the order of the calls.
 
-    It has `_reduce` and `_pass_on`, and what it does not do better itself is made of these: a reduce-scatter is its
-    all-reduce, of which each rank keeps its part; an all-gather a broadcast from each rank.
+    An algorithm has `_reduce` and `_pass_on`; an all-gather is a broadcast from each rank where it has none of its own.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -236,18 +214,6 @@ class Threaded(Collective):
         def work() -> None:
             self._compare("all_reduce", tensor, op)
             self._reduce(tensor.view(-1), op)
-
-        return self._start(work, asynchronous)
-
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        check("reduce_scatter", [output, tensor], op)
-        check_parts("reduce_scatter", tensor, output, self.world_size)
-
-        def work() -> None:
-            self._compare("reduce_scatter", tensor, op)
-            self._scatter(output.view(-1), tensor.view(-1), op)
 
         return self._start(work, asynchronous)
 
@@ -272,15 +238,6 @@ class Threaded(Collective):
 
         return self._start(work, asynchronous)
 
-    def barrier(self) -> None:
-        number = torch.zeros(1, dtype=torch.int32)
-
-        def work() -> None:
-            self._compare("barrier", number, "sum")
-            self._reduce(number, "sum")
-
-        self._start(work, asynchronous=False)
-
     def _compare(self, kind: str, tensor: Tensor, op: Operation, root: int = 0) -> None:
         """Raises: CollectiveError where ranks do not make the same call, as far as the algorithm looks."""
 
@@ -291,11 +248,6 @@ class Threaded(Collective):
     @abstractmethod
     def _pass_on(self, flat: Tensor, root: int) -> None:
         """The broadcast of a flat tensor."""
-
-    def _scatter(self, output: Tensor, flat: Tensor, op: Operation) -> None:
-        whole = flat.clone()
-        self._reduce(whole, op)
-        output.copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
 
     def _gather(self, parts: Sequence[Tensor]) -> None:
         for root, part in enumerate(parts):

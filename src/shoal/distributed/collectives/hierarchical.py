@@ -21,6 +21,7 @@ from shoal.distributed.collectives.base import Collective, Handle, Operation, Te
 from shoal.distributed.collectives.ring import Ring
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
+from shoal.distributed.mesh import new_group
 
 # While pieces cross the link the host sums the next, and while one waits for an answer another one crosses. Pieces of
 # 4 MB took 51 ms instead of 46 for 4 MB over 1 Gbit/s, and 183 instead of 176 for 16 MB (benchmarks/two_hosts.py).
@@ -44,14 +45,14 @@ class Hierarchical(Threaded):
         self._local: Collective | None = None
         self._across: list[Collective] = []
         within = [host for hosts in divided for host in hosts]
-        local = team.new_group(within, timeout)
+        local = new_group(within, timeout)
         if len(self.hosts[self._place]) > 1:
             self._local = SharedMemory(Team(local), timeout, by_host.count(by_host[dist.get_rank()]))
         # Every rank is in a part: those that lead no host are by themselves.
         leaders = [[host[0] for host in hosts] for hosts in divided]
         across = [*leaders, *([rank] for host in within for rank in host[1:])]
         for _ in range(_NUM_RINGS):
-            ring = Ring(Team(team.new_group(across, timeout), across), timeout)
+            ring = Ring(Team(new_group(across, timeout), across), timeout)
             if self.rank == self.hosts[self._place][0] and len(self.hosts) > 1:
                 self._across.append(ring)
             else:

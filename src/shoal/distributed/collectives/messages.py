@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.distributed.collectives.base import Operation, Team, Threaded, call_in_words, call_numbers
 from shoal.distributed.collectives.shared_memory.peers import has_ended
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
+from shoal.distributed.mesh import new_group
 from shoal.errors import CollectiveError, PeerError
 from shoal.plans.accounting.all_reduce import HEADER_BYTES
 
@@ -26,7 +27,7 @@ class Messages:
     """Point-to-point messages in a group of its own. Collective: all ranks of the run, new groups and an all-gather."""
 
     def __init__(self, team: Team, timeout: timedelta) -> None:
-        self._group = team.new_group(team.parts, timeout)
+        self._group = new_group(team.parts, timeout)
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._processes = exchanged([*place_of_process(), os.getpid()], self._group)
 

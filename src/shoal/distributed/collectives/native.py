@@ -58,14 +58,6 @@ class Native(Collective):
         work = dist.all_reduce(tensor, _REDUCTIONS[op], group=self.group, async_op=True)
         return self._begun(_NativeWork(work), asynchronous)
 
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        work = dist.reduce_scatter_tensor(
-            output.view(-1), tensor.view(-1), _REDUCTIONS[op], group=self.group, async_op=True
-        )
-        return self._begun(_NativeWork(work), asynchronous)
-
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         rows = list(output.view(self.world_size, -1).unbind())
         work = dist.all_gather(rows, tensor.view(-1), group=self.group, async_op=True)
@@ -75,9 +67,6 @@ class Native(Collective):
         return self._begun(
             _NativeWork(dist.broadcast(tensor, group=self.group, group_src=root, async_op=True)), asynchronous
         )
-
-    def barrier(self) -> None:
-        dist.barrier(group=self.group)
 
     @staticmethod
     def _begun(work: _NativeWork, asynchronous: bool) -> Handle:

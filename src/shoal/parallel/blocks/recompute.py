@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.grain_randomness import python_generators
 from shoal.numerics.isolation import ReentrantContext, python_generators_kept
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.blocks.selective import SavedResults
 from shoal.parallel.model.repeated_blocks import Block, parts, repeated_blocks
 
@@ -93,7 +93,7 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         kwargs = self._without_cache(kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in inputs]
         buffers, generators = self._buffers(), python_generators()
         moment = _Moment(self._start(buffers), (random.getstate(), np.random.get_state()) if self._draws else None)

@@ -29,8 +29,8 @@ _NUM_FLAGS = 2
 @dataclass
 class _Bucket:
     flat: Tensor
+    members: list[int]  # the parameters whose gradients lie here
     pending: int = 0
-    size: int = 0
     work: Handle | None = None
 
 
@@ -88,17 +88,16 @@ class GradientBuckets:
         for number, group in enumerate(groups):
             extra = self._num_status if number == len(groups) - 1 else 0
             length = sum(self._parameters[i].numel() for i in group)
-            bucket = _Bucket(self._allocate(length + extra, device), size=len(group))
-            self._lay_out(bucket, group)
-            self._buckets.append(bucket)
+            self._buckets.append(_Bucket(self._allocate(length + extra, device), list(group)))
+            self._lay_out(self._buckets[-1])
             if self._compression is not None:
                 self._compression.add(group, [tuple(self._parameters[i].shape) for i in group], device)
 
-    def _lay_out(self, bucket: _Bucket, members: Sequence[int]) -> None:
-        """Makes the gradients of these parameters views of the bucket, one after the other from its beginning."""
-        own = [self._parameters[i] for i in members]
+    def _lay_out(self, bucket: _Bucket) -> None:
+        """Makes the gradients of its members views of the bucket, one after the other from its beginning."""
+        own = [self._parameters[i] for i in bucket.members]
         views = views_of(bucket.flat[: sum(p.numel() for p in own)], own)
-        self._place |= {i: (bucket, view) for i, view in zip(members, views, strict=True)}
+        self._place |= {i: (bucket, view) for i, view in zip(bucket.members, views, strict=True)}
 
     def _allocate(self, length: int, device: torch.device) -> Tensor:
         if self._collective is not None and device.type == "cpu":
@@ -115,14 +114,13 @@ class GradientBuckets:
             return
         self._num_extras = num_extras
         bucket = self._buckets[-1]
-        members = [i for i, (home, _) in self._place.items() if home is bucket]
-        length = sum(self._parameters[i].numel() for i in members)
+        length = sum(self._parameters[i].numel() for i in bucket.members)
         before = bucket.flat
         bucket.flat = self._allocate(length + self._num_status + num_extras, before.device)
         bucket.flat[:length] = before[:length]
         if self._collective is not None:
             self._collective.release(before)
-        self._lay_out(bucket, members)
+        self._lay_out(bucket)
 
     def buffers(self) -> list[Tensor]:
         """The flat buffers, and what the collective and the compression keep."""
@@ -140,7 +138,7 @@ class GradientBuckets:
         for parameter in self._parameters:
             parameter.grad = None
         for bucket in self._buckets:
-            bucket.pending, bucket.work = bucket.size, None
+            bucket.pending, bucket.work = len(bucket.members), None
         self._fired = [0] * len(self._parameters)
         self._fired_before, self._armed, self._launched = None, False, 0
         self._open = True
@@ -194,11 +192,9 @@ class GradientBuckets:
         self._launched += 1
 
     def _zero_missing(self, first: int) -> None:
-        waiting = {id(bucket) for bucket in self._buckets[first:]}
-        for i in range(len(self._parameters)):
-            bucket, view = self._place[i]
-            if not self._fired[i] and id(bucket) in waiting:
-                view.zero_()
+        for i in (i for bucket in self._buckets[first:] for i in bucket.members):
+            if not self._fired[i]:
+                self._place[i][1].zero_()
 
     @property
     def carries_extras(self) -> bool:

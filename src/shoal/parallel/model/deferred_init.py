@@ -21,8 +21,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.isolation import generators_kept
+from shoal.numerics.operators import is_whole, storage_key
 from shoal.parallel.model.init_recorder import CpuDisguise, InitRecorder, first_line
-from shoal.parallel.model.init_tape import NotUnderstoodError, Tape, TensorRef, is_whole, storage_key
+from shoal.parallel.model.init_tape import NotUnderstoodError, Tape, TensorRef
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")

@@ -12,10 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shoal.numerics.isolation import undisturbed
-from shoal.parallel.model.init_tape import (
-    NotUnderstoodError,
-    Tape,
-    TensorRef,
+from shoal.numerics.operators import (
     is_random,
     is_whole,
     operation_name,
@@ -24,6 +21,7 @@ from shoal.parallel.model.init_tape import (
     storage_key,
     tensors_in,
 )
+from shoal.parallel.model.init_tape import NotUnderstoodError, Tape, TensorRef
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError
 from shoal.parallel.model.tensor_slice import TensorSlice
-from shoal.plans.accounting.collectives import Volumes
+from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.model_parallel import SlicedBlock, Staged
 
 # Tensors under paths, each with the part that it is of a logical one.
-Held = dict[str, tuple[TensorSlice, Tensor]]
+TensorSlices = dict[str, tuple[TensorSlice, Tensor]]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class ModelDivision:
     staged: Staged | None = None
     sliced: tuple[SlicedBlock, ...] = ()
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
-    sends: Callable[[Sequence[int]], Volumes | None] | None = None
+    sends: Callable[[Sequence[int]], Sequence[SizedCollective] | None] | None = None
     notes: list[str] = field(default_factory=list)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
@@ -123,12 +123,12 @@ class ShardedModel:
         """The part of the logical tensor `name` that this rank's `tensor` is."""
         return cut_of(tensor, self.division.parts.get(name) or TensorSlice.whole(tensor.shape))
 
-    def tensors(self) -> Held:
+    def tensors(self) -> TensorSlices:
         """Parameters and buffers that are held, this rank's own memory of them."""
         named = [*self.parameters(), *self.buffers()]
         return {name: (self.part(name, tensor), local(tensor)) for name, tensor in named}
 
-    def state_dict(self) -> Held:
+    def state_dict(self) -> TensorSlices:
         """The model's state dict: what `tensors` has under every name that it has, without what it does not persist."""
         found = self.model.state_dict(keep_vars=True)
         names = {id(t): name for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
@@ -143,13 +143,13 @@ class ShardedModel:
         parts = self.division.parts
         return {n: parts[n].shape if n in parts else tuple(p.shape) for n, p in self.model.named_parameters()}
 
-    def state(self, tensors: Mapping[str, Tensor]) -> Held:
+    def state(self, tensors: Mapping[str, Tensor]) -> TensorSlices:
         """The optimizer's tensors by path, which begins with the parameter's name.
 
         Raises: JobError for state of a divided parameter that is not divided as the parameter is.
         """
         parts = {name: self.part(name, p) for name, p in self.parameters()}
-        found: Held = {}
+        found: TensorSlices = {}
         for path, tensor in tensors.items():
             part = parts.get(path.partition("/")[0])
             if part is not None and tuple(tensor.shape) == part.local_shape:
@@ -165,10 +165,10 @@ class ShardedModel:
                 )
         return found
 
-    def room(self, known: Mapping[str, Any], names: Container[str]) -> Held:
+    def room(self, known: Mapping[str, Any], names: Container[str]) -> TensorSlices:
         """Memory for the optimizer's tensors of these parameters, and of its groups, of those that a checkpoint has."""
         parts, absent = {name: self.part(name, p) for name, p in self.parameters()}, self.absent()
-        found: Held = {}
+        found: TensorSlices = {}
         for path, entry in known.items():
             owner = path.partition("/")[0]
             part, shape = parts.get(owner), tuple(entry["shape"])
@@ -203,7 +203,7 @@ class ShardedModel:
         return name in mine and all(self._by_rank[r].get(name, nothing) != mine[name] for r in others)
 
 
-def entries(held: Held) -> dict[str, list[Any]]:
+def entries(held: TensorSlices) -> dict[str, list[Any]]:
     """Shard as JSON: dtype, shape of the whole, ranges; by path."""
     return {path: [_name(t.dtype), list(part.shape), part.to_json()] for path, (part, t) in held.items()}
 

@@ -34,7 +34,7 @@ Scope = Callable[[int], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Work:
-    """What is done with the microbatches of one run.
+    """Treatment of the microbatches of one run.
 
     `begins` is called before each forward of a stage, and `forwarded` within its scope after it with (microbatch,
     result): the result of the function on the last stage, of which it returns what has a gradient; None on the others.

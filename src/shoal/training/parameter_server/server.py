@@ -16,7 +16,7 @@ from shoal.errors import PeerError, PlanError
 from shoal.job import Job, Progress
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision
-from shoal.parallel.data.pushed import Push, ServerShard, Shard, divide_parameters, unpack
+from shoal.parallel.data.pushed import Push, ServerShard, divide_parameters, unpack
 from shoal.plans.plan import Plan
 from shoal.training.engine import build_model
 from shoal.training.optimizer_step import Parameters, Stepper, build_optimizer
@@ -50,7 +50,7 @@ class Server:
         self.optimizer = build_optimizer(job.optimizer, parameters)
         stepper = Stepper(self.optimizer, job, exact=plan.execution.exact)
         step = functools.partial(_step, stepper, plan.server.num_servers > 1)
-        self.shard = Shard(ServerShard(tuple(parameters.named), step, job.grains, plan.execution.exact))
+        self.shard = ServerShard(parameters, step, job.grains, exact=plan.execution.exact)
         self._lock = threading.Lock()
 
     def answer(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:

@@ -19,7 +19,7 @@ from shoal.job import Job
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.data.pushed import ExactPart, FastPart, unpack
-from shoal.plans.plan import Plan
+from shoal.plans.resolve import CompletePlan
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine, Options, build
 from shoal.training.observer import Observer
@@ -163,7 +163,9 @@ def fixed_tensors(model: nn.Module) -> list[Tensor]:
     return [*frozen, *model.buffers()]
 
 
-def work(job: Job, plan: Plan, environment: Environment, role: Role, watch: WorkerObserver | None = None) -> None:
+def work(
+    job: Job, plan: CompletePlan, environment: Environment, role: Role, watch: WorkerObserver | None = None
+) -> None:
     """Computes until the conductor says that the run has ended, which is also told of what this raises.
 
     Raises: PeerError where the conductor is gone before; what the job raises.
@@ -184,7 +186,7 @@ def work(job: Job, plan: Plan, environment: Environment, role: Role, watch: Work
         wire.close()
 
 
-def _work(job: Job, plan: Plan, wire: Channel, who: tuple[Environment, Role], watch: WorkerObserver) -> None:
+def _work(job: Job, plan: CompletePlan, wire: Channel, who: tuple[Environment, Role], watch: WorkerObserver) -> None:
     environment, role = who
     local = Environment(role.number, plan.layout.data, role.number, plan.layout.data)
     engine = build(job, plan, alone(choose_device(local)), Options(observer=watch.observer))

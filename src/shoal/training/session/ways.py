@@ -15,7 +15,7 @@ from shoal.numerics.precision import Precision
 from shoal.parallel.assemble import assemble
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.plans import Plan
+from shoal.plans.resolve import CompletePlan
 from shoal.training.observer import Observer
 from shoal.training.optimizer_step import Updater
 from shoal.training.session.prepared import Prepared
@@ -32,7 +32,7 @@ class Base:
     """What a Session hands to its loop."""
 
     mesh: Mesh
-    plan: Plan
+    plan: CompletePlan
     precision: Precision
     training: Training
     job: Job

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.checkpoint.state import merged_optimizers, optimizer_state
 from shoal.data.microbatch import Microbatch
 from shoal.parallel.base import Strategy
-from shoal.parallel.model.sharded_model import Held, ShardedModel, local
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local
 from shoal.parallel.model_sums import whole_tensors
 from shoal.training.observer import Observer
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write
@@ -200,7 +200,7 @@ class TraceRecorder(Observer):
         parameters = {name for name, _ in sharded_model.model.named_parameters()}
         self._keep(state_by_key(sharded_model.tensors(), parameters, sharded_model.state(tensors)))
 
-    def _keep(self, held: Held) -> None:
+    def _keep(self, held: TensorSlices) -> None:
         """Digests of what this rank has, and on rank 0 the logical tensors. Collective: as `whole_tensors`."""
         own = self._trace.digests.setdefault(self._rank, {})
         for key, (part, tensor) in held.items():

@@ -20,7 +20,6 @@ from shoal.parallel.data.pushed import (
     Ledger,
     Push,
     ServerShard,
-    Shard,
     combine,
     divide_parameters,
     pack,
@@ -42,8 +41,7 @@ class Momentum:
     def __init__(self, exact: bool = False) -> None:
         self.first, self.second = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))
         self.optimizer = torch.optim.SGD([self.first, self.second], lr=0.1, momentum=0.9)
-        named = (("first", self.first), ("second", self.second))
-        self.shard = Shard(ServerShard(named, self._step, GRAINS, exact))
+        self.shard = ServerShard([self.first, self.second], self._step, GRAINS, exact=exact)
         self.steps: list[int] = []
 
     def _step(self, progress: Progress) -> None:
@@ -228,7 +226,7 @@ def test_what_is_pushed_of_narrow_parameters_is_not_rounded_before_it_is_summed(
     part = FastPart(model, [unused, weight], reduce, lambda phase: None)
     part.begin()
     for grain, factor in zip(divide(2, 2, 2), (256.0, 1.0), strict=True):
-        microbatch = Microbatch(0, (grain,), (), None, list, list)
+        microbatch = Microbatch(0, (grain,), (), None, lambda *_: None)
         part.backward(microbatch, (weight * factor).sum(), torch.zeros(4, dtype=torch.float64), grain.index == 1)
     part.finish(Flags(0, 0), 4, [])
     pushed = part.gradients([weight, unused], reduce)

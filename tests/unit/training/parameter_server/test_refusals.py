@@ -43,10 +43,6 @@ def test_a_verification_of_what_is_not_meant_to_be_the_same(tmp_path: Path) -> N
         plan=served("asynchronous"),
         wishes=wishes,
         out=tmp_path / "out",
-        resume=False,
-        steps=None,
-        checkpoint_every=None,
-        telemetry=False,
         started_at=0.0,
         plan_from_file=True,
     )

@@ -153,7 +153,10 @@ class SharedMemory(Collective):
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
     ) -> Handle:
-        """From `allocate`d memory nothing is copied; else each rank's parts go through its staging area."""
+        """`output` becomes part `rank` of the sum of all `tensor`s, which has `world_size` parts of its length.
+
+        From `allocate`d memory nothing is copied; else each rank's parts go through its staging area.
+        """
         check("reduce_scatter", [output, tensor], op)
         check_parts("reduce_scatter", tensor, output, self.world_size)
         place = self._place(tensor)
@@ -233,6 +236,7 @@ class SharedMemory(Collective):
         return self._call(call, asynchronous)
 
     def barrier(self) -> None:
+        """Returns once every rank has come to it: one exchange of words."""
         self._call(_SharedCall(_HEADER.pack(KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
 
     def settle(self) -> None:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from shoal.distributed.collectives.base import DTYPES, Handle, Operation, Team
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory, apart
 from shoal.distributed.collectives.shared_memory.region import places
+from shoal.distributed.mesh import new_group
 from shoal.distributed.traffic_meter import Listener
 
 NAME = "shoal"
@@ -222,11 +223,7 @@ def open_group(parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.Proce
     Raises: LaunchError, on every rank of a part, where they are on one host and cannot map each other's memory.
     """
     dist.Backend.register_backend(NAME, SharedGroup, devices=["cpu"])
-    found = None
-    for ranks in parts:
-        group = dist.new_group(list(ranks), timeout=timeout, backend=NAME)
-        if dist.get_rank() in ranks:
-            found = group
+    found = new_group(parts, timeout, NAME)
     by_rank = places()
     if isinstance(found, SharedGroup) and found.size() > 1:
         own = [by_rank[rank] for rank in dist.get_process_group_ranks(found)]
