@@ -209,7 +209,7 @@ def scattered_gradients(sharding: Sharding) -> int:
 
 @dataclass(frozen=True)
 class Layer:
-    """What autograd keeps of one layer for one microbatch, in bytes, without parameters.
+    """Activations that autograd saves of one layer for one microbatch, in bytes, without parameters.
 
     `input_bytes` is what enters it; `selected_bytes` is what selective recomputation keeps.
     """
@@ -220,7 +220,7 @@ class Layer:
 
 
 def activations(layers: Sequence[Layer], in_flight: int = 1, recompute: str = "none", other_bytes: int = 0) -> int:
-    """Peak bytes of activations between forward and backward on a rank with these layers and `other_bytes` besides.
+    """Peak bytes kept between forward and backward on a rank with these layers and `other_bytes` outside of them.
 
     `in_flight` microbatches are between their forward and their backward at most. With recomputation a layer keeps its
     input (or what is selected), and the one whose backward runs has all of it back.
