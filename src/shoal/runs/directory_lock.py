@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -298,7 +299,8 @@ def _in_use(folder: Path, holder: Holder) -> InUseError:
 def _begun(aside: Path, mode: int, made: list[Path]) -> int:
     """A new file there, in a directory that may have to be made; `made` gets those that were."""
     for again in range(10):
-        made.extend(path for path in _absent(aside.parent) if path not in made)
+        absent = itertools.takewhile(lambda path: not path.exists(), aside.parents)
+        made.extend(path for path in absent if path not in made)
         aside.parent.mkdir(mode=mode, parents=True, exist_ok=True)
         try:
             return os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -306,15 +308,6 @@ def _begun(aside: Path, mode: int, made: list[Path]) -> int:
             if again == 9:
                 raise
     raise AssertionError("returned or raised")
-
-
-def _absent(folder: Path) -> list[Path]:
-    absent = []
-    for path in (folder, *folder.parents):
-        if path.exists():
-            break
-        absent.append(path)
-    return absent
 
 
 def _unmake(made: list[Path]) -> None:
