@@ -29,7 +29,7 @@ _BUSY_SHARE, _USELESS_SHARE = 0.1, 0.3
 
 
 def bench(options: BenchOptions) -> int:
-    """Measures this machine, prints what it found and writes it; as a rank, measures and hands over.
+    """Measures this machine, prints and writes the result; as a rank, measures and hands over.
 
     Raises: CommandError, or what went wrong on a rank.
     """

@@ -58,7 +58,7 @@ class Output:
 
 @dataclass
 class FirstCall:
-    """The arguments of a module's first call, tensors on the meta device."""
+    """Arguments of a module's first call, tensors on the meta device."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -66,7 +66,7 @@ class FirstCall:
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """Of one call of a layer: what it took and gave, along which dim its features lie, and whether the input learns."""
+    """Shapes of one call of a layer: input, output, features' dim, and whether the input learns."""
 
     input: tuple[int, ...]
     output: tuple[int, ...]
