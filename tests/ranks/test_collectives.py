@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
+from tests.forks import Popen
 from tests.launching import ROOT
 
 from shoal.catalogue.sums import ALGORITHMS
@@ -23,7 +24,7 @@ TIME_LIMIT_SECONDS = 250.0
 
 
 @contextlib.contextmanager
-def ranks(world_size: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(world_size: int, *arguments: str) -> Iterator[list[Popen]]:
     """So many processes in one scenario; none is left when the context ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -31,12 +32,12 @@ def ranks(world_size: int, *arguments: str) -> Iterator[list[subprocess.Popen[st
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
     common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.jobs.collective_rank", *arguments],
             cwd=ROOT,
             env={**os.environ, **common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
             text=True,
         )
         for rank in range(world_size)
@@ -50,7 +51,7 @@ def ranks(world_size: int, *arguments: str) -> Iterator[list[subprocess.Popen[st
             process.communicate()
 
 
-def results(processes: list[subprocess.Popen[str]]) -> list[list[object]]:
+def results(processes: list[Popen]) -> list[list[object]]:
     """What each rank printed. Raises: AssertionError where one failed."""
     told = [process.communicate(timeout=TIME_LIMIT_SECONDS) for process in processes]
     for process, (_, stderr) in zip(processes, told, strict=True):
