@@ -98,7 +98,7 @@ def job(task: str, **settings: Any) -> Any:
 def planned(made: Any, row: Row) -> Any:
     """Two data ranks."""
     import shoal
-    from shoal.plan.resolve import complete
+    from shoal.plans.resolve import complete
 
     sections: dict[str, dict[str, Any]] = {"layout": {"data": 2}, "collectives": {"compression": row.scheme}}
     if row.scheme != "none":
@@ -108,7 +108,7 @@ def planned(made: Any, row: Row) -> Any:
 
 def train(task: str, name: str, seed: int, folder: Path) -> Cell:
     """One cell on two forked ranks, each with one thread."""
-    from shoal.verification.fork import forked
+    from shoal.verification.forked import forked
 
     made = job(task, seed=seed, **TASKS[task])
     plan = planned(made, (ROWS | PLANTED)[name])
@@ -119,13 +119,13 @@ def train(task: str, name: str, seed: int, folder: Path) -> Cell:
 
 
 def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
-    from shoal.computation import Computation
-    from shoal.engine import Options, build
-    from shoal.mesh import open_mesh
-    from shoal.metering import Shares, StepMeter, describe, predicted
-    from shoal.planner.compressed import payload
-    from shoal.telemetry import RecordWriter
-    from shoal.trainer import Surroundings
+    from shoal.distributed.mesh import open_mesh
+    from shoal.plans.accounting.compressed import payload
+    from shoal.training.computation import MicrobatchPolicy
+    from shoal.training.engine import Options, build
+    from shoal.training.metering import Shares, StepMeter, describe, predicted
+    from shoal.training.telemetry import RecordWriter
+    from shoal.training.trainer import Surroundings
 
     records: list[Any] = []
     around = Surroundings(lambda line: None, lambda record, rank: records.append(record), lambda: False)
@@ -133,11 +133,11 @@ def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
         meter = StepMeter()
         engine = build(made, plan, mesh, Options(telemetry=False, observer=meter))
         try:
-            meter.attach(engine.holding, engine.updater.optimizer, engine.strategy)
+            meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
             outcome = engine.trainer(None, engine.order.num_steps, around, RecordWriter(None)).train()
-            found = Computation.from_json(outcome.state.computation or {})
+            found = MicrobatchPolicy.from_json(outcome.state.computation or {})
             shares = Shares(made.grains, engine.order.grains(1), found.effective_grains, found.buffers)
-            step = describe(engine.holding, engine.updater.optimizer, plan, engine.precision, shares)
+            step = describe(engine.sharded_model, engine.updater.optimizer, plan, engine.precision, shares)
             if mesh.rank:
                 return
             compared = [r.compression for r in records if r.compression]
@@ -165,7 +165,7 @@ def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
 
 def timed(folder: Path, number: int) -> dict[str, float]:
     """Median seconds of a step of the GPT example under each scheme, in one round of them."""
-    from shoal.verification.fork import forked
+    from shoal.verification.forked import forked
 
     found = {}
     made = job("gpt", **TIMED)
@@ -178,10 +178,10 @@ def timed(folder: Path, number: int) -> dict[str, float]:
 
 
 def _timed_rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
-    from shoal.engine import Options, build
-    from shoal.mesh import open_mesh
-    from shoal.telemetry import RecordWriter
-    from shoal.trainer import Surroundings
+    from shoal.distributed.mesh import open_mesh
+    from shoal.training.engine import Options, build
+    from shoal.training.telemetry import RecordWriter
+    from shoal.training.trainer import Surroundings
 
     around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
     with open_mesh(environment, plan.degrees) as mesh:

@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 import shoal
 from benchmarks import small_jobs
 from benchmarks.step_time_rank import ENDLESS, Turns
-from shoal.engine import Options, build
-from shoal.environment import joined
-from shoal.mesh import open_mesh
-from shoal.plan.resolve import complete
-from shoal.records import StepRecord
-from shoal.startup import prepare_process
-from shoal.telemetry import RecordWriter
-from shoal.trainer import Surroundings
-from shoal.update import fused
+from shoal.distributed.mesh import open_mesh
+from shoal.distributed.process_setup import prepare_process
+from shoal.launch.environment import joined
+from shoal.plans.resolve import complete
+from shoal.runs.records import StepRecord
+from shoal.training.engine import Options, build
+from shoal.training.optimizer_step import fused
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
 
 JOBS: dict[str, Callable[[], shoal.Job]] = {
     "mlp": lambda: small_jobs.mlp(batch=256, width=2048),

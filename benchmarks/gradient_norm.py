@@ -5,10 +5,10 @@ work; torch 2.13.0, a virtual machine of 2 cores with AVX-512): least where ther
 each of some ten thousand elements (LeNet 3 us in all, a GPT of 3.3 M 30 us), at millions 0.95 to 1.13. In bfloat16 0.2
 to 1.1 times. torch's float32 norm is off by 4e-5 at 2.4 M elements and by 2.7e-3 at 38.6 M.
 
-Repeat with `python -m benchmarks.gradient_norm`: each call of `shoal.norms.global_norm` takes turns with its peer, what
-`torch.nn.utils.get_total_norm` does: `torch._foreach_norm` and the norm of these norms. A line for each set of
-gradients: medians over the turns of the processor's microseconds on one thread, the median of the ratios of one turn,
-and both errors relative to float64.
+Repeat with `python -m benchmarks.gradient_norm`: each call of `shoal.numerics.gradient_norm.global_norm` takes turns
+with its peer, what `torch.nn.utils.get_total_norm` does: `torch._foreach_norm` and the norm of these norms. A line for
+each set of gradients: medians over the turns of the processor's microseconds on one thread, the median of the ratios of
+one turn, and both errors relative to float64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import torch
 from torch import Tensor
 
-from shoal.norms import global_norm
+from shoal.numerics.gradient_norm import global_norm
 
 Shapes = list[tuple[int, ...]]
 

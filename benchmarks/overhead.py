@@ -32,14 +32,14 @@ from torch.utils.data import DataLoader
 
 import shoal
 from benchmarks import small_jobs
-from shoal.engine import Options, build
-from shoal.environment import Environment
-from shoal.mesh import open_mesh
-from shoal.plan.resolve import complete
-from shoal.records import StepRecord
-from shoal.startup import prepare_process
-from shoal.telemetry import RecordWriter
-from shoal.trainer import Surroundings
+from shoal.distributed.mesh import open_mesh
+from shoal.distributed.process_setup import prepare_process
+from shoal.launch.environment import Environment
+from shoal.plans.resolve import complete
+from shoal.runs.records import StepRecord
+from shoal.training.engine import Options, build
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
 
 UNCOUNTED, BLOCK = 10, 80
 Seconds = tuple[float, float]

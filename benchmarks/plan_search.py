@@ -29,12 +29,12 @@ from benchmarks.small_jobs import adamw, continued
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import shoal
 from models import GPT
-from shoal.plan.described import described
-from shoal.plan.plan import Plan
-from shoal.planner.aims import Aim
-from shoal.planner.choice import choose
-from shoal.planner.outlook import curve
-from shoal.planning.question import question
+from shoal.planner.answer.outlook import curve
+from shoal.planner.answer.question import question
+from shoal.planner.search.aims import Aim
+from shoal.planner.search.choice import choose
+from shoal.plans.plan import Plan
+from shoal.plans.words import described
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_search.json"
 # Devices and grains.

@@ -27,18 +27,18 @@ import torch.distributed.tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import gpt
 import shoal
-from shoal.computation import Computation
-from shoal.engine import Engine, Options, build
-from shoal.environment import Environment
-from shoal.mesh import Mesh, open_mesh
-from shoal.metering import Shares, StepMeter, describe, predicted
-from shoal.plan.plan import Plan
-from shoal.plan.resolve import complete
-from shoal.planner.memory import activations, transformer_block
-from shoal.startup import prepare_process, return_freed_memory
-from shoal.telemetry import RecordWriter
-from shoal.trainer import Surroundings
-from shoal.verification.fork import forked
+from shoal.distributed.mesh import Mesh, open_mesh
+from shoal.distributed.process_setup import prepare_process, return_freed_memory
+from shoal.launch.environment import Environment
+from shoal.plans.accounting.memory import activations, transformer_block
+from shoal.plans.plan import Plan
+from shoal.plans.resolve import complete
+from shoal.training.computation import MicrobatchPolicy
+from shoal.training.engine import Engine, Options, build
+from shoal.training.metering import Shares, StepMeter, describe, predicted
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
+from shoal.verification.forked import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "sharded_memory.json"
@@ -94,11 +94,11 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-def train(engine: Engine) -> Computation:
+def train(engine: Engine) -> MicrobatchPolicy:
     """Two steps; how the microbatches were computed."""
     around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
     outcome = engine.trainer(None, STEPS, around, RecordWriter(None)).train()
-    return Computation.from_json(outcome.state.computation or {})
+    return MicrobatchPolicy.from_json(outcome.state.computation or {})
 
 
 def measured(job: shoal.Job, plan: Plan, mesh: Mesh) -> dict[str, Any]:
@@ -109,11 +109,11 @@ def measured(job: shoal.Job, plan: Plan, mesh: Mesh) -> dict[str, Any]:
     try:
         building = resident()["peak"] - before
         forget_peak()
-        meter.attach(engine.holding, engine.updater.optimizer, engine.strategy)
+        meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
         found = train(engine)
         training = resident()["peak"] - before
         shares = Shares(job.grains, engine.order.grains(meter.step or 0), found.effective_grains, found.buffers)
-        step = describe(engine.holding, engine.updater.optimizer, plan, engine.precision, shares)
+        step = describe(engine.sharded_model, engine.updater.optimizer, plan, engine.precision, shares)
         own = meter.to_json()
         assert own is not None
         return {

@@ -30,16 +30,16 @@ from typing import Any
 
 import torch
 
-from shoal.bench.clock import sample
-from shoal.bench.command import busy_seconds
-from shoal.bench.probes import probes
-from shoal.catalogue.sums import all_reduce_here
-from shoal.job_file import load, parse_target
-from shoal.plan.plan import Plan
-from shoal.plan.toml import write
-from shoal.planner.comparison import PARTS
-from shoal.planner.step_time import Predictor
-from shoal.planning.question import question
+from shoal.cli.bench import busy_seconds
+from shoal.hardware.fastest_all_reduce import all_reduce_here
+from shoal.planner.answer.question import question
+from shoal.planner.calibrate.comparison import PARTS
+from shoal.planner.measure.clock import sample
+from shoal.planner.measure.probes import probes
+from shoal.planner.predict.step_time import Predictor
+from shoal.plans.plan import Plan
+from shoal.plans.toml import write
+from shoal.runs.job_file import load, parse_target
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "small_steps.csv"

@@ -29,9 +29,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shoal.agreement import Report, from_rows, measures, to_row
-from shoal.records import SPANS, StepRecord
-from shoal.telemetry import RecordWriter, StepClock, peak_memory_bytes
+from shoal.distributed.agreement import Report, from_rows, measures, to_row
+from shoal.runs.records import SPANS, StepRecord
+from shoal.training.telemetry import RecordWriter, StepClock, peak_memory_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 RATIOS = {

@@ -29,14 +29,14 @@ import gpt as gpt_job
 import shoal
 from datasets import fashion_mnist, pad, topics
 from models import GPT, LeNet
-from shoal.engine import Options, build
-from shoal.environment import joined
-from shoal.mesh import open_mesh
-from shoal.plan.resolve import Wishes, apply_wishes, complete
-from shoal.records import StepRecord
-from shoal.startup import prepare_process
-from shoal.telemetry import RecordWriter
-from shoal.trainer import Surroundings
+from shoal.distributed.mesh import open_mesh
+from shoal.distributed.process_setup import prepare_process
+from shoal.launch.environment import joined
+from shoal.plans.resolve import Wishes, apply_wishes, complete
+from shoal.runs.records import StepRecord
+from shoal.training.engine import Options, build
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
 
 ENDLESS = 1 << 40
 

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from shoal.collectives.base import Collective, Team
-from shoal.collectives.choose import open_collective
-from shoal.collectives.compression import Compression
-from shoal.plan.plan import CompressionSection
+from shoal.distributed.collectives.base import Collective, Team
+from shoal.distributed.collectives.choose import open_collective
+from shoal.distributed.collectives.compression.compressed_sum import Compression
+from shoal.plans.plan import CompressionSection
 
 RATE = "1gbit"
 HOSTS, ADDRESSES, LINKS = ("shoal-a", "shoal-b"), ("10.77.0.1", "10.77.0.2"), ("shoal-va", "shoal-vb")

@@ -93,8 +93,8 @@ def _verified(row: Row, sections: Sections) -> Found:
 def _hashed(row: Row) -> Found:
     """Whether exact runs on 1, 2 and 3 processes end with the same bits."""
     import shoal
-    from shoal.plan.resolve import complete
-    from shoal.verification.fork import trace_forked
+    from shoal.plans.resolve import complete
+    from shoal.verification.forked import trace_forked
 
     job, hashes, num_parameters = row.job(), {}, 0
     for ranks, kinds in ((2, ("alone", "parallel")), (3, ("parallel",))):
@@ -112,7 +112,7 @@ def _hashed(row: Row) -> Found:
 
 def _hash(folder: Path) -> tuple[str, int]:
     """The hash of parameters, buffers and optimizer's state after the last step, and how many parameters they are."""
-    from shoal.verification.parallel import read_outcome
+    from shoal.verification.traced_run import read_outcome
 
     last = list(read_outcome(folder).steps(folder))[-1]
     state = {k: d for k, d in last.first_digests.items() if k.startswith(("update/", "buffers/"))}

@@ -11,13 +11,13 @@ import torch
 from benchmarks.published import language, modules, speech, vision
 from benchmarks.published.describe import Described, UnknownError, device_name
 from benchmarks.published.rows import Row, integer
-from shoal.catalogue import cluster as named_cluster
-from shoal.hardware import Cluster
-from shoal.plan.plan import Plan, PrecisionSection
-from shoal.planner.profile import Profile
-from shoal.planner.step_time import Predictor
-from shoal.planner.workload import Program, Workload
-from shoal.profiling import profile
+from shoal.hardware import cluster as named_cluster
+from shoal.hardware.values import Cluster
+from shoal.planner.predict.step_time import Predictor
+from shoal.planner.predict.workload import Program, Workload
+from shoal.planner.profile.profiles import profile
+from shoal.planner.profile.values import Profile
+from shoal.plans.plan import Plan, PrecisionSection
 
 RECIPES = {**vision.RECIPES, **language.RECIPES, **speech.RECIPES}
 

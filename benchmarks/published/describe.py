@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.published.modules import transformer
 from benchmarks.published.rows import Row, integer, number
-from shoal.catalogue import cluster as named_cluster
-from shoal.hardware import Cluster, Link
-from shoal.plan.plan import Plan, PrecisionSection
-from shoal.planner.profile import Profile
-from shoal.planner.workload import Program, Workload
-from shoal.profiling import profile
+from shoal.hardware import cluster as named_cluster
+from shoal.hardware.values import Cluster, Link
+from shoal.planner.predict.workload import Program, Workload
+from shoal.planner.profile.profiles import profile
+from shoal.planner.profile.values import Profile
+from shoal.plans.plan import Plan, PrecisionSection
 
 
 class UnknownError(Exception):

@@ -19,7 +19,7 @@ from benchmarks.published.kernels import BiasGelu, CrossEntropy, DropoutAdd, Mas
 
 
 class Recipe(NamedTuple):
-    """What `shoal.profiling.profile` takes."""
+    """What `shoal.planner.profile.profile` takes."""
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], tuple[Tensor, Any]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.published import describe
 from benchmarks.published.rows import Row
 from shoal.errors import ShoalError
-from shoal.planner.step_time import Predictor
+from shoal.planner.predict.step_time import Predictor
 
 GIB = 1 << 30
 

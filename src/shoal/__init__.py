@@ -5,26 +5,25 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0.dev0"
-
 # Public name -> the module that defines it. Loaded on first use, so that `import shoal` needs no torch.
 _HOMES = {
+    "__version__": "shoal.runs.version",
     "Job": "shoal.job",
     "Epochs": "shoal.job",
     "Steps": "shoal.job",
     "Samples": "shoal.job",
     "Progress": "shoal.job",
     "warmup_cosine": "shoal.job",
-    "Plan": "shoal.plan",
-    "Layout": "shoal.plan",
-    "StepRecord": "shoal.records",
-    "RunRecord": "shoal.records",
+    "Plan": "shoal.plans",
+    "Layout": "shoal.plans",
+    "StepRecord": "shoal.runs.records",
+    "RunRecord": "shoal.runs.records",
     "ShoalError": "shoal.errors",
     "ExitCode": "shoal.errors",
-    "cross_entropy": "shoal.sums",
-    "mse": "shoal.sums",
-    "accuracy": "shoal.sums",
-    "Session": "shoal.session",
+    "cross_entropy": "shoal.numerics.losses",
+    "mse": "shoal.numerics.losses",
+    "accuracy": "shoal.numerics.losses",
+    "Session": "shoal.training.session",
     "Verdict": "shoal.verification",
     "verify": "shoal.verification",
     "verify_session": "shoal.verification",
@@ -59,10 +58,11 @@ if TYPE_CHECKING:
     from shoal.checkpoint import weights_sha256
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
-    from shoal.plan import Layout, Plan
-    from shoal.records import RunRecord, StepRecord
-    from shoal.session import Session
-    from shoal.sums import accuracy, cross_entropy, mse
+    from shoal.numerics.losses import accuracy, cross_entropy, mse
+    from shoal.plans import Layout, Plan
+    from shoal.runs.records import RunRecord, StepRecord
+    from shoal.runs.version import __version__
+    from shoal.training.session import Session
     from shoal.verification import Verdict, verify, verify_session
 
 

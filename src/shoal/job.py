@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shoal.errors import JobError
-from shoal.grains import grain_size
+from shoal.plans.grains import grain_size
 
 
 @dataclass(frozen=True, slots=True)

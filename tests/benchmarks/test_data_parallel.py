@@ -9,9 +9,9 @@ import pytest
 from benchmarks.published import data_parallel, modules
 from benchmarks.published.describe import UnknownError
 
-from shoal.plan.plan import PrecisionSection
-from shoal.planner.profile import Phase
-from shoal.profiling import profile
+from shoal.planner.profile.profiles import profile
+from shoal.planner.profile.values import Phase
+from shoal.plans.plan import PrecisionSection
 
 DATA = Path(data_parallel.__file__).parent / "data" / "ddp_scaling.csv"
 # Of 1,122 rows, those of models without a module: HiFi-GAN, FastPitch, Tacotron2, WaveGlow, TFT.

@@ -9,8 +9,8 @@ import pytest
 from tests.bugs.zoo import ZOO, Bug
 
 import shoal
-from shoal.plan.resolve import complete
-from shoal.verification.fork import trace_forked
+from shoal.plans.resolve import complete
+from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 
 

@@ -20,19 +20,20 @@ from tests.conformance.cases import FP16, grouped, job, language, vectors
 from torch import Tensor, nn
 
 import shoal
-from shoal import randomness, update
-from shoal.buffers import StepBuffers
-from shoal.computation import Computer
 from shoal.data import loader
 from shoal.data.order import Order
-from shoal.evaluation import Evaluator
+from shoal.distributed.mesh import Mesh
 from shoal.job import Progress
-from shoal.mesh import Mesh
-from shoal.strategies.base import NUM_SUMS, WEIGHT, StepSums
-from shoal.strategies.buckets import GradientBuckets
-from shoal.strategies.data_parallel import DataParallel
-from shoal.strategies.sharded import ShardedOptimizer
-from shoal.update import Stepper, Updater
+from shoal.numerics import grain_randomness
+from shoal.numerics.batch_statistics import StepBuffers
+from shoal.parallel.base import NUM_SUMS, WEIGHT, StepSums
+from shoal.parallel.data.buckets import GradientBuckets
+from shoal.parallel.data.replicated import DataParallel
+from shoal.parallel.shard.zero1 import ShardedOptimizer
+from shoal.training import optimizer_step
+from shoal.training.computation import LossComputer
+from shoal.training.evaluation import Evaluator
+from shoal.training.optimizer_step import Stepper, Updater
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ def mean_of_means(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_of_a_shard(patch: pytest.MonkeyPatch) -> None:
-    original = update.global_norm
-    patch.setattr(update, "global_norm", lambda gradients: original(gradients[: len(gradients) // 2]))
+    original = optimizer_step.global_norm
+    patch.setattr(optimizer_step, "global_norm", lambda gradients: original(gradients[: len(gradients) // 2]))
 
 
 def norm_before_unscaling(patch: pytest.MonkeyPatch) -> None:
@@ -130,9 +131,9 @@ def norm_before_unscaling(patch: pytest.MonkeyPatch) -> None:
 
     def step(self: Updater, loss: float, weight: float, loss_scale: Any, progress: Progress) -> Any:
         factor = loss_scale.factor(self._job.global_batch)
-        wide = update.global_norm
+        wide = optimizer_step.global_norm
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(update, "global_norm", lambda gradients: wide(gradients) * factor)
+            inner.setattr(optimizer_step, "global_norm", lambda gradients: wide(gradients) * factor)
             return original(self, loss, weight, loss_scale, progress)
 
     patch.setattr(Updater, "step", step)
@@ -189,22 +190,22 @@ def no_set_epoch(patch: pytest.MonkeyPatch) -> None:
 
 def mask_by_place(patch: pytest.MonkeyPatch) -> None:
     """Dropout keyed by the place in the microbatch: every rank draws the same masks."""
-    original = randomness.GrainScope.__init__
+    original = grain_randomness.GrainScope.__init__
 
     def init(self: Any, seed: int, step: int, grains: Any) -> None:
         original(self, seed, step, grains)
         self._indices = list(range(len(grains)))
 
-    patch.setattr(randomness.GrainScope, "__init__", init)
+    patch.setattr(grain_randomness.GrainScope, "__init__", init)
 
 
 def mask_by_rank(patch: pytest.MonkeyPatch) -> None:
-    original = randomness.GrainScope.__init__
+    original = grain_randomness.GrainScope.__init__
 
     def init(self: Any, seed: int, step: int, grains: Any) -> None:
         original(self, seed + (dist.get_rank() if dist.is_initialized() else 0), step, grains)
 
-    patch.setattr(randomness.GrainScope, "__init__", init)
+    patch.setattr(grain_randomness.GrainScope, "__init__", init)
 
 
 SHARDED: dict[str, dict[str, Any]] = {"shard": {"level": "optimizer"}}
@@ -231,9 +232,9 @@ def loses_state(patch: pytest.MonkeyPatch) -> None:
 
 def stale_parameter(patch: pytest.MonkeyPatch) -> None:
     """Rank 1 computes with the first layer's values from before the last update."""
-    original, kept = Computer.loss, []
+    original, kept = LossComputer.loss, []
 
-    def loss(self: Computer, batch: Any) -> Any:
+    def loss(self: LossComputer, batch: Any) -> Any:
         parameter = next(self._model.parameters())
         kept.append(parameter.detach().clone())
         if dist.get_rank() != 1 or len(kept) < 2:
@@ -245,17 +246,17 @@ def stale_parameter(patch: pytest.MonkeyPatch) -> None:
         finally:
             parameter.data = now
 
-    patch.setattr(Computer, "loss", loss)
+    patch.setattr(LossComputer, "loss", loss)
 
 
 def evaluating_on_one_rank(patch: pytest.MonkeyPatch) -> None:
-    original = Computer.loss
+    original = LossComputer.loss
 
-    def loss(self: Computer, batch: Any) -> Any:
+    def loss(self: LossComputer, batch: Any) -> Any:
         self._model.train(dist.get_rank() != 1)
         return original(self, batch)
 
-    patch.setattr(Computer, "loss", loss)
+    patch.setattr(LossComputer, "loss", loss)
 
 
 def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:
@@ -283,7 +284,7 @@ def buffers_on_rank_0(patch: pytest.MonkeyPatch) -> None:
 
 
 def statistics_of_the_microbatch(patch: pytest.MonkeyPatch) -> None:
-    original = randomness._HANDLERS[F.batch_norm]
+    original = grain_randomness._HANDLERS[F.batch_norm]
 
     def whole(scope: Any, func: Any, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():  # not where the engine looks at how the model computes
@@ -294,7 +295,7 @@ def statistics_of_the_microbatch(patch: pytest.MonkeyPatch) -> None:
         finally:
             scope._sizes = sizes
 
-    patch.setitem(randomness._HANDLERS, F.batch_norm, whole)
+    patch.setitem(grain_randomness._HANDLERS, F.batch_norm, whole)
 
 
 def not_reduced(patch: pytest.MonkeyPatch) -> None:
@@ -372,7 +373,7 @@ def decays_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def weight_counts_padding(patch: pytest.MonkeyPatch) -> None:
-    after(patch, Computer, "loss", lambda found, self, batch: (found[0], torch.tensor(batch[1].numel())))
+    after(patch, LossComputer, "loss", lambda found, self, batch: (found[0], torch.tensor(batch[1].numel())))
 
 
 def state_of_one_rank(patch: pytest.MonkeyPatch) -> None:

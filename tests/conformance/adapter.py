@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import shoal
-from shoal.verification.fork import trace_forked
+from shoal.verification.forked import trace_forked
 
 
 class Adapter(Protocol):

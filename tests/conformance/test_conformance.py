@@ -11,9 +11,11 @@ from tests.conformance.cases import CASES, Case
 from tests.conformance.strategies import STRATEGIES, Use
 
 import shoal
-from shoal.plan.resolve import complete
-from shoal.strategies import assemble, fully_sharded, parameter_server
-from shoal.strategies.base import Strategy
+from shoal.parallel import assemble
+from shoal.parallel.base import Strategy
+from shoal.parallel.data import pushed
+from shoal.parallel.shard import zero23
+from shoal.plans.resolve import complete
 from shoal.verification.judge import Verdict, judge_traces
 
 
@@ -75,7 +77,7 @@ SERVED = {"FastPart", "ExactPart"}
 
 
 def test_no_strategy_is_left_out() -> None:
-    """A strategy that is not run here is not done: add it to strategies.py."""
+    """A strategy that is not run here is not done: add it to parallel.py."""
 
     def concrete(kind: type[Strategy]) -> set[str]:
         below = set().union(*(concrete(child) for child in kind.__subclasses__()))
@@ -83,5 +85,5 @@ def test_no_strategy_is_left_out() -> None:
         return below | ({kind.__name__} if own else set())
 
     # Where every strategy is imported, these when a plan asks for them.
-    assert all(module.__name__ for module in (assemble, fully_sharded, parameter_server))
+    assert all(module.__name__ for module in (assemble, zero23, pushed))
     assert concrete(Strategy) == {use.kind for use in STRATEGIES.values()} | SERVED

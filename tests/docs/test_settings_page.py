@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 import shoal
-from shoal.cli import _parser
-from shoal.session import Training
+from shoal.cli.main import _parser
+from shoal.training.session import Training
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| `(\S+)` \| `(.*?)` \| (.+?) \|", re.MULTILINE)

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.catalogue.sums import ALGORITHMS
-from shoal.collectives import process_group
-from shoal.collectives.base import DTYPES, OPERATIONS, Collective, Team, combine
-from shoal.collectives.choose import open_collective, open_tree
-from shoal.collectives.process_group import SharedGroup, open_group
-from shoal.collectives.shared_tree import SharedTreeSum
+from shoal.distributed.collectives.base import DTYPES, OPERATIONS, Collective, Team, combine
+from shoal.distributed.collectives.choose import open_collective, open_tree
+from shoal.distributed.collectives.exact.shared_tree import SharedTreeSum
+from shoal.distributed.collectives.shared_memory import process_group
+from shoal.distributed.collectives.shared_memory.process_group import SharedGroup, open_group
+from shoal.distributed.traffic_meter import Traffic
 from shoal.errors import ShoalError
-from shoal.planner.algorithms import received, sent
-from shoal.traffic import Traffic
+from shoal.hardware.fastest_all_reduce import ALGORITHMS
+from shoal.plans.accounting.all_reduce import received, sent
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.launching import start_command
 
-from shoal.catalogue import load
+from shoal.hardware import load
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 LIMIT_SECONDS = 110.0

@@ -17,7 +17,7 @@ import pytest
 from tests.forks import Popen
 from tests.launching import ROOT
 
-from shoal.catalogue.sums import ALGORITHMS
+from shoal.hardware.fastest_all_reduce import ALGORITHMS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 TIME_LIMIT_SECONDS = 250.0

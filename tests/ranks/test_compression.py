@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.checkpoint.state import sha256_of
-from shoal.engine import Options, build
-from shoal.environment import Environment
-from shoal.mesh import open_mesh
-from shoal.plan.resolve import complete
-from shoal.telemetry import RecordWriter
-from shoal.trainer import Surroundings
-from shoal.verification.fork import forked
+from shoal.distributed.mesh import open_mesh
+from shoal.launch.environment import Environment
+from shoal.plans.resolve import complete
+from shoal.training.engine import Options, build
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
+from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks
 
@@ -86,7 +86,7 @@ def trained(
     complete_plan = complete(shoal.Plan().with_sections(**plan), job.grains, job.grain_size)
 
     def work(environment: Environment) -> None:
-        records: list[shoal.records.StepRecord] = []
+        records: list[shoal.runs.records.StepRecord] = []
         notes: list[str] = []
         around = Surroundings(notes.append, lambda record, rank: records.append(record), lambda: False)
         with open_mesh(environment, complete_plan.degrees) as mesh:

@@ -18,15 +18,15 @@ from tests.conformance.cases import language as small
 from torch import Tensor, nn
 
 import shoal
-from shoal.environment import Environment
+from shoal.distributed.mesh import open_mesh
 from shoal.errors import JobError, PlanError, ShoalError
-from shoal.grains import Grain
-from shoal.mesh import open_mesh
-from shoal.plan.layout import Layout
-from shoal.randomness import GrainScope
-from shoal.strategies.context_parallel import Subject, apply_context, plan_context
-from shoal.strategies.tensor_collectives import TensorAxis
-from shoal.verification.fork import forked
+from shoal.launch.environment import Environment
+from shoal.numerics.grain_randomness import GrainScope
+from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.sequence.context_parallel import SequenceTrial, apply_context, plan_context
+from shoal.plans.grains import Grain
+from shoal.plans.layout import Layout
+from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks
 
@@ -152,7 +152,7 @@ def trained(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 def divided(model: nn.Module, axis: TensorAxis, padded: bool = False) -> tuple[str, ...]:
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    subject = Subject(model, lambda name: held[name].detach(), language, tokens(LENGTHS[0], padded))
+    subject = SequenceTrial(model, lambda name: held[name].detach(), language, tokens(LENGTHS[0], padded))
     plan = plan_context(subject, axis, torch.device("cpu"))
     apply_context(model, plan, axis)
     return plan.partial

@@ -20,17 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shoal
-from shoal.computation import Computation
-from shoal.engine import Options, build
-from shoal.environment import Environment
-from shoal.memory import MemoryMeter
-from shoal.mesh import open_mesh
-from shoal.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted
-from shoal.plan.layout import Layout
-from shoal.plan.resolve import complete
-from shoal.planner.communication import Volumes, fully_sharded
-from shoal.planner.comparison import section
-from shoal.planner.memory import (
+from shoal.distributed.mesh import open_mesh
+from shoal.distributed.traffic_meter import Traffic
+from shoal.launch.environment import Environment
+from shoal.planner.calibrate.comparison import section
+from shoal.planner.predict.workload import Workload
+from shoal.planner.profile.jobs import profile_job
+from shoal.plans.accounting.collectives import Volumes, fully_sharded
+from shoal.plans.accounting.memory import (
     StateShape,
     cut,
     gathered_parameters,
@@ -38,12 +35,15 @@ from shoal.planner.memory import (
     scattered_gradients,
     sharded_parameters,
 )
-from shoal.planner.workload import Workload
-from shoal.profiling import profile_job
-from shoal.telemetry import RecordWriter
-from shoal.traffic import Traffic
-from shoal.trainer import Surroundings
-from shoal.verification.fork import forked
+from shoal.plans.layout import Layout
+from shoal.plans.resolve import complete
+from shoal.training.computation import MicrobatchPolicy
+from shoal.training.engine import Options, build
+from shoal.training.memory_meter import MemoryMeter
+from shoal.training.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
+from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks
 
@@ -123,12 +123,12 @@ def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int 
             engine = build(job, plan, mesh, Options(telemetry=False, observer=meter))
             try:
                 wires = engine.pipeline.groups if engine.pipeline is not None else []
-                meter.attach(engine.holding, engine.updater.optimizer, engine.strategy, wires)
+                meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, wires)
                 outcome = engine.trainer(None, steps, around, RecordWriter(None)).train()
-                found = Computation.from_json(outcome.state.computation or {})
+                found = MicrobatchPolicy.from_json(outcome.state.computation or {})
                 grains = engine.order.grains(meter.step or 0)
                 shares = Shares(job.grains, grains, found.effective_grains, found.buffers)
-                step = describe(engine.holding, engine.updater.optimizer, plan, engine.precision, shares)
+                step = describe(engine.sharded_model, engine.updater.optimizer, plan, engine.precision, shares)
                 told = {"measured": meter.to_json(), "predicted": predicted(plan, step, mesh.rank)}
                 (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told))
             finally:

@@ -24,18 +24,18 @@ from tests.conformance.cases import CASES, IGNORED
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine import Options, build
-from shoal.environment import Environment
+from shoal.distributed.mesh import open_mesh
 from shoal.errors import ShoalError
-from shoal.grains import random_key
-from shoal.holding import Holding
-from shoal.mesh import open_mesh
-from shoal.plan.resolve import complete
-from shoal.randomness import seed_everything
-from shoal.records import StepRecord
-from shoal.telemetry import RecordWriter
-from shoal.trainer import Surroundings
-from shoal.verification.fork import forked
+from shoal.launch.environment import Environment
+from shoal.numerics.grain_randomness import seed_everything
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.plans.grains import random_key
+from shoal.plans.resolve import complete
+from shoal.runs.records import StepRecord
+from shoal.training.engine import Options, build
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
+from shoal.verification.forked import forked
 
 BUGS: dict[str, tuple[str, ...]] = {
     # The run silently trains something else.
@@ -352,8 +352,8 @@ def in_ranks(made: shoal.Job, sections: dict[str, dict[str, Any]], folder: Path)
             engine = build(made, plan, mesh, Options(telemetry=False))
             try:
                 engine.trainer(None, engine.order.num_steps, around, RecordWriter(None)).train()
-                held = {f"model/{name}": entry for name, entry in engine.holding.state_dict().items()}
-                wholes = {n.removeprefix("model/"): t for n, t in engine.holding.wholes(held) if t is not None}
+                held = {f"model/{name}": entry for name, entry in engine.sharded_model.state_dict().items()}
+                wholes = {n.removeprefix("model/"): t for n, t in engine.sharded_model.wholes(held) if t is not None}
             finally:
                 engine.close()
             if mesh.rank == 0:
@@ -394,7 +394,7 @@ def test_planted_into_the_engine_it_is_seen(
     name: str, wanted: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, mistake, layout, where = PLANTED[name]
-    monkeypatch.setattr(Holding, method, mistake)
+    monkeypatch.setattr(ShardedModel, method, mistake)
     found = in_ranks(job(), LAYOUTS[layout], tmp_path / "ranks")
     assert found.differences(wanted)[where] > CLEARLY * TOLERANCE
 

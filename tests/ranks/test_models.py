@@ -10,7 +10,7 @@ import pytest
 from tests.launching import EXAMPLES
 
 import shoal
-from shoal.job_file import load, parse_target
+from shoal.runs.job_file import load, parse_target
 
 pytestmark = pytest.mark.ranks
 

@@ -14,26 +14,26 @@ from tests.conformance.cases import job as small
 
 import shoal
 from shoal.checkpoint import weights_sha256
-from shoal.engine import Options, build, build_model
-from shoal.environment import Environment
+from shoal.distributed.mesh import alone
 from shoal.errors import NonFiniteError, UserCodeError
-from shoal.grains import divide, share
-from shoal.mesh import alone
-from shoal.metering import array
-from shoal.plan.plan import PrecisionSection
-from shoal.plan.resolve import complete
-from shoal.planner.servers import task_bytes
-from shoal.precision import Precision
-from shoal.serving.conductor import Conductor
-from shoal.serving.crew import Crew
-from shoal.serving.part import take_part
-from shoal.serving.peers import identity
-from shoal.strategies.parameter_server import Push, Shard
-from shoal.telemetry import RecordWriter
-from shoal.trainer import Surroundings
-from shoal.verification.fork import forked, trace_forked
+from shoal.launch.environment import Environment
+from shoal.numerics.precision import Precision
+from shoal.parallel.data.pushed import Push, Shard
+from shoal.plans.accounting.parameter_server import task_bytes
+from shoal.plans.grains import divide, share
+from shoal.plans.plan import PrecisionSection
+from shoal.plans.resolve import complete
+from shoal.training.engine import Options, build, build_model
+from shoal.training.metering import array
+from shoal.training.parameter_server.channel import Channel
+from shoal.training.parameter_server.conductor import Conductor
+from shoal.training.parameter_server.members import Members
+from shoal.training.parameter_server.part import take_part
+from shoal.training.parameter_server.peers import identity
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
+from shoal.verification.forked import forked, trace_forked
 from shoal.verification.judge import Verdict, judge_traces
-from shoal.wire import Wire
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +65,7 @@ def trained(
     def rank(environment: Environment) -> None:
         if take_part(job, plan, environment):
             return
-        with Crew(environment, plan.server.num_servers, identity(job, plan)) as crew:
+        with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
             engine = build(job, plan, alone(CPU), Options(checkpoints))
             around = Surroundings(print, lambda record, rank: None, lambda: False)
             state = engine.load()[0] or engine.first_state()
@@ -109,10 +109,10 @@ def test_synchronous_is_verified(exact: bool, tmp_path: Path) -> None:
 
 def test_pushes_that_come_twice_and_late_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker sends each push twice, and the one before once more: the run is the same run."""
-    job, original = small(), Wire.ask
+    job, original = small(), Channel.ask
     before: dict[int, tuple[Any, Any]] = {}
 
-    def ask(self: Wire, header: dict[str, Any], tensors: Any = ()) -> Any:
+    def ask(self: Channel, header: dict[str, Any], tensors: Any = ()) -> Any:
         answer = original(self, header, tensors)
         if header["kind"] == "push":
             assert answer[0]["taken"]
@@ -121,7 +121,7 @@ def test_pushes_that_come_twice_and_late_are_verified(tmp_path: Path, monkeypatc
             before[id(self)] = header, [t.clone() for t in tensors]
         return answer
 
-    monkeypatch.setattr(Wire, "ask", ask)
+    monkeypatch.setattr(Channel, "ask", ask)
     verdict = verdict_on(job, planned(job, "synchronous"), tmp_path / "traces")
     assert verdict.verified, verdict.render()
 

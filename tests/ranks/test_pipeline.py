@@ -16,16 +16,16 @@ from examples.models import GPT, ResNet18
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.environment import Environment
+from shoal.distributed.mesh import open_mesh
 from shoal.errors import PeerError
-from shoal.grains import Grain
-from shoal.mesh import open_mesh
-from shoal.plan.layout import Layout
-from shoal.randomness import GrainScope
-from shoal.strategies.pipeline import Pipeline, Work
-from shoal.strategies.stages import Stages
-from shoal.strategies.wires import Wires
-from shoal.verification.fork import forked
+from shoal.launch.environment import Environment
+from shoal.numerics.grain_randomness import GrainScope
+from shoal.parallel.pipeline.messages import StageMessages
+from shoal.parallel.pipeline.pipeline import Pipeline, Work
+from shoal.parallel.pipeline.stages import Stages
+from shoal.plans.grains import Grain
+from shoal.plans.layout import Layout
+from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks
 
@@ -159,7 +159,7 @@ def alone(case: Case, count: int) -> dict[str, Tensor]:
 class Ranked:
     """A case on this rank of a pipeline: its stages, cut once."""
 
-    def __init__(self, case: Case, per_rank: int, wires: Wires) -> None:
+    def __init__(self, case: Case, per_rank: int, wires: StageMessages) -> None:
         self.case, self.per_rank, self.wires = case, per_rank, wires
         self.model, self.loss = made(case), function(case)
         self.stages = Stages.build(self.model, self.loss, case.batch(2), num_stages=wires.num_ranks * per_rank)
@@ -224,7 +224,7 @@ def test_gradients_are_those_of_one_process(name: str, num_ranks: int, tmp_path:
 
     def work(environment: Environment) -> None:
         with open_mesh(environment, Layout(pipeline=num_ranks)) as mesh:
-            wires = Wires.open([list(range(num_ranks))], mesh.rank)
+            wires = StageMessages.open([list(range(num_ranks))], mesh.rank)
             of = {per_rank: Ranked(case, per_rank, wires) for per_rank in (1, 2)}
             for schedule, per_rank in SCHEDULES:
                 for count in case.counts:
@@ -254,7 +254,7 @@ def test_a_failure_on_one_rank_leaves_the_other_in_step(tmp_path: Path) -> None:
 
     def work(environment: Environment) -> None:
         with open_mesh(environment, Layout(pipeline=2)) as mesh:
-            ranked = Ranked(GPT_CASE, 1, Wires.open([[0, 1]], mesh.rank))
+            ranked = Ranked(GPT_CASE, 1, StageMessages.open([[0, 1]], mesh.rank))
             if mesh.rank == 0:
                 ranked.model.get_submodule("blocks.0").register_forward_pre_hook(fail)
             for schedule in ("gpipe", "1f1b", "zero_bubble"):

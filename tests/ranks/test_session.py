@@ -19,9 +19,9 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shoal
-from shoal.environment import Environment
 from shoal.errors import ExitCode, JobError, PeerError, UserCodeError
-from shoal.verification.fork import forked
+from shoal.launch.environment import Environment
+from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks
 

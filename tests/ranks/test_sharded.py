@@ -15,14 +15,14 @@ from tests.launching import JOBS, Ended, Run, run, run_all
 from torch import Tensor, nn
 
 import shoal
-from shoal.engine import Options, build
-from shoal.environment import Environment
+from shoal.distributed.mesh import open_mesh
 from shoal.errors import JobError, UserCodeError
-from shoal.mesh import open_mesh
-from shoal.plan.resolve import complete
-from shoal.telemetry import RecordWriter
-from shoal.trainer import Surroundings
-from shoal.verification.fork import forked
+from shoal.launch.environment import Environment
+from shoal.plans.resolve import complete
+from shoal.training.engine import Options, build
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
+from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks
 

@@ -23,18 +23,18 @@ from tests.launching import JOBS, Run, run
 from torch import Tensor, nn
 
 import shoal
-from shoal.environment import Environment
+from shoal.distributed.mesh import open_mesh
 from shoal.errors import PlanError
-from shoal.grains import Grain
-from shoal.mesh import open_mesh
-from shoal.plan.layout import Layout
-from shoal.plan.resolve import complete
-from shoal.randomness import GrainScope
-from shoal.strategies.tensor_collectives import TensorAxis
-from shoal.strategies.tensor_heads import Subject
-from shoal.strategies.tensor_parallel import TensorParallel, apply, divide_model, own_values, plan_model
-from shoal.strategies.tensor_sequence_plan import plan_sequence
-from shoal.verification.fork import forked, trace_forked
+from shoal.launch.environment import Environment
+from shoal.numerics.grain_randomness import GrainScope
+from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.sequence.tensor_sequence_plan import plan_sequence
+from shoal.parallel.tensor.heads import TensorTrial
+from shoal.parallel.tensor.tensor_parallel import TensorParallel, apply, divide_model, own_values, plan_model
+from shoal.plans.grains import Grain
+from shoal.plans.layout import Layout
+from shoal.plans.resolve import complete
+from shoal.verification.forked import forked, trace_forked
 from shoal.verification.judge import judge_traces
 
 pytestmark = pytest.mark.ranks
@@ -246,7 +246,7 @@ def in_ranks(world_size: int, work: Callable[[TensorAxis], Any], folder: Path) -
 
 def by_positions(model: nn.Module, axis: TensorAxis, loss: Any, batch: Any) -> TensorParallel:
     """Divides with `tensor.sequence`; the notes of the blocks under "sequence"."""
-    subject = Subject(model, loss, batch, own_values(model))
+    subject = TensorTrial(model, loss, batch, own_values(model))
     plan = plan_model(subject, axis)
     sequences = plan_sequence(subject, plan, axis, torch.device("cpu"))
     division = apply(model, plan, axis)

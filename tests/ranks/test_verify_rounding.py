@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.trace import StepTrace
+from shoal.training.trace.traces import StepTrace
 from shoal.verification import Verdict
-from shoal.verification.fork import trace_forked
+from shoal.verification.forked import trace_forked
 from shoal.verification.judge import judge
-from shoal.verification.parallel import read_outcome
+from shoal.verification.traced_run import read_outcome
 
 pytestmark = pytest.mark.ranks
 

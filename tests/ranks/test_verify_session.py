@@ -14,8 +14,8 @@ from tests.conformance.cases import convolutions, dropping, images, vectors
 from torch import nn
 
 import shoal
+from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, LaunchError, NotDeterministicError, UserCodeError
-from shoal.mesh import Mesh
 
 pytestmark = pytest.mark.ranks
 

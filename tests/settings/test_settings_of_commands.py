@@ -8,7 +8,7 @@ import pytest
 from tests.settings.command_rows import BENCH_OPTIONS, PLAN_OPTIONS, RUN_OPTIONS, SLOW, VERIFY_OPTIONS
 from tests.settings.laboratory import Laboratory, Table, of_field
 
-from shoal.cli import _parser
+from shoal.cli.main import _parser
 
 pytestmark = pytest.mark.ranks
 

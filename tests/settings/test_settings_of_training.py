@@ -10,7 +10,7 @@ from tests.settings.laboratory import Laboratory, of_field
 from tests.settings.training_rows import JOB, SESSION
 
 import shoal
-from shoal.session import Training
+from shoal.training.session import Training
 
 pytestmark = pytest.mark.ranks
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from shoal.checkpoint.manifest import FileEntry, ManifestError
 from shoal.checkpoint.state import refuse_differences
-from shoal.checkpoint.store import Saved, Snapshot, Store
-from shoal.faults import is_out_of_memory
-from shoal.holding import Held, entries, first_holders
-from shoal.mesh import Mesh
-from shoal.parts import Part
+from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
+from shoal.distributed.failures import is_out_of_memory
+from shoal.distributed.mesh import Mesh
+from shoal.parallel.model.sharded_model import Held, entries, first_holders
+from shoal.parallel.model.tensor_slice import TensorSlice
 
 # By group ("model", "optimizer") and path: dtype, shape of the whole, and of each file that has some of it the ranges.
 Index = dict[str, dict[str, dict[str, Any]]]
@@ -74,7 +74,7 @@ def share(
         yield name, {path: tensor.cpu().contiguous() for path, tensor in content.items()}
 
 
-def fill(saved: Saved, group: str, targets: Held) -> None:
+def fill(saved: SavedCheckpoint, group: str, targets: Held) -> None:
     """Copies what a checkpoint has into the targets, one file in memory at a time.
 
     Raises: ManifestError where it does not have all of one.
@@ -90,14 +90,14 @@ def fill(saved: Saved, group: str, targets: Held) -> None:
             content = saved.read(name)
             for path in targets.keys() & content.keys():
                 part, tensor = targets[path]
-                piece = Part.from_json(known[path]["shape"], known[path]["files"][name])
+                piece = TensorSlice.from_json(known[path]["shape"], known[path]["files"][name])
                 missing[path] -= part.copy(tensor, piece, content[path])
     incomplete = sorted(path for path, count in missing.items() if count)
     if incomplete:
         raise ManifestError(f"its files lack some of {incomplete[0]}")
 
 
-def refuse_other_model(saved: Saved, held: Held, absent: set[str]) -> None:
+def refuse_other_model(saved: SavedCheckpoint, held: Held, absent: set[str]) -> None:
     """Raises: JobMismatchError where names, shapes or dtypes are not the model's; `absent` are held by other ranks."""
     known = saved.document["tensors"]["model"].items()
     own = {name: f"{dtype} {shape}" for name, (dtype, shape, *_) in entries(held).items()}

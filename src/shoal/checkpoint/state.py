@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.distributed.process_setup import is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
-from shoal.holding import local
-from shoal.startup import is_torchs
+from shoal.parallel.model.sharded_model import local
 
 _TENSOR, _TUPLE, _HOST = "$tensor", "$tuple", "$host"
 _CPU = torch.device("cpu")

@@ -29,8 +29,8 @@ from shoal.checkpoint.manifest import (
     directory_name,
 )
 from shoal.checkpoint.tensor_file import chunks
-from shoal.directory_lock import claim
 from shoal.errors import IntegrityError
+from shoal.runs.directory_lock import claim
 
 _STATE_NAME, _TENSORS = "state.json", ".safetensors"
 # What reading a damaged checkpoint may give: a file gone, a link or folder in its place, a bad sector.
@@ -47,7 +47,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint on disk; its tensors are read a file at a time. `checked`: all of its files are what was written."""
 
     folder: Path
@@ -143,7 +143,7 @@ class Store:
         for other in [s for s in self.steps() if s != step][: -self.keep + 1 or None]:
             shutil.rmtree(self.folder / directory_name(other), ignore_errors=True)
 
-    def open(self, step: int) -> Saved:
+    def open(self, step: int) -> SavedCheckpoint:
         """The checkpoint of a step, of which each file is checked when it is read. Raises: as `read`."""
         folder = self.folder / directory_name(step)
         manifest = self._manifest(folder, step)
@@ -151,7 +151,7 @@ class Store:
             raise ManifestError(f"its files do not hold a training state: {_STATE_NAME!r}")
         content = _verified(folder, _STATE_NAME, manifest.files[_STATE_NAME])
         try:
-            return Saved(folder, manifest, json.loads(content), checked=False)
+            return SavedCheckpoint(folder, manifest, json.loads(content), checked=False)
         except ValueError as error:
             raise ManifestError(f"its files do not hold a training state: {error}") from None
 
@@ -161,7 +161,7 @@ class Store:
             raise ManifestError(f"it is the checkpoint of step {manifest.step}")
         return manifest
 
-    def read(self, step: int) -> Saved:
+    def read(self, step: int) -> SavedCheckpoint:
         """The verified checkpoint of a step. Raises: ManifestError naming what is wrong with it; OSError."""
         folder = self.folder / directory_name(step)
         manifest = self._manifest(folder, step)
@@ -177,9 +177,9 @@ class Store:
                 raise ManifestError(f"its files do not hold a training state: {error}") from None
         if document is None:
             raise ManifestError(f"its files do not hold a training state: {_STATE_NAME!r}")
-        return Saved(folder, manifest, document)
+        return SavedCheckpoint(folder, manifest, document)
 
-    def newest_good(self) -> tuple[Saved | None, list[str]]:
+    def newest_good(self) -> tuple[SavedCheckpoint | None, list[str]]:
         """The newest checkpoint that passes, and a line about each that did not; those are kept aside as `.bad`.
 
         None where there is no checkpoint at all. Raises: IntegrityError where there are some and none passes; OSError

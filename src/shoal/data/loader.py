@@ -13,19 +13,19 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from shoal.data.microbatch import Microbatch, StepData
 from shoal.data.order import Order
+from shoal.data.sample_digest import Ids
 from shoal.data.source import MapSource
 from shoal.errors import DataError, ShoalError
-from shoal.grains import Grain, microbatches, random_key, share
-from shoal.ledger import Ids
-from shoal.microbatch import Microbatch, StepData
+from shoal.plans.grains import Grain, microbatches, random_key, share
 
 # A dataset worker that says nothing for so long is taken for stuck.
 WORKER_TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True)
-class Place:
+class DataRank:
     """This rank's place among the data ranks."""
 
     rank: int
@@ -110,7 +110,7 @@ class MapLoader:
         self,
         source: MapSource,
         order: Order,
-        place: Place,
+        place: DataRank,
         workers: int,
         pin_memory: bool,
         *,
@@ -130,7 +130,7 @@ class MapLoader:
         self.close()
         self._per_microbatch, self._next = grains_per_microbatch, step
 
-    def move(self, place: Place) -> None:
+    def move(self, place: DataRank) -> None:
         """From now on reads what another data rank computes, and a step only once it is asked for."""
         self.close()
         self._place, self.looks_ahead = place, False

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shoal.grains import Grain, divide, random_key
+from shoal.data.sample_digest import Ids
 from shoal.job import Epochs, Length, Samples
-from shoal.ledger import Ids
+from shoal.plans.grains import Grain, divide, random_key
 
 _Words = npt.NDArray[np.uint64]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from shoal.data.loader import Loader, MapLoader, Place
+from typing import TYPE_CHECKING
+
+from shoal.data.loader import DataRank, Loader, MapLoader
 from shoal.data.opened import Opened
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.data.stream import StreamLoader
 from shoal.errors import JobError
 from shoal.job import Epochs, Job, Length
-from shoal.mesh import Mesh
+
+if TYPE_CHECKING:
+    from shoal.distributed.mesh import Mesh
 
 # A stream's length is unknown: one pass that no training comes to the end of by counting.
 _ENDLESS = 1 << 62
@@ -23,7 +27,7 @@ def order_of(data: Opened, job: Job, length: Length, shuffle: bool) -> Order:
 
 def loader_of(data: Opened, order: Order, mesh: Mesh, workers: int) -> Loader:
     """This rank's loader; `workers` processes read for it, not a stream. Raises: as the loaders."""
-    place, source = Place(mesh.data_rank, mesh.num_data_ranks), data.source
+    place, source = DataRank(mesh.data_rank, mesh.num_data_ranks), data.source
     if not isinstance(source, MapSource):
         return StreamLoader(source, order, place, data.collate)
     return MapLoader(source, order, place, workers, mesh.device.type == "cuda", reading=data.reading)

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
+from shoal.data.sample_digest import Ids
 from shoal.errors import DataError, ShoalError
-from shoal.ledger import Ids
-from shoal.randomness import seed_everything
+from shoal.numerics.grain_randomness import seed_everything
 
 Collate = Callable[[list[Any]], Any]
 _FEW = 2

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
-from shoal.data.loader import Place
+from shoal.data.loader import DataRank
+from shoal.data.microbatch import Microbatch, StepData
 from shoal.data.order import Order
+from shoal.data.sample_digest import Ids
 from shoal.data.source import Collate, collate_samples
 from shoal.errors import DataError, JobError
-from shoal.grains import Grain, divide, microbatches, random_key, share
-from shoal.ledger import Ids
-from shoal.microbatch import Microbatch, StepData
-from shoal.randomness import seed_everything
+from shoal.numerics.grain_randomness import seed_everything
+from shoal.plans.grains import Grain, divide, microbatches, random_key, share
 
 _Held = tuple[Grain, Ids, list[Any]]
 
@@ -75,7 +75,7 @@ class StreamLoader:
 
     looks_ahead = False
 
-    def __init__(self, stream: Iterable[Any], order: Order, place: Place, collate: Collate | None) -> None:
+    def __init__(self, stream: Iterable[Any], order: Order, place: DataRank, collate: Collate | None) -> None:
         self._order, self._place = order, place
         self._collate = collate or default_collate
         self._sharded = hasattr(stream, "shard")

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.directory_lock import NAME
-from shoal.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, STARTED_AT, Environment
 from shoal.errors import ExitCode, LaunchError, RankLostError
-from shoal.signals import Signals
+from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, STARTED_AT, Environment
+from shoal.launch.signals import Signals
+from shoal.runs.directory_lock import NAME
 
 _POLL_SECONDS = 0.02
 # After one rank has died the others find out by themselves, as an error of their next collective, or are ended.

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from shoal.errors import JobError
 from shoal.job import Job
-from shoal.plan.plan import Plan
-from shoal.plan.resolve import complete
-from shoal.verification.fork import trace_forked
+from shoal.plans.plan import Plan
+from shoal.plans.resolve import complete
+from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, at_least_one, judge_traces
-from shoal.verification.parallel import left_out
-from shoal.verification.session import verify_session
+from shoal.verification.traced_run import left_out
+from shoal.verification.traced_session import verify_session
 
 __all__ = ["Verdict", "verify", "verify_session"]
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.trace import PHASES, Part, StepTrace, identical, numbers
+from shoal.numerics.precision import numbers
+from shoal.training.trace.traces import PHASES, MicrobatchTrace, StepTrace, identical
 from shoal.verification.reference import Computed
 
 # The spread of four ways is a sample of four: the chance that a fifth is so many times as far is below 10^-4 for one
@@ -373,7 +374,7 @@ class _Comparison:
                 yield self._say(phase, name, STRAY, rank)
 
 
-def parts_within(way: Computed, grains: tuple[int, ...]) -> list[Part]:
+def parts_within(way: Computed, grains: tuple[int, ...]) -> list[MicrobatchTrace]:
     """The parts that make up these grains; none where the way computed some of them together with others."""
     own = [part for part in way.trace.parts if set(part.grains) <= set(grains)]
     return own if sum(len(part.grains) for part in own) == len(grains) else []

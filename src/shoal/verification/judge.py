@@ -12,24 +12,24 @@ from pathlib import Path
 
 import torch
 
-from shoal.computation import Computation
-from shoal.coupling import MIXES, meaning
 from shoal.data.opened import open_data, opened
 from shoal.data.order import Order
 from shoal.data.source import MapSource
+from shoal.distributed.mesh import alone
 from shoal.errors import JobError, NotDeterministicError, ShoalError
-from shoal.evaluation import Evaluator
 from shoal.job import Job
-from shoal.mesh import alone
-from shoal.plan.plan import Plan
-from shoal.precision import Precision
-from shoal.run_request import cores_here
-from shoal.trace import PHASES, StepTrace, identical
+from shoal.numerics.precision import Precision
+from shoal.plans.plan import Plan
+from shoal.runs.request import cores_here
+from shoal.training.computation import MicrobatchPolicy
+from shoal.training.coupling import MIXES, meaning
+from shoal.training.evaluation import Evaluator
+from shoal.training.trace.traces import PHASES, StepTrace, identical
 from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import Diagnosis, diagnose
-from shoal.verification.layers import SampledLayers
-from shoal.verification.parallel import Traced, read_outcome
-from shoal.verification.reference import Computed, Reference, Way
+from shoal.verification.layer_error import SampledLayers
+from shoal.verification.reference import Computed, Reference, ReferenceVariant
+from shoal.verification.traced_run import Traced, read_outcome
 
 
 @dataclass
@@ -150,7 +150,9 @@ class _Judges:
         self._job, self._plan, self._traced, self._device, self._notes = job, plan, traced, device, notes
         self._order = Order(len(source), job.global_batch, job.grains, job.seed, bool(job.shuffle), job.length)
         self.world_size = traced.world_size
-        self._computation = Computation.from_json(traced.computation) if traced.computation else Computation(1)
+        self._computation = (
+            MicrobatchPolicy.from_json(traced.computation) if traced.computation else MicrobatchPolicy(1)
+        )
         ranks = plan.layout.data * plan.layout.shard
         self._measured: dict[str, float] = {}
         self._precision = Precision.of(plan.precision, device, plan.execution.channels_last)
@@ -225,22 +227,22 @@ class _Judges:
         references = References(computed, exact, complete, self._layers() if complete else 0.0, updated)
         return compare(parallel, before, references, self._parameter_order(), self._measured), references
 
-    def _ways(self, first: bool) -> list[Way]:
+    def _ways(self, first: bool) -> list[ReferenceVariant]:
         """The first two compute the same microbatches, so that whatever differs there but by sums is not repeatable."""
         cores = cores_here()
         ways = [
-            Way("as planned", fused=True, threads=cores),
-            Way("as planned, every third first", order=3, fused=True, threads=cores),
-            Way("grain by grain", threads=cores),
-            Way("grain by grain, backwards, on one thread", order=-1, threads=1),
+            ReferenceVariant("as planned", fused=True, threads=cores),
+            ReferenceVariant("as planned, every third first", order=3, fused=True, threads=cores),
+            ReferenceVariant("grain by grain", threads=cores),
+            ReferenceVariant("grain by grain, backwards, on one thread", order=-1, threads=1),
         ]
         if self._computation.effective_grains == 1:
             del ways[2]  # as planned
         if self._plan.layout.tensor > 1:
-            ways.append(Way("as planned, linear layers in halves", fused=True, threads=cores, halves=True))
+            ways.append(ReferenceVariant("as planned, linear layers in halves", fused=True, threads=cores, halves=True))
         return ways if first else ways[:1]
 
-    def _compute(self, reference: Reference, before: StepTrace, parallel: StepTrace, way: Way) -> Computed:
+    def _compute(self, reference: Reference, before: StepTrace, parallel: StepTrace, way: ReferenceVariant) -> Computed:
         return reference.step(parallel.step, before, parallel, self._computation, way)
 
     def _exact(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> Computed | None:
@@ -249,7 +251,7 @@ class _Judges:
             return None
         try:
             found = self._compute(
-                self._double, before, replace(parallel, factor=1.0), Way("float64", threads=cores_here())
+                self._double, before, replace(parallel, factor=1.0), ReferenceVariant("float64", threads=cores_here())
             )
         except ShoalError as error:
             self._notes.append(f"no float64 reference: the model does not compute in it ({error.conflict[:120]})")

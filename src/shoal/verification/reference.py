@@ -15,28 +15,28 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
-from shoal.computation import Computation, Computer
-from shoal.data.loader import MapLoader, Place
+from shoal.data.loader import DataRank, MapLoader
+from shoal.data.microbatch import Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
-from shoal.engine import build_model
-from shoal.grains import random_key
+from shoal.distributed.process_setup import step_optimizer
 from shoal.job import Job, Progress
-from shoal.microbatch import Microbatch
-from shoal.precision import Precision, converted
-from shoal.randomness import GrainScope, seed_everything
-from shoal.recorder import ForwardRecorder
-from shoal.startup import step_optimizer
-from shoal.strategies.data_parallel import run_backward
-from shoal.trace import Part, StepTrace, identical, state_by_key, wide
-from shoal.update import Parameters, build_optimizer
+from shoal.numerics.grain_randomness import GrainScope, seed_everything
+from shoal.numerics.precision import Precision, converted, wide
+from shoal.parallel.data.replicated import run_backward
+from shoal.plans.grains import random_key
+from shoal.training.computation import LossComputer, MicrobatchPolicy
+from shoal.training.engine import build_model
+from shoal.training.optimizer_step import Parameters, build_optimizer
+from shoal.training.trace.recorder import ForwardRecorder
+from shoal.training.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
 from shoal.verification.halves import Halves
 
 _MOST_PARTS_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
-class Way:
+class ReferenceVariant:
     """One way to compute a step that means the same as any other.
 
     order: of the microbatches: 1 as they come, -1 backwards, else every `order`-th first. fused: microbatches as the
@@ -77,10 +77,12 @@ class Reference:
         self.model.train()
         self._forward = ForwardRecorder(self.model)
 
-    def step(self, number: int, before: StepTrace, facts: StepTrace, computation: Computation, way: Way) -> Computed:
+    def step(
+        self, number: int, before: StepTrace, facts: StepTrace, computation: MicrobatchPolicy, way: ReferenceVariant
+    ) -> Computed:
         """Step `number` from the state `before`; of `facts`, the parallel run's, only the loss factor is taken."""
         self._load(before)
-        computer = Computer(self._job, self.model, self._precision, computation)
+        computer = LossComputer(self._job, self.model, self._precision, computation)
         found = Computed(StepTrace(number, factor=facts.factor))
         threads = torch.get_num_threads()
         torch.set_num_threads(way.threads)
@@ -106,11 +108,11 @@ class Reference:
         saved = {k: v if k.endswith("/step") else converted(v, kind) for k, v in before.optimizer_tensors.items()}
         load_optimizer(self._optimizer, self.model, saved, before.optimizer)
 
-    def microbatches(self, number: int, way: Way, per_microbatch: int) -> Iterator[tuple[int, Microbatch]]:
+    def microbatches(self, number: int, way: ReferenceVariant, per_microbatch: int) -> Iterator[tuple[int, Microbatch]]:
         """(rank, microbatch) of a step in the way's order."""
         found = []
         for rank in range(self._num_ranks):
-            loader = MapLoader(self._source, self._order, Place(rank, self._num_ranks), 0, pin_memory=False)
+            loader = MapLoader(self._source, self._order, DataRank(rank, self._num_ranks), 0, pin_memory=False)
             loader.seek(number, per_microbatch if way.fused else 1)
             found += [(rank, microbatch) for microbatch in loader.step(number).microbatches]
         if way.order == -1:
@@ -119,7 +121,7 @@ class Reference:
             found = [m for start in range(way.order) for m in found[start :: way.order]]
         yield from found
 
-    def _accumulate(self, computer: Computer, way: Way, found: Computed) -> None:
+    def _accumulate(self, computer: LossComputer, way: ReferenceVariant, found: Computed) -> None:
         """Forward and backward of every microbatch; each starts from the buffers before the step."""
         trace = found.trace
         self._forward.clear()
@@ -161,7 +163,7 @@ class Reference:
             home, _, key = name.rpartition(".")
             self.model.get_submodule(home)._buffers[key] = start.clone()
 
-    def _compute(self, computer: Computer, microbatch: Microbatch, rank: int, trace: StepTrace) -> Part:
+    def _compute(self, computer: LossComputer, microbatch: Microbatch, rank: int, trace: StepTrace) -> MicrobatchTrace:
         batch = self._precision.inputs(microbatch.batch)
         self.model.zero_grad(set_to_none=True)
         self._forward.begin(microbatch, batch)
@@ -171,7 +173,7 @@ class Reference:
             run_backward(total * trace.factor)
         grains = tuple(g.index for g in microbatch.grains)
         ids = tuple(tuple(ids.tolist()) for ids in microbatch.ids)
-        return Part(rank, grains, ids, float(total.detach()), float(weight))
+        return MicrobatchTrace(rank, grains, ids, float(total.detach()), float(weight))
 
     def _finish(self, found: Computed) -> None:
         """The update: mean, norm, clipping, schedule, optimizer; nothing where the norm is not finite."""
@@ -229,14 +231,14 @@ class Reference:
 
     def loss_of_grains(self) -> tuple[float, float]:
         """The total of the first step's grains computed together, and the sum of their totals computed apart."""
-        loader = MapLoader(self._source, self._order, Place(0, 1), 0, pin_memory=False)
+        loader = MapLoader(self._source, self._order, DataRank(0, 1), 0, pin_memory=False)
         loader.seek(0, self._order.num_grains)
         (whole,) = loader.step(0).microbatches
         totals = []
         with torch.no_grad():
             for microbatch in (whole, *whole.split()):
                 with GrainScope(self._job.seed, 0, microbatch.grains):
-                    computer = Computer(self._job, self.model, self._precision, Computation(1))
+                    computer = LossComputer(self._job, self.model, self._precision, MicrobatchPolicy(1))
                     totals.append(float(computer.loss(self._precision.inputs(microbatch.batch))[0]))
         return totals[0], math.fsum(totals[1:])
 

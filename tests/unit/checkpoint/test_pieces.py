@@ -13,8 +13,8 @@ from torch import nn
 from shoal.checkpoint.pieces import described, index, share, write_together
 from shoal.checkpoint.state import optimizer_state
 from shoal.checkpoint.store import Snapshot, Store
-from shoal.holding import Held
-from shoal.parts import Part
+from shoal.parallel.model.sharded_model import Held
+from shoal.parallel.model.tensor_slice import TensorSlice
 
 
 class Full(Store):
@@ -30,7 +30,7 @@ ALONE: Any = SimpleNamespace(rank=0, world_size=1, gather_json=lambda value: [va
 
 
 def held() -> dict[str, Held]:
-    return {"model": {"weight": (Part.whole((2, 3)), torch.ones(2, 3))}}
+    return {"model": {"weight": (TensorSlice.whole((2, 3)), torch.ones(2, 3))}}
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.loader import MapLoader, Place
+from shoal.data.loader import DataRank, MapLoader
+from shoal.data.microbatch import Microbatch
 from shoal.data.opened import open_data
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.errors import DataError
 from shoal.job import Epochs, Length, Samples
-from shoal.microbatch import Microbatch
 
 
 class Noisy:
@@ -40,7 +40,7 @@ def order(num_samples: int, batch: int, grains: int, length: Length | None = Non
 def loader(data: Any, how: Order, rank: int = 0, ranks: int = 1, workers: int = 0) -> MapLoader:
     source = open_data("train_data", data, None).source
     assert isinstance(source, MapSource)
-    return MapLoader(source, how, Place(rank, ranks), workers, pin_memory=False)
+    return MapLoader(source, how, DataRank(rank, ranks), workers, pin_memory=False)
 
 
 def microbatches(loader: MapLoader, step: int) -> list[Microbatch]:

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 import shoal
-from shoal.data.loader import MapLoader, Place
+from shoal.data.loader import DataRank, MapLoader
 from shoal.data.opened import Opened, open_data, opened
 from shoal.data.order import Order
 from shoal.data.source import MapSource, TensorSource
@@ -218,7 +218,7 @@ def test_worker_processes_are_prepared_as_it_says() -> None:
     assert dict(found.reading) == {"worker_init_fn": prepare, "prefetch_factor": 3, "timeout": 60}
     assert isinstance(found.source, MapSource)
     order = Order(12, 4, 2, seed=0, shuffle=False, length=shoal.Steps(3))
-    loader = MapLoader(found.source, order, Place(0, 1), 1, pin_memory=False, reading=found.reading)
+    loader = MapLoader(found.source, order, DataRank(0, 1), 1, pin_memory=False, reading=found.reading)
     try:
         batches = [microbatch.batch.tolist() for microbatch in loader.step(1).microbatches]
     finally:

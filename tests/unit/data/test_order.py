@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.order import Order, permute
-from shoal.grains import random_key
 from shoal.job import Epochs, Length, Samples, Steps
+from shoal.plans.grains import random_key
 
 HUGE = 10**10
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from shoal.data.opened import open_data
 from shoal.data.source import MapSource, SampleSource, TensorSource
 from shoal.errors import DataError, DatasetNotFoundError
-from shoal.grains import random_key
+from shoal.plans.grains import random_key
 
 X, Y = torch.arange(24.0).view(12, 2), torch.arange(12)
 IDS = [np.array([3, 0]), np.array([11])]

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.loader import Place
+from shoal.data.loader import DataRank
 from shoal.data.order import Order
 from shoal.data.stream import StreamLoader
 from shoal.errors import DataError
 from shoal.job import Length, Samples, Steps
-from shoal.randomness import seed_everything
+from shoal.numerics.grain_randomness import seed_everything
 
 ENDLESS = 1 << 62
 
@@ -78,7 +78,7 @@ KINDS = {"plain": Plain, "sharded": Sharded, "stateful": Stateful}
 
 def opened(kind: str, size: int, ranks: int, batch: int = 8, grains: int = 4, length: Length | None = None) -> Any:
     how = Order(ENDLESS, batch, grains, seed=0, shuffle=True, length=length or Steps(1000))
-    return [StreamLoader(KINDS[kind](size), how, Place(rank, ranks), None) for rank in range(ranks)]
+    return [StreamLoader(KINDS[kind](size), how, DataRank(rank, ranks), None) for rank in range(ranks)]
 
 
 def step(loaders: list[StreamLoader], number: int) -> list[tuple[int, list[int], list[int]]]:
@@ -97,7 +97,7 @@ def test_what_a_stream_draws_depends_on_nothing_but_step_and_grain() -> None:
     found = []
     for ranks in (1, 2):
         how = Order(ENDLESS, 8, 4, seed=0, shuffle=True, length=Steps(1000))
-        loaders = [StreamLoader(Drawn(1000), how, Place(rank, ranks), None) for rank in range(ranks)]
+        loaders = [StreamLoader(Drawn(1000), how, DataRank(rank, ranks), None) for rank in range(ranks)]
         rows = []
         for number in (0, 1):
             seed_everything(ranks)  # what another layout would leave there
@@ -206,7 +206,7 @@ def test_split_and_samples_give_the_same_data() -> None:
 
 
 def test_the_sample_that_raised_is_named() -> None:
-    loader = StreamLoader(Plain(20, broken=11), Order(ENDLESS, 8, 4, 0, True, Steps(9)), Place(0, 1), None)
+    loader = StreamLoader(Plain(20, broken=11), Order(ENDLESS, 8, 4, 0, True, Steps(9)), DataRank(0, 1), None)
     steps([loader], range(1))
     with pytest.raises(DataError) as caught:
         loader.step(1)
@@ -226,7 +226,7 @@ def test_a_rollback_reads_the_stream_from_its_beginning() -> None:
 
 
 def test_a_rollback_of_an_iterator_that_cannot_start_again_is_refused() -> None:
-    loader = StreamLoader(iter(range(70)), Order(ENDLESS, 8, 4, 0, True, Steps(9)), Place(0, 1), None)
+    loader = StreamLoader(iter(range(70)), Order(ENDLESS, 8, 4, 0, True, Steps(9)), DataRank(0, 1), None)
     states = [loader.state()]
     steps([loader], range(2))
     with pytest.raises(DataError, match="cannot go back to sample 0"):
@@ -256,7 +256,7 @@ class ShuffledShards(Shuffled):
 def test_a_stream_that_draws_goes_on_as_it_would_have(stream: type[Shuffled], ranks: int) -> None:
     def loaders() -> list[StreamLoader]:
         order = Order(ENDLESS, 8, 4, 0, True, Steps(9))
-        return [StreamLoader(stream(400), order, Place(rank, ranks), None) for rank in range(ranks)]
+        return [StreamLoader(stream(400), order, DataRank(rank, ranks), None) for rank in range(ranks)]
 
     def batches(some: list[StreamLoader], number: int) -> list[Any]:
         found = []

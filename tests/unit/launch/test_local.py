@@ -11,7 +11,7 @@ import pytest
 from shoal.errors import ExitCode
 from shoal.launch import local
 from shoal.launch.local import _watch, _Worker
-from shoal.signals import Signals
+from shoal.launch.signals import Signals
 
 
 class Process:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.hardware import Cluster, Curve, Device, Link
-from shoal.plan.plan import Plan
-from shoal.planner.profile import Amount, Body, Cut, Exchange, Kind, Operation, Phase, Profile, Unit, Weight
-from shoal.planner.step_time import Predictor
-from shoal.planner.workload import Prediction, Program, Workload
+from shoal.hardware.values import Cluster, Curve, Device, Link
+from shoal.planner.predict.step_time import Predictor
+from shoal.planner.predict.workload import Prediction, Program, Workload
+from shoal.planner.profile.values import (
+    Amount,
+    Body,
+    Exchange,
+    Operation,
+    OperationKind,
+    Phase,
+    Profile,
+    TensorCut,
+    Unit,
+    Weight,
+)
+from shoal.plans.plan import Plan
 
 # 1 TFLOP/s and 1 TB/s without any waste; a matmul of 1e9 multiply-adds takes 2 ms.
 DEVICE = Device(
@@ -26,26 +37,31 @@ def cluster(devices: int, hosts: int = 1, device: Device = DEVICE, link: Link = 
     return Cluster("made", device, devices, hosts, link, replace(link, bytes_per_second=1e9))
 
 
-def matmul(name: str, m: float, n: float, k: float, phase: Phase = Phase.FORWARD, cut: Cut = Cut.NONE) -> Operation:
+def matmul(
+    name: str, m: float, n: float, k: float, phase: Phase = Phase.FORWARD, cut: TensorCut = TensorCut.NONE
+) -> Operation:
     """m rows a sample."""
     flops = Amount(0, 2 * m * n * k)
-    return Operation(name, name, Kind.MATMUL, phase, flops, m=Amount(0, m), n=Amount(n), k=Amount(k), cut=cut)
+    return Operation(name, name, OperationKind.MATMUL, phase, flops, m=Amount(0, m), n=Amount(n), k=Amount(k), cut=cut)
 
 
 def block(width: int = 1000, cut: bool = True) -> Body:
     """Two matmuls of 1000 rows a sample, and their backward: at width 1000 12e9 FLOPs, 8 MB of weights, 8 MB saved."""
-    first, second = (Cut.N, Cut.K) if cut else (Cut.NONE, Cut.NONE)
+    first, second = (TensorCut.N, TensorCut.K) if cut else (TensorCut.NONE, TensorCut.NONE)
     operations = [
         replace(matmul("up", 1000, width, width, cut=first), saved_bytes=Amount(0, 4000 * width)),
         replace(matmul("down", 1000, width, width, cut=second), saved_bytes=Amount(0, 4000 * width)),
-        *(matmul(n, 1000, width, width, Phase.BACKWARD_INPUT, c) for n, c in (("down.dx", Cut.N), ("up.dx", Cut.K))),
+        *(
+            matmul(n, 1000, width, width, Phase.BACKWARD_INPUT, c)
+            for n, c in (("down.dx", TensorCut.N), ("up.dx", TensorCut.K))
+        ),
         *(
             replace(matmul(n, 1000, width, width, Phase.BACKWARD_WEIGHT, c), m=Amount(width), k=Amount(0, 1000))
-            for n, c in (("down.dw", Cut.N), ("up.dw", Cut.M))
+            for n, c in (("down.dw", TensorCut.N), ("up.dw", TensorCut.M))
         ),
     ]
     if not cut:
-        operations = [replace(o, cut=Cut.NONE) for o in operations]
+        operations = [replace(o, cut=TensorCut.NONE) for o in operations]
     whole = Amount(0, 4000 * width)
     return Body(
         operations=tuple(operations),

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from shoal.hardware import Cluster, Curve, Device, Link
-from shoal.plan.legal import ModelFacts
-from shoal.planner.profile import Amount, Body, Cut, Exchange, Kind, Operation, Phase, Profile, Unit, Weight
+from shoal.hardware.values import Cluster, Curve, Device, Link
+from shoal.planner.profile.values import (
+    Amount,
+    Body,
+    Exchange,
+    Operation,
+    OperationKind,
+    Phase,
+    Profile,
+    TensorCut,
+    Unit,
+    Weight,
+)
+from shoal.plans.legal import ModelFacts
 
 
-def _linear(name: str, positions: int, sizes: tuple[int, int], cut: Cut) -> list[Operation]:
+def _linear(name: str, positions: int, sizes: tuple[int, int], cut: TensorCut) -> list[Operation]:
     """A linear layer over `positions` of each sample, forward and backward: in x out."""
     k, n = sizes
     flops, saved = Amount(per_sample=2.0 * positions * k * n), Amount(per_sample=2.0 * positions * k)
@@ -16,22 +27,22 @@ def _linear(name: str, positions: int, sizes: tuple[int, int], cut: Cut) -> list
         Amount(2.0 * k * n, 2.0 * positions * k),
         Amount(0, 2.0 * positions * n),
     )
-    back = {Cut.N: Cut.K, Cut.K: Cut.N}.get(cut, cut)
-    shared = {"name": "aten.mm", "module": name, "kind": Kind.MATMUL, "flops": flops, "dtype": "bfloat16"}
+    back = {TensorCut.N: TensorCut.K, TensorCut.K: TensorCut.N}.get(cut, cut)
+    shared = {"name": "aten.mm", "module": name, "kind": OperationKind.MATMUL, "flops": flops, "dtype": "bfloat16"}
     moved = {"read_bytes": read, "written_bytes": written}
     return [
         Operation(**shared, **moved, phase=Phase.FORWARD, m=m, n=Amount(n), k=Amount(k), saved_bytes=saved, cut=cut,
                   selected_bytes=saved),
         Operation(**shared, **moved, phase=Phase.BACKWARD_INPUT, m=m, n=Amount(k), k=Amount(n), cut=back),
         Operation(**shared, **moved, phase=Phase.BACKWARD_WEIGHT, m=Amount(k), n=Amount(n), k=m,
-                  cut={Cut.N: Cut.N, Cut.K: Cut.M}.get(cut, cut)),
+                  cut={TensorCut.N: TensorCut.N, TensorCut.K: TensorCut.M}.get(cut, cut)),
     ]  # fmt: skip
 
 
-def _elementwise(positions: int, width: int, cut: Cut) -> list[Operation]:
+def _elementwise(positions: int, width: int, cut: TensorCut) -> list[Operation]:
     moved = Amount(per_sample=8.0 * positions * width)
     return [
-        Operation("aten.norm", "norm", Kind.MEMORY, phase, read_bytes=moved, written_bytes=moved, cut=cut,
+        Operation("aten.norm", "norm", OperationKind.MEMORY, phase, read_bytes=moved, written_bytes=moved, cut=cut,
                   saved_bytes=Amount(per_sample=4.0 * positions * width) if phase is Phase.FORWARD else Amount())
         for phase in (Phase.FORWARD, Phase.BACKWARD_INPUT)
     ]  # fmt: skip
@@ -41,8 +52,9 @@ def _attention(positions: int, width: int) -> list[Operation]:
     flops = 2.0 * positions * positions * width
     moved = Amount(per_sample=8.0 * positions * width)
     return [
-        Operation("attention", "attention", Kind.ATTENTION, phase, flops=Amount(per_sample=flops * times), cut=Cut.ALL,
-                  read_bytes=moved, written_bytes=moved, n=Amount(positions), k=Amount(128), dtype="bfloat16",
+        Operation("attention", "attention", OperationKind.ATTENTION, phase, flops=Amount(per_sample=flops * times),
+                  cut=TensorCut.ALL, read_bytes=moved, written_bytes=moved, n=Amount(positions), k=Amount(128),
+                  dtype="bfloat16",
                   saved_bytes=Amount(per_sample=8.0 * positions * width) if times == 1 else Amount())
         for phase, times in ((Phase.FORWARD, 1), (Phase.BACKWARD_INPUT, 2.5))
     ]  # fmt: skip
@@ -53,13 +65,13 @@ def transformer(layers: int = 32, width: int = 4096, ffn: int = 14336, vocabular
     """A decoder in bfloat16 with Adam; the defaults are those of an 8-billion model."""
     stream = Amount(per_sample=2.0 * positions * width)
     operations = [
-        *_elementwise(positions, width, Cut.SEQUENCE),
-        *_linear("qkv", positions, (width, width * 3 // 2), Cut.N),
+        *_elementwise(positions, width, TensorCut.SEQUENCE),
+        *_linear("qkv", positions, (width, width * 3 // 2), TensorCut.N),
         *_attention(positions, width),
-        *_linear("out", positions, (width, width), Cut.K),
-        *_elementwise(positions, width, Cut.SEQUENCE),
-        *_linear("up", positions, (width, 2 * ffn), Cut.N),
-        *_linear("down", positions, (ffn, width), Cut.K),
+        *_linear("out", positions, (width, width), TensorCut.K),
+        *_elementwise(positions, width, TensorCut.SEQUENCE),
+        *_linear("up", positions, (width, 2 * ffn), TensorCut.N),
+        *_linear("down", positions, (ffn, width), TensorCut.K),
     ]
     weights = (
         Weight("qkv", (width * 3 // 2, width), tensor_dim=0),
@@ -71,7 +83,7 @@ def transformer(layers: int = 32, width: int = 4096, ffn: int = 14336, vocabular
     block = Body(tuple(operations), weights, exchanges, stream, stream, repeated=True)
     embedding = Body((), (Weight("embedding", (vocabulary, width)),), output_bytes=stream)
     head = Body(
-        tuple(_linear("head", positions, (width, vocabulary), Cut.N)),
+        tuple(_linear("head", positions, (width, vocabulary), TensorCut.N)),
         (Weight("head", (vocabulary, width), tensor_dim=0),),
         input_bytes=stream,
     )

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shoal.mesh import Mesh, _groups
-from shoal.metering import array
-from shoal.plan.layout import Layout
-from shoal.planner.communication import Array, Sharding
+from shoal.distributed.mesh import Mesh, _groups
+from shoal.plans.accounting.collectives import Array, Sharding
+from shoal.plans.layout import Layout
+from shoal.training.metering import array
 
 
 @contextlib.contextmanager

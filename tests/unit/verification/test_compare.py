@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.trace import Part, StepTrace
+from shoal.training.trace.traces import MicrobatchTrace, StepTrace
 from shoal.verification.compare import MULTIPLE, Check, References, compare, distance
 from shoal.verification.reference import Computed
 
@@ -15,7 +15,7 @@ from shoal.verification.reference import Computed
 def trace(gradient: Tensor, step: int = 0) -> StepTrace:
     """A step of plain gradient descent on one parameter, with rate 1."""
     found = StepTrace(step, loss=1.0, weight=4.0, norm=float(gradient.norm()))
-    found.parts = [Part(0, (0, 1), ((0, 1), (2, 3)), 4.0, 4.0)]
+    found.parts = [MicrobatchTrace(0, (0, 1), ((0, 1), (2, 3)), 4.0, 4.0)]
     found.gradients = {0: {"w": gradient}}
     found.tensors = {"reduction/w": gradient, "clipping/w": gradient, "update/w": 1.0 - gradient}
     found.digests = {0: {}}
@@ -93,9 +93,9 @@ def test_a_gradient_more_or_less_is_told() -> None:
 def test_samples_and_grains_have_to_be_the_same() -> None:
     references = References([computed(GRADIENT)], None, complete=True)
     for part in (
-        Part(0, (0, 1), ((0, 1), (2, 4)), 4.0, 4.0),
-        Part(0, (0, 0), ((0, 1), (0, 1)), 4.0, 4.0),
-        Part(0, (0,), ((0, 1),), 4.0, 4.0),
+        MicrobatchTrace(0, (0, 1), ((0, 1), (2, 4)), 4.0, 4.0),
+        MicrobatchTrace(0, (0, 0), ((0, 1), (0, 1)), 4.0, 4.0),
+        MicrobatchTrace(0, (0,), ((0, 1),), 4.0, 4.0),
     ):
         parallel = trace(GRADIENT)
         parallel.parts = [part]

@@ -1,0 +1,94 @@
+"""Withheld: what compressed sums carry from step to step, in checkpoints and out of them under any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.pieces import fill
+from shoal.checkpoint.store import SavedCheckpoint
+from shoal.distributed.collectives.compression.compressed_sum import Compression
+from shoal.distributed.mesh import Mesh
+from shoal.parallel.model.sharded_model import Held
+from shoal.parallel.model.tensor_slice import TensorSlice
+
+# The group of a checkpoint's tensors, and the key of its document.
+GROUP = "compression"
+
+
+@dataclass(frozen=True)
+class CompressedState:
+    """The state of a run's compression; `names` are those of the trainable parameters, in the order of the strategy."""
+
+    compression: Compression
+    mesh: Mesh
+    names: Sequence[str]
+
+    def held(self) -> Held:
+        """What this rank holds back of each parameter, under its name and the rank's; the factors all ranks have."""
+        found: Held = {}
+        for index, tensor in self.compression.withheld_of():
+            found[f"{self.names[index]}@{self.mesh.rank}"] = TensorSlice.whole(tensor.shape), tensor
+        for index, tensor in self.compression.bases():
+            found[f"{self.names[index]}/basis"] = TensorSlice.whole(tensor.shape), tensor
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """The rest of it, of all ranks. Collective: all ranks, a JSON gather."""
+        compression = self.compression
+        units = self.mesh.gather_json(compression.unit)
+        return {"scheme": compression.scheme, "fell_back": compression.fell_back, "units": units}
+
+    def restore(self, saved: SavedCheckpoint) -> list[str]:
+        """Takes it up; lines about what is not taken up. Raises: ManifestError where files lack some of it."""
+        compression, document = self.compression, saved.document.get(GROUP)
+        known: Mapping[str, Any] = saved.document["tensors"].get(GROUP, {})
+        same = document is not None and document["scheme"] == compression.scheme
+        compression.reset(document["fell_back"] if document is not None and same else None)
+        if document is None:
+            return []
+        bases = {
+            f"{self.names[index]}/basis": (TensorSlice.whole(tensor.shape), tensor)
+            for index, tensor in compression.bases()
+        }
+        fill(saved, GROUP, {n: t for n, t in bases.items() if n in known and known[n]["shape"] == list(t[0].shape)})
+        units = document["units"]
+        if not any(units):
+            return []
+        if not compression.feedback:
+            return [_dropped(document["scheme"], "this plan has no feedback")]
+        own = dict(compression.withheld_of())
+        if len(units) == self.mesh.num_data_ranks:
+            if units[self.mesh.rank]:  # else it holds nothing, and after a fall-back it has written nothing
+                rank = self.mesh.rank
+                fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in own.items()})
+            compression.set_unit(units[self.mesh.rank])
+        else:
+            self._share(saved, own, units)
+        return []
+
+    def _share(self, saved: SavedCheckpoint, own: Mapping[int, Tensor], units: list[float]) -> None:
+        """An equal part of what all ranks of another layout held back together."""
+        ranks = self.mesh.num_data_ranks
+        for rank in (rank for rank, unit in enumerate(units) if unit):
+            found = {index: torch.empty_like(tensor, device="cpu") for index, tensor in own.items()}
+            fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in found.items()})
+            for index, tensor in found.items():
+                own[index].add_(tensor.to(own[index].device), alpha=1.0 / ranks)
+        self.compression.set_unit(sum(units) / ranks)
+
+
+def left_behind(saved: SavedCheckpoint) -> list[str]:
+    """A line where a checkpoint has gradients that were held back, and nothing of this plan could send them."""
+    document = saved.document.get(GROUP)
+    if document is None or not any(document["units"]):
+        return []
+    return [_dropped(document["scheme"], "this plan does not compress")]
+
+
+def _dropped(scheme: str, why: str) -> str:
+    return f"gradients that {scheme} had held back at this checkpoint are not sent any more: {why}"

@@ -1,0 +1,299 @@
+"""Command: `shoal bench` starts the processes that measure, as `shoal run` starts its own, and writes the result."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import CommandError
+from shoal.hardware import device as catalogued
+from shoal.hardware import dump
+from shoal.hardware.cluster_names import of_cores
+from shoal.hardware.detect import cores, gpus, kind_of, measured_file, memory_bytes, processor
+from shoal.hardware.values import Cluster, Device
+from shoal.launch.environment import Environment, joined
+from shoal.planner.measure.assemble import Measured, algorithms_of, device_of, link_of, table
+from shoal.planner.measure.processes import found_by
+from shoal.runs.directory import write_file
+
+_SECONDS, _QUICK_SECONDS = 36.0, 6.0  # of computing, all counts of ranks together
+_FEWEST_SECONDS = 3.0  # of computing with one count of ranks
+# Of the cores: what others may use before they are mentioned, and before threads that wait for each other mean nothing.
+_BUSY_SHARE, _USELESS_SHARE = 0.1, 0.3
+
+
+def bench(options: argparse.Namespace, started_at: float) -> int:
+    """Measures this machine, prints what it found and writes it; as a rank, measures and hands over.
+
+    Raises: CommandError, or what went wrong on a rank.
+    """
+    environment = joined(os.environ)
+    if options.into is not None and environment is not None:
+        return _rank(options, environment)
+    _refuse_unread(options)
+    found_gpus = gpus()
+    ranks = _ranks(options.ranks, len(found_gpus))
+    out = Path(options.out) if options.out else None
+    if out is not None and not out.absolute().parent.is_dir():
+        raise CommandError(
+            given=f"-o {out}", conflict=f"{out.absolute().parent} is no directory", remedy="give a file in one that is"
+        )
+    busy = Busy()
+    if options.what == "collectives":
+        from shoal.planner.measure.collectives import bench_collectives
+
+        code = bench_collectives(ranks, options.sizes, out, started_at)
+        if busy.share() >= _BUSY_SHARE:
+            print(f"note: other programs used {busy.share():.0%} of the cores meanwhile; run it again when idle")
+        return code
+    session = _Session(bool(options.quick), started_at)
+    measured = session.on_gpus(ranks) if found_gpus else session.on_cores(ranks)
+    found = undisturbed(assembled(measured, found_gpus), busy.share())
+    text = dump(found, beside={"machine": _machine(measured), "measurements": _tables(measured)})
+    kept = measured_file()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (kept, out)):
+        write_file(path, text)
+    print(summary(found))
+    for note in found.notes:
+        print(f"note: {note}")
+    print(f"written: {kept}, which --cluster here reads" + (f", and {out}" if out else ""))
+    return 0
+
+
+# What a person may give that one of both measurements does not read, and why.
+_UNREAD = {
+    "machine": ("sizes", "the sizes that a machine is measured with are those that shoal plan reads"),
+    "collectives": ("quick", "collectives take as long as their sizes do: --sizes 64K,1M is quick"),
+}
+
+
+def _refuse_unread(options: argparse.Namespace) -> None:
+    """Raises: CommandError for an option of the other measurement, or of a process that this one starts."""
+    name, why = _UNREAD[options.what]
+    if getattr(options, name):
+        other = next(what for what in _UNREAD if what != options.what)
+        raise CommandError(
+            given=f"--{name} with shoal bench {options.what}",
+            conflict=why,
+            remedy=f"leave --{name} out, or write shoal bench {other}",
+        )
+    inner = [n for n in ("into", "threads", "seconds", "exchange_only") if getattr(options, n) is not None]
+    if inner:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in inner)
+        raise CommandError(
+            given=f"shoal bench with {names}",
+            conflict="shoal bench gives these to the processes that it starts itself",
+            remedy=f"leave {names} out",
+        )
+
+
+def _rank(options: argparse.Namespace, environment: Environment) -> int:
+    if options.what == "collectives":
+        from shoal.planner.measure.collectives import parse_sizes
+        from shoal.planner.measure.collectives_worker import Sampling
+        from shoal.planner.measure.collectives_worker import measure as compare
+
+        sampling = Sampling(Path(options.into), parse_sizes(options.sizes), 3, float(options.seconds))
+        return int(compare(sampling, int(options.threads), environment))
+    from shoal.planner.measure.worker import MeasureTask, measure
+
+    task = MeasureTask(
+        folder=Path(options.into),
+        threads=int(options.threads),
+        seconds=float(options.seconds),
+        quick=bool(options.quick),
+        computes=options.exchange_only is None,
+    )
+    return int(measure(task, environment))
+
+
+def _ranks(text: str | None, num_gpus: int) -> int:
+    most = num_gpus or min(8, cores())
+    if text is None:
+        return most
+    if not text.isdecimal() or int(text) < 1 or (num_gpus and int(text) > num_gpus):
+        raise CommandError(
+            given=f"--ranks {text}",
+            conflict="that is no number of processes" + (f" for {num_gpus} GPU(s)" if num_gpus else ""),
+            remedy=f"write --ranks {most}, say",
+        )
+    return int(text)
+
+
+def counts(ranks: int) -> list[int]:
+    """The numbers of processes to measure: one, its doubles, and the most."""
+    return sorted({1, ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power < ranks)})
+
+
+class Busy:
+    """How busy other programs kept the cores, between its making and the notes."""
+
+    def __init__(self) -> None:
+        self._busy, self._own, self._began = busy_seconds(), _own_seconds(), time.monotonic()
+
+    def share(self) -> float:
+        """The share of the cores that others used."""
+        lasted = max(1e-3, time.monotonic() - self._began)
+        others = busy_seconds() - self._busy - (_own_seconds() - self._own)
+        return max(0.0, others / lasted / cores())
+
+
+def undisturbed(found: Cluster, others: float) -> Cluster:
+    """The cluster with a note where others were at work, and without what they made useless.
+
+    Threads that wait for each other wait for whoever has the cores: a product of 0.1 ms took 70 on two busy cores. One
+    thread's own time is right all the same, so that many threads are then taken for so many of it.
+    """
+    if others < _BUSY_SHARE:
+        return found
+    told = f"other programs used {others:.0%} of the cores meanwhile"
+    again = "run shoal bench again when the machine is idle"
+    core, most = found.device, found.devices_per_host
+    if others < _USELESS_SHARE or core.kind == "gpu" or cores() // most > 1 or not found.alternatives:
+        return replace(found, notes=(f"{told}: what several threads or processes do is measured too slow; {again}",))
+    estimate = f"not measured, since {told}: so many times one thread's"
+    alternatives = {}
+    for ranks, measured in found.alternatives.items():
+        scaled = of_cores(core, cores(), ranks)
+        sources = {**core.sources, **dict.fromkeys(("flops", "matmul", "memory", "memory_bytes_per_second"), estimate)}
+        alternatives[ranks] = replace(scaled, name=measured.name, memory_bytes=measured.memory_bytes, sources=sources)
+    note = f"{told}: several threads are estimated from one, and what processes exchange is measured too slow; {again}"
+    return replace(found, alternatives=alternatives, notes=(note,))
+
+
+def busy_seconds() -> float:
+    """Seconds that all cores have worked since the system started; 0 where it does not say."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=9)[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _wait, interrupts, soft, _stolen = (int(field) for field in fields)
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@dataclass(frozen=True)
+class _Session:
+    """One call of the command."""
+
+    quick: bool
+    started_at: float
+
+    def on_cores(self, ranks: int) -> list[Measured]:
+        """A measurement for each count of processes that share the cores."""
+        wanted = counts(ranks)
+        total = _QUICK_SECONDS if self.quick else _SECONDS
+        seconds = max(_FEWEST_SECONDS / (2 if self.quick else 1), total / len(wanted))
+        return [self.measured(count, max(1, cores() // count), seconds) for count in wanted]
+
+    def on_gpus(self, ranks: int) -> list[Measured]:
+        """One GPU by itself, and the exchanges between all."""
+        seconds = _QUICK_SECONDS if self.quick else _SECONDS
+        found = [self.measured(1, max(1, cores() // ranks), seconds)]
+        if ranks > 1:
+            found.append(self.measured(ranks, max(1, cores() // ranks), seconds, exchange_only=True))
+        return found
+
+    def measured(self, count: int, threads: int, seconds: float, *, exchange_only: bool = False) -> Measured:
+        """What so many processes found, all at once. Raises: what went wrong on one of them."""
+        many = "process" if count == 1 else "processes"
+        print(f"measuring with {count} {many} of {threads} thread{'s' * (threads > 1)} ...", flush=True)
+        arguments = ["--seconds", str(seconds), *["--quick"] * self.quick]
+        arguments += ["--exchange-only", "yes"] * exchange_only
+        what = f"a measurement with {count} {many}"
+        return Measured.of(found_by(arguments, count, threads, self.started_at, what))
+
+
+def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluster:
+    """The cluster that measurements with growing counts of processes show; storage from the first."""
+    when = time.strftime("%Y-%m-%d")
+    first, last = measured[0], measured[-1]
+    torch = first.facts.get("torch")
+    model = found_gpus[0] if found_gpus else processor()
+    source = f"measured by shoal bench on {when}, torch {torch}, {model}"
+    if found_gpus:
+        device, alternatives = _gpu(first, model, source), {}
+    else:
+        devices = {
+            one.ranks: device_of(one, f"{model}, {_threads(one)}", memory_bytes() // one.ranks, _with(source, one))
+            for one in measured
+        }
+        device = devices.pop(last.ranks)
+        alternatives = devices
+    how = "nccl" if found_gpus else "gloo"
+    name = f"{how} between {last.ranks} processes of one host"
+    storage = first.of_name("storage")
+    return Cluster(
+        name="here",
+        device=device,
+        devices_per_host=last.ranks,
+        within=link_of(last, name, _with(source, last)),
+        storage_bytes_per_second=next((work / seconds for work, seconds in storage.items()), None),
+        alternatives=alternatives,
+        algorithms=algorithms_of(last, _with(source, last)),
+    )
+
+
+def _with(source: str, measured: Measured) -> str:
+    return f"{source}, {measured.ranks} process{'es' * (measured.ranks > 1)} of {_threads(measured)}"
+
+
+def _threads(measured: Measured) -> str:
+    number = measured.facts["threads"]
+    return f"{number} thread{'s' * (number > 1)}"
+
+
+def _gpu(measured: Measured, model: str, source: str) -> Device:
+    """The GPU measured, with the catalogue's peaks, tile and price where it knows the model."""
+    kind = kind_of(model)
+    known = catalogued(kind) if kind else None
+    memory = int(measured.facts["memory_bytes"])
+    return device_of(measured, str(measured.facts["model"]), memory, source, known=known)
+
+
+def _machine(measured: Sequence[Measured]) -> dict[str, Any]:
+    facts = measured[0].facts
+    return {
+        "processor": processor(),
+        "cores": cores(),
+        "gpus": gpus(),
+        "memory_bytes": memory_bytes(),
+        "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **{key: facts[key] for key in ("shoal", "torch", "python")},
+    }
+
+
+def _tables(measured: Sequence[Measured]) -> dict[str, Any]:
+    return {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
+
+
+def summary(found: Cluster) -> str:
+    """A few lines for the terminal."""
+    lines = []
+    for ranks, device in sorted({**found.alternatives, found.devices_per_host: found.device}.items()):
+        peaks = ", ".join(f"{dtype} {value / 1e9:,.0f}" for dtype, value in device.flops.items())
+        lines += [
+            f"{ranks} process{'es' * (ranks > 1)}: {device.name}",
+            f"  matmul GFLOP/s: {peaks}",
+            f"  memory: {device.memory_bytes_per_second / 1e9:.1f} GB/s; "
+            f"an operator: {device.dispatch_seconds * 1e6:.1f} us",
+        ]
+    if found.within is not None:
+        link = found.within
+        lines.append(
+            f"{link.name}: {link.bytes_per_second / 1e9:.2f} GB/s, {link.latency_seconds * 1e6:.0f} us a hop, "
+            f"{link.call_seconds * 1e6:.0f} us a call"
+        )
+    if found.storage_bytes_per_second is not None:
+        lines.append(f"storage: {found.storage_bytes_per_second / 1e6:,.0f} MB/s written")
+    return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""Hints: what to write instead of a word that a command does not know; options as the parsers have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from shoal.errors import nearest
+from shoal.runs.job_file_static import parameters_of
+
+# Words of other tools, by the option that says the same here; the first option that a command has is told.
+_SAME: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("--devices", "--max-devices"): (
+        *("gpus", "ngpus", "n-gpus", "num-gpus", "nproc", "nproc-per-node", "np", "processes", "num-processes"),
+        *("world-size", "num-devices", "ranks", "devices", "cpus"),
+    ),
+    ("--plan",): ("config", "config-file", "plan-file", "layout"),
+    ("--out", "--output"): (
+        *("output", "output-dir", "out", "out-dir", "save-dir", "run-dir", "rundir", "log-dir", "logdir", "workdir"),
+        *("work-dir", "default-root-dir", "checkpoint-dir"),
+    ),
+    ("--precision",): ("dtype", "mixed-precision", "amp-dtype"),
+    ("--workers",): ("num-workers", "dataloader-num-workers", "data-workers"),
+    ("--steps",): ("max-steps", "num-steps", "iters", "iterations", "max-iters", "train-iters"),
+    ("--resume",): ("resume-from-checkpoint", "resume-from", "resume-path", "ckpt-path", "load"),
+    ("--checkpoint-every",): ("save-steps", "save-every", "save-interval", "checkpoint-interval", "save-freq"),
+    ("--max-microbatch",): (
+        *("micro-batch-size", "microbatch", "microbatch-size", "per-device-train-batch-size"),
+        "per-device-batch-size",
+    ),
+    ("--exact",): ("deterministic", "reproducible", "bitwise"),
+    ("--cluster",): ("hardware", "machine"),
+}
+# A flag of its own elsewhere is a value here.
+_PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "fp32": "fp32", "float16": "fp16", "bfloat16": "bf16", "amp": "bf16"}
+# Degrees are a plan's.
+_DEGREES = {
+    **dict.fromkeys(("tp", "tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size"), "tensor"),
+    **dict.fromkeys(("pp", "pipeline-parallel", "pipeline-parallel-size", "pipeline-model-parallel-size"), "pipeline"),
+    **dict.fromkeys(("cp", "context-parallel", "context-parallel-size", "sequence-parallel-size"), "context"),
+    **dict.fromkeys(("dp", "data-parallel", "data-parallel-size"), "data"),
+    **dict.fromkeys(("fsdp", "zero", "zero-stage", "shard"), "shard"),
+}
+# What belongs to a job, by other words for it; the first is the one to write in a job function.
+_OF_JOBS: tuple[tuple[str, ...], ...] = (
+    ("lr", "learning-rate", "learningrate"),
+    ("epochs", "num-epochs", "max-epochs", "num-train-epochs", "epoch"),
+    ("batch", "batch-size", "global-batch", "global-batch-size", "train-batch-size", "bs"),
+    ("seed", "random-seed"),
+    ("weight-decay", "wd"),
+    ("warmup", "warmup-steps", "warmup-ratio"),
+)
+_COMMANDS = {**dict.fromkeys(("train", "fit", "launch", "start"), "run"), **dict.fromkeys(("check", "test"), "verify")}
+
+
+def hints(command: str | None, options: Mapping[str, Sequence[str]], given: Sequence[str]) -> str:
+    """What may have been meant by the unknown words among those given, to append to a remedy.
+
+    `options`: of each command the names of its own.
+    """
+    if command is None or command not in options:
+        word = next((word for word in given if not word.startswith("-")), "")
+        meant = _COMMANDS.get(word)
+        return f"; did you mean 'shoal {meant}'?" if meant else nearest(word, list(options))
+    known = set(options[command])
+    words = [
+        number for number, word in enumerate(given) if word.startswith("--") and word.partition("=")[0] not in known
+    ]
+    return "".join(dict.fromkeys(_of(command, options, given, number) for number in words))
+
+
+def _of(command: str, options: Mapping[str, Sequence[str]], given: Sequence[str], number: int) -> str:
+    """The hint for the word at a place."""
+    option, equals, value = given[number].partition("=")
+    if not equals:
+        value = next((word for word in given[number + 1 : number + 2] if not word.startswith("-")), "")
+    value = "" if value.endswith(".py") else value
+    name = option.lstrip("-").replace("_", "-").lower()
+    direct = next(_direct(command, options, name, value), "")
+    if not direct:
+        direct = next(_setting(given, name, value), "") if "--set" in options[command] else ""
+    if direct:
+        return f"; for {option} write {direct}"
+    others = [f"shoal {other}" for other, own in options.items() if option in own]
+    if others:
+        return f"; {option} is an option of {' and '.join(others)}"
+    return nearest(name, [known.lstrip("-") for known in options[command]]).replace("mean '", "mean '--")
+
+
+def _direct(command: str, options: Mapping[str, Sequence[str]], name: str, value: str) -> Iterator[str]:
+    own = options[command]
+    for same, words in _SAME.items():
+        if name in words:
+            taken = "" if same[0] in ("--resume", "--exact") else f" {value or 'N'}"
+            yield from (f"{option}{taken}" for option in same if option in own)
+    if name in _PRECISIONS and "--precision" in own:
+        yield f"--precision {_PRECISIONS[name]}"
+    if name in _DEGREES and "--plan" in own:
+        yield f"--plan FILE, in which [layout] says {_DEGREES[name]} = {value if value.isdigit() else 'N'}"
+
+
+def _setting(given: Sequence[str], name: str, value: str) -> Iterator[str]:
+    """`--set` of a parameter of the job function, where it has one for this."""
+    target = next((word for word in given if word.endswith(".py") or ".py:" in word), "")
+    path, _, function = target.partition(":")
+    parameters = parameters_of(Path(path), function or "job") if target else []
+    alike = next((words for words in _OF_JOBS if name in words), ())
+    wanted = [name, *alike]
+    for parameter in parameters:
+        if parameter.replace("_", "-") in wanted:
+            yield f"--set {parameter}={value or 'VALUE'}"
+    if alike:
+        word = alike[0].replace("-", "_")
+        yield f"it in the job: give the job function a parameter {word}, then --set {word}={value or 'VALUE'}"

@@ -1,0 +1,103 @@
+"""The `shoal verify` command: starts the parallel run, computes the references, prints and writes the verdict."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.data.opened import opened
+from shoal.distributed.failures import as_shoal_error
+from shoal.distributed.process_setup import prepare_process
+from shoal.errors import ExitCode, PlanError
+from shoal.job import Job
+from shoal.plans.plan import Plan
+from shoal.plans.resolve import complete
+from shoal.plans.words import described
+from shoal.runs.directory import RunDirectory, write_file
+from shoal.runs.job_file import LoadedJob, load
+from shoal.runs.request import RunRequest, cores_here
+from shoal.verification.certify import certificate, write_certificate
+from shoal.verification.forked import trace_forked
+from shoal.verification.judge import Verdict, judge_traces
+from shoal.verification.traced_run import left_out
+
+
+def verify(request: RunRequest, num_steps: int) -> ExitCode:
+    """Verifies the run that is asked for. Raises: ShoalError where it cannot."""
+    folder = request.out / ".traces"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        return _verify(request, num_steps, folder)
+    except Exception as error:
+        told = as_shoal_error(error)
+        if told.traceback_text:
+            errors = RunDirectory(request.out).errors
+            errors.mkdir(exist_ok=True, parents=True)
+            write_file(errors / "verify.txt", told.traceback_text)
+        raise told from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
+    began = time.monotonic()
+    _refuse_ahead(request.plan)
+    print(
+        f"verifying          {request.job.path}: {num_steps} steps on {request.num_processes} process(es)", flush=True
+    )
+    if request.num_processes == 1:
+        print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
+
+    planned = request.plan.uncompressed
+
+    def made(plan: Plan) -> tuple[LoadedJob, Plan]:
+        loaded = load(request.job)
+        return loaded, complete(plan, loaded.job.grains, loaded.job.grain_size, request.wishes.max_microbatch)
+
+    def make(plan: Plan) -> tuple[Job, Plan]:
+        loaded, plan = made(plan)
+        return loaded.job, plan
+
+    told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    num_threads = int(told) if told.isdecimal() and int(told) else request.threads_per_process
+    trace_forked(make, planned, folder, num_steps, num_threads)
+    parallel_seconds = time.monotonic() - began
+    print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
+    prepare_process(planned.execution.exact, cores_here())
+    loaded, plan = made(planned)
+    loaded = replace(loaded, job=opened(loaded.job))
+    verdict = judge_traces(loaded.job, plan, folder)
+    verdict.notes += left_out(request.plan)
+    if verdict.verified and verdict.num_steps < num_steps:
+        verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
+    _print(verdict, plan, parallel_seconds)
+    document = certificate(verdict, loaded, plan, parallel_seconds)
+    write_certificate(request.out / "certificate.json", document)
+    print(f"written            {request.out / 'certificate.json'}")
+    return ExitCode.DONE if verdict.verified else ExitCode.FAILED
+
+
+def _refuse_ahead(plan: Plan) -> None:
+    """Raises: PlanError for workers that run ahead of each other."""
+    if plan.server.mode in ("bounded", "asynchronous"):
+        raise PlanError(
+            given=f'server.mode = "{plan.server.mode}"',
+            conflict="its gradients are of older parameters: it does not compute what one process computes",
+            remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
+        )
+
+
+def _print(verdict: Verdict, plan: Plan, parallel_seconds: float) -> None:
+    mode = "exact" if plan.execution.exact else "fast"
+    kind = f"{plan.precision.parameters}, compute {plan.precision.compute}"
+    print(f"layout             {described(plan)}; {mode}; parameters {kind}; {verdict.num_steps} steps")
+    for note in verdict.notes:
+        print(f"note               {note}")
+    cost = f"{parallel_seconds:.1f} s for the parallel run, {verdict.seconds:.1f} s for the references"
+    print(f"cost               {cost}")
+    print(verdict.render())
+    sys.stdout.flush()

@@ -1,0 +1,1 @@
+"""Process groups, agreement, and sums over ranks."""

@@ -1,0 +1,136 @@
+"""Agreement: what all ranks decide together before each step, and how an exception on one becomes an end on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shoal.distributed.failures import as_shoal_error, to_json
+from shoal.distributed.mesh import Mesh
+from shoal.errors import PeerError, ShoalError
+from shoal.runs.records import SPANS, Spread
+
+T = TypeVar("T")
+_FLAGS = ("has_data", "error", "stop", "checkpoint")
+_MEASURES = (*SPANS, "step_seconds", "memory_bytes")
+_STEP, _EXPOSED = _MEASURES.index("step_seconds"), _MEASURES.index("exposed_communication")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank says at the start of a step; `measures` are of the step before."""
+
+    has_data: bool = False
+    error: bool = False
+    stop: bool = False
+    checkpoint: bool = False
+    measures: tuple[float, ...] = (0.0,) * len(_MEASURES)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know: whether any of them has data, failed, was asked to stop; rank 0 calls for checkpoints."""
+
+    any_data: bool
+    any_error: bool
+    stop: bool
+    checkpoint: bool
+    spreads: dict[str, Spread]
+
+    @property
+    def slowest_rank(self) -> int:
+        """The rank that computed longest in the step before."""
+        return self.spreads["busy_seconds"].rank_of_max
+
+
+def measures(spans: dict[str, float], step_seconds: float, memory_bytes: int) -> tuple[float, ...]:
+    """The measures of a report."""
+    return (*(spans[name] for name in SPANS), step_seconds, float(memory_bytes))
+
+
+def to_row(report: Report) -> list[float]:
+    """The report as 14 numbers, small enough for float32 (memory in bytes is rounded)."""
+    return [*(float(getattr(report, name)) for name in _FLAGS), *report.measures]
+
+
+def agree(mesh: Mesh, report: Report) -> Agreement:
+    """Collective: all ranks, one all-gather of 14 numbers a rank."""
+    if mesh.world_size == 1:
+        return _own(report)
+    return from_rows(mesh.all_gather(to_row(report)))
+
+
+def _own(report: Report) -> Agreement:
+    """As `from_rows` of one row."""
+    busy = report.measures[_STEP] - report.measures[_EXPOSED]
+    named = zip((*_MEASURES, "busy_seconds"), (*report.measures, busy), strict=True)
+    spreads = {name: Spread(value, value, 0) for name, value in named}
+    return Agreement(report.has_data, report.error, report.stop, report.checkpoint, spreads)
+
+
+def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
+    """What all ranks know from the rows of all, [world_size, 14]."""
+    has_data, error, stop, _ = np.any(table[:, : len(_FLAGS)] > 0, axis=0).tolist()
+    measured = table[:, len(_FLAGS) :]
+    # Who computes longest waits least: a slow rank shows in its own work, everywhere else as communication.
+    busy = measured[:, _STEP] - measured[:, _EXPOSED]
+    measured = np.column_stack([measured, busy])
+    columns = zip(measured.min(0).tolist(), measured.max(0).tolist(), measured.argmax(0).tolist(), strict=True)
+    spreads = {name: Spread(*column) for name, column in zip((*_MEASURES, "busy_seconds"), columns, strict=True)}
+    return Agreement(has_data, error, stop, bool(table[0, _FLAGS.index("checkpoint")]), spreads)
+
+
+def raise_together(mesh: Mesh, error: ShoalError | None) -> None:
+    """Raises on every rank if any has an error: its own where it has one, else a PeerError that names the culprit.
+
+    Collective: all ranks, one JSON gather.
+    """
+    told = mesh.gather_json(to_json(error, mesh.rank, mesh.host) if error else None)
+    if error is not None:
+        error.rank, error.host, error.everywhere = mesh.rank, mesh.host, True
+        raise error
+    try:
+        raise_peer(told)
+    except PeerError as peer:
+        peer.everywhere = True
+        raise
+
+
+def raise_peer(told: list[dict[str, Any] | None]) -> None:
+    """Raises: PeerError where another rank told of an error."""
+    culprit = next((t for t in told if t), None)
+    if culprit is not None:
+        raise PeerError(
+            given=f"rank {culprit['rank']} on {culprit['host']}: {culprit['given']}",
+            conflict=culprit["conflict"],
+            remedy=culprit["remedy"],
+        )
+
+
+def together(mesh: Mesh, work: Callable[[], T]) -> T:
+    """The result of `work`, unless it raised on any rank; then every rank raises. Collective: all ranks."""
+    result: T
+    error: ShoalError | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = as_shoal_error(caught)
+    raise_together(mesh, error)
+    return result
+
+
+def collectively(mesh: Mesh, divided: bool, work: Callable[[], T]) -> T:
+    """What `work` gives. Raises: its exception, on every rank as `together` does; in a divided model on this one alone.
+
+    There the others wait within the same work: this rank's end is what they notice, and no collective must come before.
+    """
+    if not divided:
+        return together(mesh, work)
+    try:
+        return work()
+    except Exception as error:
+        raise as_shoal_error(error) from error

@@ -1,0 +1,1 @@
+"""Sums of gradients in fewer bytes."""

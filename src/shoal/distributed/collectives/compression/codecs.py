@@ -1,0 +1,219 @@
+"""Codecs: a vector's sum over ranks in fewer bytes than the vector has, by the collectives of any algorithm.
+
+Every rank ends with the same bits: it decodes what all of them have received, by elementwise operators alone, whose
+results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.distributed.collectives.base import Collective, Handle
+from shoal.plans.accounting.compressed import INT8_LEVELS, num_kept
+
+# Twice below the largest float16, since the scale is rounded down to a power of two: nothing overflows in the sum.
+_FLOAT16_PEAK = 2.0**15
+# What is smaller is exchanged by copies anyway, and a place in shared memory takes a descriptor.
+_WORTH_A_PLACE = 64 << 10
+# 1 / x is finite from here on; a block of smaller values counts as zeros, also where it is what was held back.
+_SMALLEST_SCALE = 2.0**-126
+
+
+class CodecTransport:
+    """What codecs send with: a collective, and memory on the device where the vectors are."""
+
+    def __init__(self, collective: Collective, device: torch.device) -> None:
+        self.collective, self.device = collective, device
+        self._scratch = torch.empty(0, device=device)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory that the collective is fast with. Collective: where it allocates for all ranks together."""
+        if self.device.type == "cpu" and numel * dtype.itemsize > _WORTH_A_PLACE:
+            return self.collective.allocate(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def scratch(self, numel: int) -> Tensor:
+        """Float32 memory that is anybody's until the next call."""
+        if self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel, device=self.device)
+        return self._scratch[:numel]
+
+    def sum(self, tensor: Tensor) -> Handle:
+        """Starts an all-reduce."""
+        return self.collective.all_reduce(tensor, asynchronous=True)
+
+    def buffers(self) -> list[Tensor]:
+        """What it keeps."""
+        return [self._scratch]
+
+
+class Codec(ABC):
+    """Sums one vector of float32 values, step after step. Collective: `sum`, in the same order on all ranks."""
+
+    # Collectives of a sum that come one after the other; all but the last are small.
+    num_rounds: ClassVar[int] = 1
+
+    def __init__(self, wire: CodecTransport) -> None:
+        self.wire = wire
+
+    @abstractmethod
+    def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
+        """Yields each collective that it waits for; after them `total` is the decoded sum of all ranks' `values`.
+
+        `keep`: `values` then holds what this rank has not sent: the sum of all ranks' is `total` more than that. Else
+        `total` may be the memory of `values`. Values that are not finite make a sum that is not.
+        """
+
+    def commit(self) -> None:
+        """The last sum was used: what the next one builds on is taken over."""
+        return
+
+    @abstractmethod
+    def buffers(self) -> list[Tensor]:
+        """The memory that it keeps."""
+
+
+class BFloat16(Codec):
+    """Rounded to bfloat16: 2 bytes a value, 8 bits of precision, float32's range."""
+
+    def __init__(self, wire: CodecTransport, numel: int) -> None:
+        super().__init__(wire)
+        self._sent = wire.allocate(numel, torch.bfloat16)
+
+    def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
+        """One all-reduce."""
+        self._sent.copy_(values)
+        if keep:
+            values.sub_(self._sent)
+        yield self.wire.sum(self._sent)
+        total.copy_(self._sent)
+
+    def buffers(self) -> list[Tensor]:
+        """What is sent."""
+        return [self._sent]
+
+
+class Float16(Codec):
+    """Rounded to float16 after a scaling by a power of two: 2 bytes a value, 11 bits of precision.
+
+    The scale comes from the largest value of any rank, so that no sum overflows and what is lost is 2^-39 of it. (The
+    loss scale does not help here: gradients are sums over a batch of any size.)
+    """
+
+    num_rounds = 2
+
+    def __init__(self, wire: CodecTransport, numel: int) -> None:
+        super().__init__(wire)
+        self._sent, self._peak = wire.allocate(numel, torch.float16), wire.allocate(1, torch.float32)
+
+    def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
+        """An all-reduce of one number, and one of the values."""
+        self._peak.copy_(_peaks(values.view(1, -1)))
+        yield self.wire.collective.all_reduce(self._peak, "max", asynchronous=True)
+        fitting = _FLOAT16_PEAK / self.wire.collective.world_size / self._peak
+        exponent = torch.frexp(fitting.clamp_(2.0**-125, 2.0**126)).exponent
+        scale = torch.ldexp(torch.ones_like(fitting), exponent - 1)
+        scale[self._peak == torch.inf] = torch.nan
+        scaled = torch.mul(values, scale, out=self.wire.scratch(values.numel()))
+        self._sent.copy_(scaled)
+        if keep:
+            values.sub_(torch.div(self._sent, scale, out=scaled))
+        yield self.wire.sum(self._sent)
+        torch.div(self._sent, scale, out=total)
+
+    def buffers(self) -> list[Tensor]:
+        """What is sent."""
+        return [self._sent, self._peak]
+
+
+class Int8(Codec):
+    """Whole numbers of a byte, times a scale for each block of neighbouring values that all ranks share.
+
+    Ranks first agree on the largest value of each block; each then has the levels that leave the sum in a byte: 63 of
+    two ranks, 31 of four. So any algorithm sums them as they are, exactly and in any order, and there is one rounding.
+    Mishchenko et al., IntSGD: Adaptive floatless compression of stochastic gradients, 2022.
+    """
+
+    num_rounds = 2
+
+    def __init__(self, wire: CodecTransport, numel: int, block: int) -> None:
+        super().__init__(wire)
+        self._block, self._levels = block, INT8_LEVELS // wire.collective.world_size
+        self._sent = wire.allocate(numel, torch.int8)
+        self._scales = wire.allocate(-(-numel // block), torch.float32)
+
+    def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
+        """An all-reduce of a number a block, and one of a byte a value."""
+        for part, blocks in self._parts(values):
+            self._scales[blocks] = _peaks(part)
+        yield self.wire.collective.all_reduce(self._scales, "max", asynchronous=True)
+        self._scales.div_(self._levels)  # infinite where any value is not finite: zero times it is not a number
+        inverse, nothing = self._scales.reciprocal(), self._scales < _SMALLEST_SCALE
+        inverse[nothing] = 0.0
+        scratch = self.wire.scratch(values.numel())
+        for (part, blocks), (whole, _) in zip(self._parts(values), self._parts(scratch), strict=True):
+            torch.mul(part, inverse[blocks, None], out=whole)
+        self._sent.copy_(scratch.nan_to_num_(0.0, 0.0, 0.0).round_())
+        if keep:
+            for (part, blocks), (whole, _) in zip(self._parts(values), self._parts(scratch), strict=True):
+                part.sub_(whole.mul_(self._scales[blocks, None]))
+                part[nothing[blocks]] = 0.0
+        yield self.wire.sum(self._sent)
+        for (part, blocks), (sent, _) in zip(self._parts(total), self._parts(self._sent), strict=True):
+            torch.mul(sent, self._scales[blocks, None], out=part)
+
+    def _parts(self, flat: Tensor) -> list[tuple[Tensor, slice]]:
+        """The whole blocks [blocks, block] and the shorter last one, with their places among the scales."""
+        count, rest = divmod(flat.numel(), self._block)
+        found = [(flat[: count * self._block].view(count, -1), slice(0, count))] if count else []
+        return found + ([(flat[count * self._block :].view(1, -1), slice(count, None))] if rest else [])
+
+    def buffers(self) -> list[Tensor]:
+        """What is sent."""
+        return [self._sent, self._scales]
+
+
+class TopK(Codec):
+    """The values farthest from zero, and where they are: 8 bytes for each of them, of every rank to every rank.
+
+    Aji and Heafield, Sparse communication for distributed gradient descent, 2017.
+    """
+
+    def __init__(self, wire: CodecTransport, numel: int, density: float) -> None:
+        super().__init__(wire)
+        self._count = num_kept(numel, density)
+        self._sent = wire.allocate(2 * self._count, torch.int32)
+        self._gathered = torch.empty(
+            wire.collective.world_size * 2 * self._count, dtype=torch.int32, device=wire.device
+        )
+
+    def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
+        """One all-gather. A value that is not a number counts as the largest."""
+        size = torch.abs(values, out=self.wire.scratch(values.numel()))
+        places = torch.topk(size, self._count, sorted=False).indices
+        self._sent[: self._count] = places
+        self._sent[self._count :] = values[places].view(torch.int32)
+        if keep:
+            values[places] = 0.0
+        yield self.wire.collective.all_gather(self._gathered, self._sent, asynchronous=True)
+        total.zero_()
+        for own in self._gathered.view(-1, 2, self._count):  # in the order of the ranks, each place of one once
+            total.index_add_(0, own[0], own[1].view(torch.float32))
+
+    def buffers(self) -> list[Tensor]:
+        """What is sent and received."""
+        return [self._sent, self._gathered]
+
+
+def _peaks(rows: Tensor) -> Tensor:
+    """The largest absolute value of each row; infinite for a row with a value that is not finite.
+
+    The maximum of some libraries drops what is not a number, so that it would be lost on the way.
+    """
+    found: Tensor = torch.linalg.vector_norm(rows, torch.inf, dim=1)
+    return found.nan_to_num_(torch.inf, torch.inf)

@@ -1,0 +1,308 @@
+"""Compression: gradient buckets summed in fewer bytes by any algorithm, what was held back, and a guard over both.
+
+What a rank has not sent of its gradient it adds to the next (Seide et al., 1-bit stochastic gradient descent, 2014;
+Karimireddy et al., Error feedback fixes SignSGD, 2019). A step that does not update leaves all this as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.distributed.collectives.base import Collective, Handle
+from shoal.distributed.collectives.compression.codecs import BFloat16, Codec, CodecTransport, Float16, Int8, TopK
+from shoal.distributed.collectives.compression.guard import Comparison, ErrorSums
+from shoal.distributed.collectives.compression.power_sgd import PowerSGD
+from shoal.plans.conflicts import FED_BACK
+from shoal.plans.plan import CompressionSection
+
+# Schemes that send something of every value; of the others a whole bucket is what is compared.
+_OF_EVERY_VALUE = ("bfloat16", "float16", "int8")
+
+
+@dataclass
+class Withheld:
+    """What a rank has not sent, in the units of the gradient of a step whose loss counted `unit` on this rank."""
+
+    values: Tensor
+    unit: float = 0.0
+
+
+@dataclass
+class _CompressedBucket:
+    codec: Codec
+    members: list[int]  # of all parameters, those whose gradients lie here
+    sizes: list[int]
+    withheld: Withheld | None = None  # as of the last update
+    attempt: Withheld | None = None  # what is to be sent in this step, then what was not
+    compared: list[Tensor] = field(default_factory=list)  # exact, wanted
+
+    @property
+    def numel(self) -> int:
+        return sum(self.sizes)
+
+
+def make_codec(
+    scheme: str, options: CompressionSection, wire: CodecTransport, shapes: Sequence[tuple[int, ...]]
+) -> Codec:
+    """The codec of a plan's `collectives.compression` for a vector of tensors of these shapes, one after the other.
+
+    Collective: as `Wire.allocate`.
+    """
+    numel = sum(torch.Size(shape).numel() for shape in shapes)
+    if scheme == "bfloat16":
+        return BFloat16(wire, numel)
+    if scheme == "float16":
+        return Float16(wire, numel)
+    if scheme == "int8":
+        return Int8(wire, numel, options.block)
+    if scheme == "topk":
+        return TopK(wire, numel, options.density)
+    return PowerSGD(wire, shapes, options.rank)
+
+
+class Compression:
+    """Sums buckets that `add` has named, in the order of their numbers. Collective: every method but `commit`.
+
+    `fell_back`: since when nothing is compressed any more, and why; None while it is.
+    """
+
+    def __init__(self, collective: Collective, scheme: str, options: CompressionSection) -> None:
+        self.scheme, self.options = scheme, options
+        self.feedback = options.feedback and scheme in FED_BACK
+        self.fell_back: dict[str, Any] | None = None
+        self._collective = collective
+        self._wire: CodecTransport | None = None
+        self._buckets: list[_CompressedBucket] = []
+        self._going: list[_Going] = []
+        self._step, self._unit = 0, 0.0
+        self._tally: ErrorSums | None = None
+        self._verdict: Comparison | None = None
+        self._unused: Sequence[tuple[int, int, int]] = ()
+
+    def add(self, members: Sequence[int], shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+        """The next bucket: gradients of these parameters and shapes, one after the other."""
+        self._wire = self._wire or CodecTransport(self._collective, device)
+        codec = make_codec(self.scheme, self.options, self._wire, shapes)
+        bucket = _CompressedBucket(codec, list(members), [torch.Size(shape).numel() for shape in shapes])
+        if self.feedback:
+            bucket.withheld, bucket.attempt = self._nothing(bucket), self._nothing(bucket)
+        self._buckets.append(bucket)
+
+    def _nothing(self, bucket: _CompressedBucket) -> Withheld:
+        assert self._wire is not None, "buckets have a device"
+        return Withheld(torch.zeros(bucket.numel, device=self._wire.device))
+
+    # --------------------------------------------------------------------------------------------------- a step
+
+    def begin(self, step: int) -> None:
+        """A step's gradients come next, perhaps once more."""
+        self._step, self._unit = step, 0.0
+        self._going = []
+        self._verdict = None
+        every = self.options.guard_every
+        sampled = self.fell_back is None and every > 0 and step % every == 0
+        self._tally = ErrorSums(self.scheme in _OF_EVERY_VALUE, self.feedback) if sampled else None
+
+    def arm(self, unit: float) -> None:
+        """This rank's gradients are those of a loss that counts `unit`: its weight times the factor of the loss."""
+        self._unit = unit
+
+    def start(self, number: int, flat: Tensor) -> Handle:
+        """Starts to sum a bucket in place; what it has beyond the gradients is summed as it is.
+
+        Earlier buckets go on to their last round, which is the large one, while the backward still runs.
+        """
+        for going in self._going:
+            if going.round < self._buckets[going.number].codec.num_rounds:
+                going.advance()
+        going = _Going(self, number, self._rounds(self._buckets[number], flat))
+        self._going.append(going)
+        going.advance()
+        return going
+
+    def _rounds(self, bucket: _CompressedBucket, flat: Tensor) -> Iterator[Handle]:
+        body, rest = flat[: bucket.numel], flat[bucket.numel :]
+        if self.fell_back is not None:
+            if bucket.withheld is not None and bucket.withheld.unit:
+                body.add_(bucket.withheld.values, alpha=self._unit / bucket.withheld.unit)
+            yield self._collective.all_reduce(flat, asynchronous=True)
+            return
+        beside = [self._collective.all_reduce(rest, asynchronous=True)] if rest.numel() else []
+        exact = body.clone() if self._tally is not None else None
+        values = self._attempt(bucket, body)
+        if exact is not None:
+            bucket.compared = [exact, values.clone() if self.feedback else exact]
+            distinct = bucket.compared if self.feedback else [exact]
+            beside += [self._collective.all_reduce(tensor, asynchronous=True) for tensor in distinct]
+        yield from bucket.codec.sum(values, body, self.feedback)
+        yield from beside
+        for tensor in bucket.compared:
+            self._collective.release(tensor)
+        if self._tally is not None:
+            exact, wanted = bucket.compared
+            self._tally.add(exact, wanted, body)
+
+    def _attempt(self, bucket: _CompressedBucket, body: Tensor) -> Tensor:
+        """What is to be sent: the gradient, and what was held back for the part of the loss that this rank has now."""
+        if bucket.withheld is None or bucket.attempt is None:
+            return body
+        values, unit = bucket.attempt.values, bucket.withheld.unit
+        if unit and self._unit:
+            torch.add(body, bucket.withheld.values, alpha=self._unit / unit, out=values)
+        else:
+            values.copy_(body)
+        return values
+
+    def drain(self) -> None:
+        """Brings all buckets to their end, a round of each in turn."""
+        while self._going:
+            for going in self._going:
+                going.advance()
+            self._going = [going for going in self._going if not going.done]
+
+    def settle(self, flats: Sequence[Tensor], unused: Sequence[tuple[int, int, int]]) -> Comparison | None:
+        """After all sums: the comparison of a sampled step, on whose exact sums the guard falls back where it must.
+
+        `unused`: (bucket, start, stop) of gradients that no rank had: what was held back of them stays.
+        Collective: a broadcast in a sampled step.
+        """
+        found = self._compare(flats) if self._tally is not None else None
+        self._unused = unused
+        for number, start, stop in unused:
+            bucket = self._buckets[number]
+            if bucket.withheld is not None and bucket.attempt is not None and bucket.withheld.unit:
+                kept, share = bucket.withheld.values[start:stop], self._unit / bucket.withheld.unit
+                torch.mul(kept, share, out=bucket.attempt.values[start:stop])
+        return found
+
+    def _compare(self, flats: Sequence[Tensor]) -> Comparison:
+        assert self._tally is not None, "the step was sampled"
+        self._collective.broadcast(self._tally.numbers)  # added up on one rank, so that all decide the same
+        found = self._tally.comparison()
+        if found.lost > self.options.guard_lost:
+            self._verdict = found
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            if self._verdict is not None:
+                flat[: bucket.numel] = bucket.compared[1]
+                if bucket.attempt is not None:
+                    bucket.attempt.values.zero_()
+            bucket.compared = []
+        return found
+
+    def commit(self) -> None:
+        """The step updates: what it held back is now held back."""
+        if self.fell_back is not None:
+            self._sent_the_rest()
+            return
+        for bucket in self._buckets:
+            bucket.codec.commit()
+            if bucket.attempt is not None and self._unit:
+                bucket.attempt.unit = self._unit
+                bucket.withheld, bucket.attempt = bucket.attempt, bucket.withheld
+        if self._verdict is not None:
+            self.fall_back({"step": self._step + 1, **self._verdict.to_json()})
+
+    def _sent_the_rest(self) -> None:
+        """Uncompressed sums took along what was held back, but for gradients that no rank had."""
+        if not self._unit:
+            return
+        for number, bucket in enumerate(self._buckets):
+            if bucket.withheld is None:
+                continue
+            values, left = bucket.withheld.values, torch.zeros_like(bucket.withheld.values)
+            for _, start, stop in (place for place in self._unused if place[0] == number):
+                left[start:stop] = values[start:stop]
+            bucket.withheld = Withheld(left, bucket.withheld.unit) if self._unused else None
+
+    def fall_back(self, why: dict[str, Any]) -> None:
+        """From now on nothing is compressed; what is still held back goes out with the next sums. Not collective."""
+        self.fell_back = why
+        for bucket in self._buckets:
+            bucket.attempt = None
+
+    def said(self, found: Comparison) -> str | None:
+        """A line for people where the step of this comparison, which has updated, was the last that compressed."""
+        if self.fell_back is None:
+            return None
+        return (
+            f"step {self.fell_back['step']}: {self.scheme} loses {found.lost:.3g} of the gradients' energy (cosine "
+            f"{found.cosine:.3g}), more than compression.guard_lost = {self.options.guard_lost}: from here on "
+            "gradients are not compressed"
+        )
+
+    # --------------------------------------------------------------------------------------------------- its state
+
+    @property
+    def carries(self) -> bool:
+        """Whether ranks have tensors that belong to a checkpoint; the same on all of them."""
+        return self.scheme in FED_BACK
+
+    @property
+    def unit(self) -> float:
+        """The unit of what this rank holds back; 0 for nothing."""
+        return next((b.withheld.unit for b in self._buckets if b.withheld is not None), 0.0)
+
+    def set_unit(self, unit: float) -> None:
+        """The tensors of `withheld_of` have been filled with what is in this unit."""
+        for bucket in self._buckets:
+            if bucket.withheld is not None:
+                bucket.withheld.unit = unit
+
+    def withheld_of(self) -> Iterator[tuple[int, Tensor]]:
+        """What this rank holds back of each parameter, flat; nothing without feedback."""
+        for bucket in self._buckets:
+            if bucket.withheld is not None:
+                yield from zip(bucket.members, bucket.withheld.values.split(bucket.sizes), strict=True)
+
+    def bases(self) -> Iterator[tuple[int, Tensor]]:
+        """The factors that powersgd begins with, of each parameter that it factors."""
+        for bucket in self._buckets:
+            if isinstance(bucket.codec, PowerSGD):
+                starts = dict(zip(accumulate(bucket.sizes, initial=0), bucket.members, strict=False))
+                yield from ((starts[start], basis) for start, basis in bucket.codec.factors())
+
+    def reset(self, fell_back: dict[str, Any] | None) -> None:
+        """Nothing is held back; and whether the guard has fallen back."""
+        self.fell_back = fell_back
+        for bucket in self._buckets:
+            bucket.withheld = self._nothing(bucket) if self.feedback else None
+            bucket.attempt = self._nothing(bucket) if self.feedback and fell_back is None else None
+
+    def to_json(self) -> dict[str, Any]:
+        """What a result says of it."""
+        return {"scheme": self.scheme, "fell_back": self.fell_back}
+
+    def buffers(self) -> list[Tensor]:
+        """The memory that all this takes."""
+        found = self._wire.buffers() if self._wire is not None else []
+        for bucket in self._buckets:
+            found += bucket.codec.buffers()
+            found += [w.values for w in (bucket.withheld, bucket.attempt) if w is not None]
+        return found
+
+
+class _Going:
+    """A bucket on its way through the rounds of its codec."""
+
+    def __init__(self, owner: Compression, number: int, rounds: Iterator[Handle]) -> None:
+        self.number, self.round, self.done = number, 0, False
+        self._owner, self._rounds = owner, rounds
+        self._handle: Handle | None = None
+
+    def advance(self) -> None:
+        """Waits for the round under way, and begins the next."""
+        if self._handle is not None:
+            self._handle.wait()
+        self._handle = next(self._rounds, None)
+        self.round += 1
+        self.done = self._handle is None
+
+    def wait(self) -> None:
+        """Brings all that were started to their end."""
+        self._owner.drain()

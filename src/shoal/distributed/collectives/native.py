@@ -1,0 +1,92 @@
+"""Native: what torch.distributed gives, Gloo between CPUs and NCCL between GPUs.
+
+Messages and bytes are the library's: Gloo's all-reduce is a ring in segments. Few ranks gather a small tensor and each
+adds it up, one exchange instead of two. It is what every other algorithm has to beat.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.distributed.collectives.base import Collective, Handle, Operation, Team
+from shoal.plans.accounting.partition import gathers
+
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class _NativeWork:
+    """A collective of torch on its way, and what is to be done when it is through."""
+
+    def __init__(self, work: dist.Work | None, rows: Tensor | None = None, out: Tensor | None = None) -> None:
+        self._work, self._rows, self._out = work, rows, out
+
+    def wait(self) -> None:
+        """Waits, and adds what was gathered in the order of the ranks: the same bits on all."""
+        if self._work is not None:
+            self._work.wait()
+        if self._rows is not None and self._out is not None:
+            torch.sum(self._rows, dim=0, out=self._out)
+            self._rows = None
+
+
+class Native(Collective):
+    """torch.distributed's collectives; on GPUs tensors are there, and streams keep the order."""
+
+    name = "native"
+
+    def __init__(self, team: Team) -> None:
+        super().__init__(team.group)
+        self._gathered: dict[int, Tensor] = {}
+
+    def release(self, tensor: Tensor) -> None:
+        """Its place to gather goes too."""
+        self._gathered.pop(tensor.data_ptr(), None)
+
+    def buffers(self) -> list[Tensor]:
+        """Where small tensors are gathered."""
+        return list(self._gathered.values())
+
+    def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
+        """A gather where that is cheaper; its memory is kept for the next tensor at the same place."""
+        size = tensor.numel() * tensor.itemsize
+        if op == "sum" and tensor.is_floating_point() and gathers(size, self.world_size, tensor.device.type == "cpu"):
+            rows = self._gathered.get(tensor.data_ptr())
+            if rows is None or rows.shape[1] != tensor.numel() or rows.dtype != tensor.dtype:
+                rows = self._gathered[tensor.data_ptr()] = tensor.new_empty(self.world_size, tensor.numel())
+            work = dist.all_gather(list(rows.unbind()), tensor.view(-1), group=self.group, async_op=True)
+            return self._begun(_NativeWork(work, rows, tensor.view(-1)), asynchronous)
+        work = dist.all_reduce(tensor, _REDUCTIONS[op], group=self.group, async_op=True)
+        return self._begun(_NativeWork(work), asynchronous)
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
+    ) -> Handle:
+        """As torch."""
+        work = dist.reduce_scatter_tensor(
+            output.view(-1), tensor.view(-1), _REDUCTIONS[op], group=self.group, async_op=True
+        )
+        return self._begun(_NativeWork(work), asynchronous)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
+        """As torch."""
+        rows = list(output.view(self.world_size, -1).unbind())
+        work = dist.all_gather(rows, tensor.view(-1), group=self.group, async_op=True)
+        return self._begun(_NativeWork(work), asynchronous)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
+        """As torch."""
+        return self._begun(
+            _NativeWork(dist.broadcast(tensor, group=self.group, group_src=root, async_op=True)), asynchronous
+        )
+
+    def barrier(self) -> None:
+        """As torch."""
+        dist.barrier(group=self.group)
+
+    @staticmethod
+    def _begun(work: _NativeWork, asynchronous: bool) -> Handle:
+        if not asynchronous:
+            work.wait()
+        return work

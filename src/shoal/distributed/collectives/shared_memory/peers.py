@@ -1,0 +1,207 @@
+"""Peers: the counters by which the ranks of one host wait for each other, and what is wrong when one does not come.
+
+Each rank has a page that it alone writes: counters, the headers of its last calls, and a verdict. A rank that finds a
+peer dead, stalled or in another call writes a verdict, so that all others name the same culprit instead of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from shoal.distributed.collectives.shared_memory.futex import Words, is_behind
+from shoal.distributed.collectives.shared_memory.region import SharedRegion
+from shoal.errors import CollectiveError, PeerError, ShoalError
+
+# A rank's page, in bytes: counters in cache lines of their own, the verdict, headers.
+PAGE_BYTES = 8192
+POSTED, FINISHED, PHASE, VERDICT = 0, 64, 128, 192
+_TEXT, _TEXT_BYTES = 256, 1792
+_HEADERS, HEADER_BYTES = 2048, 64
+NUM_HEADERS = 64
+# How often a waiting rank looks whether the others are alive.
+_SLICE_SECONDS = 0.05
+# While every rank has a core of its own a wait begins with a look around, about as long as sleeping and waking take in
+# a virtual machine whose idle cores halt (100 to 400 us; an all-reduce of 256 KB takes 28 to 68).
+SPIN_SECONDS = 400e-6
+_EXITING = 0x4  # the kernel's flag of a process that is ending
+
+
+class Peers:
+    """The other ranks as this one sees them through `region`, whose slots begin with their pages."""
+
+    def __init__(self, region: SharedRegion, rank: int, pids: list[int], timeout: timedelta, num_here: int = 0) -> None:
+        """`num_here`: how many ranks of the run are on this host, where there may be more than these."""
+        self._region, self.rank, self._pids = region, rank, pids
+        self._timeout = timeout.total_seconds()
+        self.others = [r for r in range(len(pids)) if r != rank]
+        self._words = Words(region.memory)
+        self._bases = [r * region.slot_bytes for r in range(len(pids))]
+        self._spins = len(os.sched_getaffinity(0)) >= max(num_here, len(pids))
+        self._processes: dict[int, int] = {}
+        for other in self.others:
+            with contextlib.suppress(OSError):  # forbidden in some containers; /proc tells as well
+                self._processes[other] = os.pidfd_open(pids[other])
+
+    def publish(self, counter: int, value: int) -> None:
+        """Sets one of this rank's counters, after everything that it wrote before."""
+        self._words.publish((self._bases[self.rank] + counter) >> 2, value)
+
+    def reached(self, counter: int, value: int) -> bool:
+        """Whether every other rank's counter is there already."""
+        values = self._words.values
+        for other in self.others:
+            if is_behind(values[(self._bases[other] + counter) >> 2], value):
+                return False
+        self._words.fence()
+        return True
+
+    def wait(self, counter: int, value: int, what: Callable[[], str]) -> None:
+        """Returns once every other rank's counter is there; `what` names what this rank waits in.
+
+        Raises: PeerError where one dies or does not come in time, the error of another rank's verdict.
+        """
+        values = self._words.values
+        for other in self.others:
+            index = (self._bases[other] + counter) >> 2
+            if is_behind(values[index], value):
+                self._wait(other, index, value, what)
+        self._words.fence()
+
+    def _wait(self, other: int, index: int, value: int, what: Callable[[], str]) -> None:
+        values = self._words.values
+        if self._spins:
+            limit = time.perf_counter() + SPIN_SECONDS
+            while time.perf_counter() < limit:
+                if not is_behind(values[index], value):
+                    return
+        waited, before = 0.0, time.monotonic()
+        while True:
+            seen = values[index]
+            if not is_behind(seen, value):
+                return
+            self._raise_verdict()
+            if waited >= self._timeout:
+                self._late(other, what())
+            self._words.wait(index, seen, min(_SLICE_SECONDS, self._timeout))
+            now = time.monotonic()
+            # Time in which this process itself was stopped is nobody's lateness.
+            waited, before = waited + min(now - before, 2 * _SLICE_SECONDS), now
+            if is_behind(values[index], value):
+                self._check_alive(what)
+
+    # --------------------------------------------------------------------------------------------------- headers
+
+    def write_header(self, number: int, header: bytes) -> None:
+        """What this rank calls as its call `number`."""
+        start = self._bases[self.rank] + _HEADERS + number % NUM_HEADERS * HEADER_BYTES
+        self._region.memory[start : start + HEADER_BYTES] = header
+
+    def check_headers(self, number: int, header: bytes, describe: Callable[[bytes], str]) -> None:
+        """Raises: CollectiveError, on every rank, where the ranks do not make the same call."""
+        place = _HEADERS + number % NUM_HEADERS * HEADER_BYTES
+        memory = self._region.memory
+        for other in self.others:
+            start = self._bases[other] + place
+            if memory[start : start + HEADER_BYTES] != header:
+                break
+        else:
+            return
+        starts = [base + place for base in self._bases]
+        told = [bytes(memory[start : start + HEADER_BYTES]) for start in starts]
+        most = max(told, key=told.count)  # the first of those that are called as often
+        odd = [r for r, own in enumerate(told) if own != most]
+        usual = [r for r, own in enumerate(told) if own == most]
+        self._fail(
+            CollectiveError(
+                given="; ".join(f"rank {r} calls {describe(told[r])}" for r in odd),
+                conflict=f"rank {', '.join(map(str, usual))} calls {describe(most)}",
+                remedy="call the same collective with the same shape and dtype on every rank, in the same order",
+            )
+        )
+
+    # ---------------------------------------------------------------------------------------------------- faults
+
+    def _check_alive(self, what: Callable[[], str]) -> None:
+        for other in self.others:
+            if not self._is_alive(other):
+                self._raise_verdict()  # who ended after a verdict of its own was not the cause
+                self._fail(
+                    PeerError(
+                        given=f"rank {other} (process {self._pids[other]})",
+                        conflict=f"it ended while rank {self.rank} waited for it in {what()}",
+                        remedy="look at what that rank said; --resume goes on from the newest checkpoint",
+                    )
+                )
+
+    def _is_alive(self, other: int) -> bool:
+        descriptor = self._processes.get(other)
+        if descriptor is None:
+            return not has_ended(self._pids[other])
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return not poll.poll(0)
+
+    def _late(self, other: int, what: str) -> NoReturn:
+        states = {"T": "it is stopped", "t": "a debugger has stopped it", "D": "it waits for a disk or device"}
+        doing = states.get(_state(self._pids[other]), "it is alive and elsewhere")
+        self._fail(
+            PeerError(
+                given=f"rank {other} (process {self._pids[other]})",
+                conflict=f"it did not come to {what} within {self._timeout:g} s: {doing}",
+                remedy="let it go on (SIGCONT) or look at what it does; --resume goes on from the newest checkpoint",
+            )
+        )
+
+    def _fail(self, error: ShoalError) -> NoReturn:
+        """Writes the verdict, wakes everyone, raises."""
+        beats = {name: getattr(error, name)[:500] for name in ("given", "conflict", "remedy")}
+        text = json.dumps({"kind": type(error).__name__, **beats}).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        start = self._bases[self.rank] + _TEXT
+        self._region.memory[start : start + _TEXT_BYTES] = text
+        self.publish(VERDICT, 1)
+        for counter in (POSTED, FINISHED, PHASE):
+            self.publish(counter, self._words.values[(self._bases[self.rank] + counter) >> 2])
+        raise error
+
+    def _raise_verdict(self) -> None:
+        for other in self.others:
+            if self._words.values[(self._bases[other] + VERDICT) >> 2]:
+                start = self._bases[other] + _TEXT
+                text = bytes(self._region.memory[start : start + _TEXT_BYTES]).rstrip(b"\0")
+                try:
+                    told = json.loads(text)
+                except ValueError:
+                    told = {"kind": "PeerError", "given": f"rank {other}", "conflict": "it failed", "remedy": ""}
+                kind = CollectiveError if told.pop("kind") == "CollectiveError" else PeerError
+                self._fail(kind(**told))
+
+    def close(self) -> None:
+        """Closes the descriptors of the other processes."""
+        while self._processes:
+            os.close(self._processes.popitem()[1])
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host is gone, or on its way out with its sockets closed already."""
+    fields = _fields(pid)
+    return not fields or fields[0] in ("Z", "X") or bool(int(fields[6]) & _EXITING)
+
+
+def _state(pid: int) -> str:
+    """The letter of a process's state in /proc; empty where it is gone."""
+    return next(iter(_fields(pid)), "")
+
+
+def _fields(pid: int) -> list[str]:
+    """What /proc tells of a process, from its state on."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []

@@ -1,0 +1,245 @@
+"""A process group of torch whose ranks are on one host: what it is asked for goes through shared memory.
+
+For what asks torch for its collectives, with tensors of its own: fully_shard and the layers of a tensor axis. They are
+copied in and out. Gloo is behind it and does what is not done here: other dtypes and reductions, tensors that are not
+contiguous, all_to_all, messages between two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from shoal.distributed.collectives.base import DTYPES, Handle, Operation, Team
+from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory, apart
+from shoal.distributed.collectives.shared_memory.region import places
+from shoal.distributed.traffic_meter import Listener
+
+NAME = "shoal"
+_OPERATIONS: tuple[tuple[Any, Operation], ...] = (
+    (dist.ReduceOp.SUM, "sum"),
+    (dist.ReduceOp.MAX, "max"),
+    (dist.ReduceOp.MIN, "min"),
+)
+
+
+class SharedGroup(dist.ProcessGroup):
+    """What torch.distributed calls, under torch's names; all of it over Gloo until `open`.
+
+    An asynchronous call goes on when this rank waits for it, for another one in this group, or for Gloo.
+
+    Collectives through shared memory never come to torch's dispatcher, where traffic is counted: `listeners` are told.
+    Raises: as `SharedMemory` does, at the call or at the wait for it.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        super().__init__(rank, world_size)  # type: ignore[call-arg]  # the one that can be overridden
+        gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        gloo._set_sequence_number_for_group()
+        # A group of its own: torch's `super()` methods of a group in Python keep the interpreter's lock, which Gloo's
+        # threads wait for while this one waits for them. Both have one backend, and so one name.
+        self._behind = dist.ProcessGroup(store, rank, world_size)
+        for group in (self, self._behind):
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
+            group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        self._shared: SharedMemory | None = None
+        self.listeners: list[Listener] = []
+
+    def open(self, timeout: timedelta, num_here: int) -> None:
+        """Maps memory; `num_here` ranks of the run are on this host. Collective: a few all-gathers.
+
+        Raises: LaunchError, on every rank, where it cannot be mapped.
+        """
+        self._shared = SharedMemory(Team(self), timeout, num_here)
+
+    def shutdown(self) -> None:
+        """Gives it back."""
+        shared, self._shared = self._shared, None  # which knows this group: no cycle is left of both
+        if shared is not None:
+            shared.close()
+        self.listeners.clear()
+        super().shutdown()
+
+    # What shared memory does not take goes on to Gloo. The names of the parameters are torch's.
+
+    def _gloo(self) -> dist.ProcessGroup:
+        """The group behind, once no call in shared memory is on its way that another rank may be waiting for."""
+        if self._shared is not None:
+            self._shared.settle()
+        return self._behind
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
+        """In place, one after the other."""
+        op = _operation(opts)
+        if self._shared is None or op is None or not _fit(tensors):
+            return self._gloo().allreduce(tensors, opts)
+        return self._reduced(tensors, op, opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
+        """The same; counted as one message, as torch counts it."""
+        op = _operation(opts)
+        if self._shared is None or op is None or not _fit(tensors):
+            return self._gloo().allreduce_coalesced(tensors, opts)
+        return self._reduced(tensors, op, opts)
+
+    def _reduced(self, tensors: list[Tensor], op: Operation, opts: Any) -> dist.Work:
+        assert self._shared is not None
+        self._tell("all_reduce", tensors)
+        return _GroupWork([self._shared.all_reduce(t, op, asynchronous=opts.asyncOp) for t in _bare(tensors)])
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
+        """From one rank of the group."""
+        if self._shared is None or not _fit(tensors):
+            return self._gloo().broadcast(tensors, opts)
+        self._tell("broadcast", tensors)
+        return _GroupWork([self._shared.broadcast(t, opts.rootRank, asynchronous=opts.asyncOp) for t in _bare(tensors)])
+
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
+        """Into a tensor for each rank."""
+        parts = output_tensors[0]
+        if self._shared is None or not _fit([*input_tensors, *parts]) or not _alike([*input_tensors, *parts]):
+            return self._gloo().allgather(output_tensors, input_tensors, opts)
+        self._tell("all_gather", parts, input_tensors)
+        (own,) = _bare(input_tensors)
+        return _GroupWork([self._shared.gather_parts(_bare(parts), own, asynchronous=opts.asyncOp)])
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:  # type: ignore[override]
+        """Into one tensor."""
+        if self._shared is None or not _fit([output, input]):
+            return self._gloo().all_gather_single(output, input, opts)
+        return self._gathered([output], [input], opts)
+
+    def all_gather_single_coalesced(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Any:
+        """Several of these, counted as one message."""
+        if self._shared is None or not _fit([*outputs, *inputs]):
+            return self._gloo().all_gather_single_coalesced(outputs, inputs, opts)
+        return self._gathered(outputs, inputs, opts)
+
+    def _gathered(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+        assert self._shared is not None
+        self._tell("all_gather", outputs, inputs)
+        pairs = zip(_bare(outputs), _bare(inputs), strict=True)
+        return _GroupWork([self._shared.all_gather(whole, own, asynchronous=opts.asyncOp) for whole, own in pairs])
+
+    def reduce_scatter(  # type: ignore[override]
+        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any
+    ) -> Any:
+        """From a tensor for each rank."""
+        op, parts = _operation(opts), input_tensors[0]
+        all_of_them = [*output_tensors, *parts]
+        if self._shared is None or op is None or not _fit(all_of_them) or not _alike(all_of_them):
+            return self._gloo().reduce_scatter(output_tensors, input_tensors, opts)
+        self._tell("reduce_scatter", output_tensors, parts)
+        (own,) = _bare(output_tensors)
+        return _GroupWork([self._shared.scatter_parts(own, _bare(parts), op, asynchronous=opts.asyncOp)])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        """From one tensor."""
+        op = _operation(opts)
+        if self._shared is None or op is None or not _fit([output, input]):
+            return self._gloo().reduce_scatter_single(output, input, opts)
+        return self._scattered([output], [input], op, opts)
+
+    def reduce_scatter_single_coalesced(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> Any:
+        """Several of these, counted as one message."""
+        op = _operation(opts)
+        if self._shared is None or op is None or not _fit([*outputs, *inputs]):
+            return self._gloo().reduce_scatter_single_coalesced(outputs, inputs, opts)
+        return self._scattered(outputs, inputs, op, opts)
+
+    def _scattered(self, outputs: list[Tensor], inputs: list[Tensor], op: Operation, opts: Any) -> dist.Work:
+        assert self._shared is not None
+        self._tell("reduce_scatter", outputs, inputs)
+        pairs = zip(_bare(outputs), _bare(inputs), strict=True)
+        return _GroupWork(
+            [self._shared.reduce_scatter(part, all_, op, asynchronous=opts.asyncOp) for part, all_ in pairs]
+        )
+
+    def barrier(self, opts: Any) -> Any:  # type: ignore[override]
+        """An exchange of words."""
+        if self._shared is None:
+            return self._gloo().barrier(opts)
+        self._tell("barrier", ())
+        self._shared.barrier()
+        return _GroupWork(())
+
+    def all_to_all_single(self, *args: Any) -> Any:
+        """Gloo's."""
+        return self._gloo().all_to_all_single(*args)
+
+    def send(self, *args: Any) -> Any:
+        """Gloo's."""
+        return self._gloo().send(*args)
+
+    def recv(self, *args: Any) -> Any:
+        """Gloo's."""
+        return self._gloo().recv(*args)
+
+    def _tell(self, kind: str, first: Iterable[Tensor], second: Iterable[Tensor] = ()) -> None:
+        for listener in self.listeners:
+            listener(kind, self.group_name, list(first), list(second))
+
+
+class _GroupWork(dist.Work):
+    """torch's handle of collectives on their way; those that are through already are waited for at no cost."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        super().__init__()
+        self._handles = handles
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for all of them; the limit is the group's."""
+        handles, self._handles = self._handles, ()
+        for handle in handles:
+            handle.wait()
+        return True
+
+
+def _operation(opts: Any) -> Operation | None:
+    """The reduction by shoal's name. torch's are equal to one another and have different hashes."""
+    return next((name for known, name in _OPERATIONS if opts.reduceOp == known), None)
+
+
+def _fit(tensors: Iterable[Tensor]) -> bool:
+    """Whether shared memory takes them; the same on every rank, unless a rank gives other tensors than the rest."""
+    return all(t.dtype in DTYPES and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+
+
+def _bare(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Without what autograd would note of copies."""
+    return [tensor.detach() for tensor in tensors]
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    first = tensors[0]
+    return all(t.numel() == first.numel() and t.dtype == first.dtype for t in tensors)
+
+
+def open_group(parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
+    """A new group of the part that has this rank: through shared memory where all of the part are on one host.
+
+    Elsewhere it is a group over Gloo. Collective: all ranks of the run, with the same `parts`.
+    Raises: LaunchError, on every rank of a part, where they are on one host and cannot map each other's memory.
+    """
+    dist.Backend.register_backend(NAME, SharedGroup, devices=["cpu"])
+    found = None
+    for ranks in parts:
+        group = dist.new_group(list(ranks), timeout=timeout, backend=NAME)
+        if dist.get_rank() in ranks:
+            found = group
+    by_rank = places()
+    if isinstance(found, SharedGroup) and found.size() > 1:
+        own = [by_rank[rank] for rank in dist.get_process_group_ranks(found)]
+        if not apart(own):
+            found.open(timeout, by_rank.count(by_rank[dist.get_rank()]))
+    return found

@@ -1,0 +1,102 @@
+"""What an exception on a rank means: whose it is, where it happened, and in which words people meet it."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import CollectiveError, InternalError, OutOfMemoryError, PeerError, ShoalError, UserCodeError
+from shoal.runs.remedies import remedy
+
+_OWN = str(Path(__file__).resolve().parent)
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, on a device or the host."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return not isinstance(error, ShoalError)
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an exception is a collective's that another rank did not finish."""
+    if isinstance(error, ShoalError):
+        return isinstance(error, PeerError | CollectiveError)
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's own code on the way to the exception, as ` at FILE:LINE in FUNCTION`."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((_OWN, *_LIBRARIES, "<"))]
+    return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def out_of_memory(what: str, error: BaseException) -> OutOfMemoryError:
+    """An exception that says that memory ran out, in three beats."""
+    return OutOfMemoryError(
+        given=what,
+        conflict=f"memory ran out: {str(error).strip()[:200] or type(error).__name__}{place_of(error)}",
+        remedy='divide the model over more processes: [layout] shard = N, [shard] level = "parameters" in a --plan; or '
+        "use smaller grains, a smaller global_batch or a smaller model",
+    )
+
+
+def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeError | OutOfMemoryError:
+    """An exception out of the job's own code, in three beats; its traceback is kept for the run directory.
+
+    That memory ran out is no fault of the code. `batch`: what the code was given.
+    """
+    if is_out_of_memory(error):
+        return out_of_memory(f"{what} of this job", error)
+    text = next(iter(str(error).strip().splitlines()), "")[:300]
+    place = place_of(error)
+    found = UserCodeError(
+        given=f"{what} of this job",
+        conflict=f"it raised {type(error).__name__}: {text}{place}",
+        remedy=remedy(error, has_line=bool(place), batch=batch),
+    )
+    found.traceback_text = "".join(traceback.format_exception(error))
+    return found
+
+
+def as_shoal_error(error: BaseException) -> ShoalError:
+    """The error itself where it is one of shoal's, else an InternalError that carries it."""
+    if isinstance(error, ShoalError):
+        return error
+    if is_out_of_memory(error):
+        return out_of_memory("this run", error)
+    if is_lost_peer(error):
+        return PeerError(
+            given="a collective of this run",
+            conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}",
+            remedy="look at what the other rank said; --resume goes on from the newest checkpoint",
+        )
+    text = next(iter(str(error).strip().splitlines()), "")[:300]
+    found = InternalError(
+        given="this run",
+        conflict=f"{type(error).__name__} inside shoal: {text}",
+        remedy="please report it with the traceback in errors/ of the run directory",
+    )
+    found.traceback_text = "".join(traceback.format_exception(error))
+    return found
+
+
+def to_json(error: ShoalError, rank: int, host: str) -> dict[str, Any]:
+    """The error as a JSON value that `errors.from_json` reads on another rank or in the launcher."""
+    return {
+        "kind": type(error).__name__,
+        "given": error.given,
+        "conflict": error.conflict,
+        "remedy": error.remedy,
+        "rank": rank if error.rank is None else error.rank,
+        "host": error.host or host,
+        "traceback": error.traceback_text,
+    }

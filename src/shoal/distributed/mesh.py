@@ -1,0 +1,248 @@
+"""Mesh: the process group of a run and this rank's place in it. Owned by who opened it, and passed; never global."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from shoal.errors import LaunchError
+from shoal.launch.environment import Environment
+from shoal.plans.layout import AXES, Layout
+
+JOIN_TIMEOUT = timedelta(seconds=60)
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+# The group of the ranks that hold the same of the model.
+REPLICAS = "replicas"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A rank's view of the run: `layout`, `rank`, `device`, and collectives over all the ranks.
+
+    With one process no process group exists and every collective is the identity.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    host: str
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The process group of the ranks that differ from this one along `axis` only; None stands for all ranks.
+
+        Raises: KeyError for an axis of one rank.
+        """
+        return self.groups[axis] if axis in self.groups or self.layout.degree(axis) != self.world_size else None
+
+    def ranks(self, axis: str, of: int | None = None) -> list[int]:
+        """The ranks of that group, in the order of the axis; or of the group that the rank `of` is in."""
+        wanted = self.rank if of is None else of
+        return next(ranks for ranks in self.layout.groups(axis) if wanted in ranks)
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The group of the ranks that hold the same of the model and compute different grains; None for all ranks."""
+        return self.groups.get(REPLICAS)
+
+    @functools.cached_property
+    def counts_loss(self) -> bool:
+        """Whether this rank is the one of those with the same grains that counts their losses and samples."""
+        place = self.layout.coordinate(self.rank)
+        return place.tensor == 0 and place.context == 0 and place.pipeline == self.layout.pipeline - 1
+
+    @functools.cached_property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.layout.world_size
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that hold different grains."""
+        place = self.layout.coordinate(self.rank)
+        return place.data * self.layout.shard + place.shard
+
+    @property
+    def num_data_ranks(self) -> int:
+        """How many ranks hold different grains."""
+        return self.layout.divides_grains
+
+    def all_gather(self, values: list[float]) -> npt.NDArray[np.float64]:
+        """Every rank's `values`, float64 [world_size, len(values)].
+
+        Collective: all ranks, one all-gather of 8 * len(values) bytes a rank, over Gloo also where devices are GPUs.
+        """
+        row = torch.tensor(values, dtype=torch.float64)
+        if self.world_size == 1:
+            return row.numpy()[None]
+        rows = torch.empty(self.world_size, len(values), dtype=torch.float64)
+        dist.all_gather(list(rows.unbind()), row)
+        return rows.numpy()
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in rank order, on every rank. Collective: all ranks, two all-gathers."""
+        text = json.dumps(value).encode()
+        longest = int(self.all_gather([float(len(text))]).max())
+        if self.world_size == 1:
+            return [json.loads(text)]
+        row = torch.zeros(longest, dtype=torch.uint8)
+        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        dist.all_gather(rows, row)
+        return [json.loads(bytes(r.numpy().tobytes()).rstrip(b"\0")) for r in rows]
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        """Rank 0's values into every rank's tensors, in place. Collective: all ranks, one broadcast a tensor."""
+        if self.world_size > 1:
+            for tensor in tensors:  # as bytes: Gloo knows neither complex numbers nor float8
+                sent = tensor.contiguous()
+                dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
+                if sent.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(sent)
+
+
+def alone(device: torch.device) -> Mesh:
+    """The mesh of one process by itself."""
+    return Mesh(Layout(), 0, device, socket.gethostname())
+
+
+@contextlib.contextmanager
+def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
+    """The mesh of a run, and its process group for as long as the context lasts.
+
+    Raises: LaunchError where the world that assembled is not the layout's, a port is taken, or a rank does not come.
+    """
+    if environment.world_size != layout.world_size:
+        raise LaunchError(
+            given=f"a world of {environment.world_size} processes",
+            conflict=f"the plan's layout needs {layout.world_size}",
+            remedy=f"start {layout.world_size} processes, or use a plan for {environment.world_size}",
+        )
+    device = choose_device(environment)
+    mesh = Mesh(layout, environment.rank, device, socket.gethostname())
+    if layout.world_size == 1:
+        yield mesh
+        return
+    if environment.single_host and environment.address in _LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # what stays on one host listens on loopback only
+    store = _open_store(environment)
+    try:
+        # An agent's store outlives groups, and what their ranks have written into it: each opening has its own place.
+        opened = store.add(f"shoal/{environment.restarts}/opened by {environment.rank}", 1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore(f"shoal/{environment.restarts}/{opened}", store),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=COLLECTIVE_TIMEOUT,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise _not_assembled(environment, error) from error
+    try:
+        yield replace(mesh, groups=_groups(layout, environment.rank))
+    finally:
+        dist.destroy_process_group()
+
+
+def _groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
+    """A group for each axis by itself, and one for the replicas where they are not all ranks. Collective: all ranks.
+
+    An axis that takes in all ranks has a group of its own too: what is sent in a forward never meets the engine's own.
+    """
+    wanted: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES if axis != "data" or layout.shard > 1}
+    if layout.shares_grains > 1:
+        wanted[REPLICAS] = ("data", "shard")
+    found = {}
+    for name, axes in wanted.items():
+        for ranks in layout.groups(*axes):
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
+                if rank in ranks:
+                    found[name] = group
+    return found
+
+
+def choose_device(environment: Environment) -> torch.device:
+    """The GPU of this local rank where torch sees GPUs, else the CPU. Raises: LaunchError for too few GPUs."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    own = environment.own_gpu and found == 1
+    if environment.local_world_size > found and not own:
+        raise LaunchError(
+            given=f"{environment.local_world_size} processes on this host",
+            conflict=f"it has {found} GPU(s), and a GPU serves one process",
+            remedy=f"use --devices {found} at most, or CUDA_VISIBLE_DEVICES= for CPU processes",
+        )
+    device = torch.device("cuda", 0 if own else environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _open_store(environment: Environment) -> Store:
+    serve = environment.rank == 0 and not environment.agent_store
+    try:
+        listen_fd = (environment.listen_fd or _listen(environment.address, environment.port)) if serve else None
+        return TCPStore(
+            environment.address,
+            environment.port,
+            environment.world_size,
+            is_master=serve,
+            timeout=JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listen_fd,
+        )
+    except (dist.DistError, RuntimeError, OSError) as error:
+        raise _not_assembled(environment, error) from error
+
+
+def _listen(address: str, port: int) -> int:
+    """A socket that listens on that address only; a TCPStore by itself would listen on every interface."""
+    family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen()
+        return listener.detach()
+
+
+def _not_assembled(environment: Environment, error: Exception) -> LaunchError:
+    place = f"{environment.address}:{environment.port}"
+    if getattr(error, "errno", 0) == errno.EADDRINUSE or "EADDRINUSE" in str(error):
+        return LaunchError(
+            given=f"MASTER_PORT={environment.port} for rank 0's store at {place}",
+            conflict=f"that port is in use{_holder(environment.port)}",
+            remedy="choose another MASTER_PORT, or leave it out: shoal's own launcher takes a free one",
+        )
+    return LaunchError(
+        given=f"rank {environment.rank} of {environment.world_size} at {place}",
+        conflict=f"the ranks did not find each other within {JOIN_TIMEOUT.total_seconds():.0f} s: "
+        + str(error).strip().splitlines()[0][:200],
+        remedy="check that every rank was started, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE",
+    )
+
+
+def _holder(port: int) -> str:
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return ""

@@ -1,0 +1,147 @@
+"""Traffic: the messages and bytes that this rank's collectives really move, counted where torch dispatches them.
+
+Every collective ends in an operator of torch's `c10d` library, whoever asks for it: torch.distributed, functional
+collectives, DTensor, fully_shard, compiled code; in the forward, or in a hook of the backward on autograd's own thread.
+In a count each of these has a kernel before its own that reads the sizes of its buffers and passes the call on: 20
+microseconds a collective, and nothing for other operators or outside a count. A TorchDispatchMode would see the same,
+but also every other operator, and under one torch chooses other kernels and does not compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.plans.accounting.collectives import WORLD, Volumes
+
+# Operators of torch.ops.c10d, and the kind that each one is counted as.
+KINDS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "send": "send",
+    "recv_": "recv",
+    "recv_any_source_": "recv",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+}
+# Takes the kind, the group's name, and the two buffers' tensors, before the collective begins.
+Listener = Callable[[str, str, list[Tensor], list[Tensor]], None]
+
+
+@runtime_checkable
+class Tells(Protocol):
+    """A group whose collectives do not all come to the dispatcher; it tells of the others, by torch's name of it."""
+
+    listeners: list[Listener]
+
+
+class Traffic:
+    """Counts this process's collectives between `start` and `stop`, by (group, kind); one count at a time.
+
+    Bytes as in plans/accounting/collectives.py: the larger of a rank's two buffers, nccl-tests' `size`. A collective of
+    several tensors is one message. `names` maps axes to their process groups; that of all ranks is `world`. `wires`
+    carry the messages of a pipeline.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[str, dist.ProcessGroup] | None = None,
+        listener: Listener | None = None,
+        wires: Iterable[dist.ProcessGroup] = (),
+    ) -> None:
+        self._names: dict[str, str] = {group.group_name: axis for axis, group in (names or {}).items()}
+        self._names |= {group.group_name: "pipeline" for group in wires}
+        self._telling = [group for group in (names or {}).values() if isinstance(group, Tells)]
+        self._listener = listener
+        self._library: torch.library.Library | None = None
+        self.volumes = Volumes()
+
+    def start(self) -> None:
+        """Begins a count at zero."""
+        self.volumes = Volumes()
+        if self._library is not None or not dist.is_available():
+            return
+        # The one key that every call passes, below autograd and dispatch modes and above the backends' own kernels.
+        after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        self._library = torch.library.Library("c10d", "IMPL")
+        for group in self._telling:
+            group.listeners.append(self._heard)
+        for name, kind in KINDS.items():
+            if hasattr(torch.ops.c10d, name):
+                self._library.impl(name, self._kernel(name, kind, after), "BackendSelect", with_keyset=True)
+
+    def stop(self) -> Volumes:
+        """Ends the count: what was counted. Without effect where none is under way."""
+        library, self._library = self._library, None
+        if library is not None:
+            library._destroy()
+            for group in self._telling:
+                group.listeners.remove(self._heard)
+        return self.volumes
+
+    def __enter__(self) -> Traffic:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _kernel(self, name: str, kind: str, after: Any) -> Callable[..., Any]:
+        operator = getattr(torch.ops.c10d, name).default
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            self._count(kind, args)
+            return operator.redispatch(keys & after, *args, **kwargs)
+
+        return kernel
+
+    def _count(self, kind: str, args: tuple[Any, ...]) -> None:
+        buffers = [list(_tensors(argument)) for argument in args[:2]]
+        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        self._add(kind, self._name(group), *buffers)
+
+    def _heard(self, kind: str, group_name: str, *buffers: list[Tensor]) -> None:
+        self._add(kind, self._names[group_name], *buffers)
+
+    def _add(self, kind: str, group: str, *buffers: list[Tensor]) -> None:
+        num_bytes = 0 if kind == "barrier" else max(map(_bytes, buffers))
+        self.volumes.add(group, kind, num_bytes)
+        if self._listener is not None:
+            self._listener(kind, group, *buffers)
+
+    def _name(self, group: dist.ProcessGroup) -> str:
+        name = group.group_name
+        if name not in self._names:
+            is_world = group.size() == dist.get_world_size()
+            ranks = [] if is_world else dist.get_process_group_ranks(group)
+            self._names[name] = WORLD if is_world else "ranks " + ",".join(map(str, ranks))
+        return self._names[name]
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(t.numel() * t.itemsize for t in tensors)

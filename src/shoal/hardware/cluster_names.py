@@ -1,0 +1,144 @@
+"""Clusters by name: "8xH100", "4x8xA100-80-SXM", "2xDGX-1", "2xcpu", with "@pcie4" or "@200Gb", a file, or "here"."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from shoal.errors import HardwareError
+from shoal.hardware.catalogue import Host, device, devices, find, hosts, link, links, names, unknown
+from shoal.hardware.toml import load
+from shoal.hardware.values import Cluster, Curve, Device, Link
+
+__all__ = ["cluster", "device", "link"]
+
+_NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+)((?:@[^@]+)*)", re.IGNORECASE)
+_SPEED = re.compile(r"(\d+(?:\.\d+)?)gb(?:ps|it|it/s)?", re.IGNORECASE)
+_PORTS = re.compile(r"(?:(\d+)x)?(.+)", re.IGNORECASE)
+_SPEED_SHARE = 0.9  # of a network whose speed is all that is known
+
+
+def cluster(text: str) -> Cluster:
+    """The cluster that a name, the path of a TOML file, or "here" stands for.
+
+    NxDEVICE is N devices in hosts of the usual size, HxNxDEVICE is H hosts of N, HxHOST is H hosts; each "@LINK" puts
+    another link in: one within a host, or P x one of the network, or a speed of the network per host ("@200Gb").
+    Raises: HardwareError where the catalogue has no such name, or the devices do not fill whole hosts.
+    """
+    if text == "here":
+        from shoal.hardware.detect import here
+
+        return here()
+    if text.endswith(".toml"):
+        return load(text)
+    parts = _NAME.fullmatch(text.strip())
+    if parts is None:
+        raise unknown("cluster", text, names(devices()))
+    first, second, name, modifiers = parts.groups()
+    host = _host(name)
+    if any(count and not int(count) for count in (first, second)):
+        raise HardwareError(
+            given=f"cluster {text!r}",
+            conflict="it has no device",
+            remedy=f"write how many there are, from 1 on: 8x{name}",
+        )
+    num_hosts, per_host = _counts(text, host, find(name, devices()) is not None, (first, second))
+    found = _built(text, host, num_hosts, per_host)
+    for modifier in filter(None, modifiers.split("@")):
+        found = _modified(found, modifier)
+    return found
+
+
+def _host(name: str) -> Host:
+    """The host of that name, or the usual one of the device of that name, with that device in it."""
+    known = find(name, devices())
+    if known is not None:
+        return replace(hosts()[devices()[known]["host"]], device=known)
+    known = find(name, hosts())
+    if known is None:
+        raise unknown("device", name, names(devices()) + names(hosts()))
+    return hosts()[known]
+
+
+def _counts(text: str, host: Host, of_devices: bool, given: tuple[str | None, str | None]) -> tuple[int, int]:
+    """Hosts, and devices of each."""
+    first, second = given
+    if first and second:
+        return int(first), int(second)
+    number = int(first or 1)
+    if not of_devices:
+        return number, host.devices
+    if number <= host.devices or devices()[host.device]["kind"] == "cpu":
+        return 1, number
+    num_hosts = -(-number // host.devices)
+    if number % num_hosts:
+        raise HardwareError(
+            given=text,
+            conflict=f"{number} devices are no whole number of hosts of up to {host.devices} ({host.name})",
+            remedy=f"write {num_hosts * host.devices}x{host.device}, or hosts x devices: 1x{number}x{host.device}",
+        )
+    return num_hosts, number // num_hosts
+
+
+def _built(text: str, host: Host, num_hosts: int, per_host: int) -> Cluster:
+    one = device(host.device)
+    alternatives: dict[int, Device] = {}
+    if one.kind == "cpu":
+        alternatives = {ranks: of_cores(one, per_host, ranks) for ranks in range(1, per_host)}
+    return Cluster(
+        name=text,
+        device=one,
+        devices_per_host=per_host,
+        num_hosts=num_hosts,
+        within=link(host.within) if host.within else None,
+        between=_of_ports(link(host.between), host.ports) if host.between else None,
+        mean_hours_between_failures=host.mean_hours_between_failures,
+        alternatives=alternatives,
+    )
+
+
+def of_cores(core: Device, cores: int, ranks: int) -> Device:
+    """What a rank gets of a host of `cores` cores when `ranks` run there: as many threads as fit, memory in parts."""
+    threads = cores // ranks
+    if threads == 1 and ranks == cores:
+        return core
+
+    def stretched(curves: Any) -> dict[str, Curve]:  # every thread has a part of the work
+        return {name: Curve(tuple((x * threads, y) for x, y in curve.points)) for name, curve in curves.items()}
+
+    return replace(
+        core,
+        name=f"{core.name} ({threads} threads)",
+        memory_bytes=core.memory_bytes * cores // ranks,
+        memory_bytes_per_second=core.memory_bytes_per_second * cores / ranks,
+        flops={dtype: value * threads for dtype, value in core.flops.items()},
+        matmul=stretched(core.matmul),
+        memory=Curve(tuple((x * threads, y) for x, y in core.memory.points)),
+    )
+
+
+def _of_ports(one: Link, ports: int) -> Link:
+    if ports == 1:
+        return one
+    sources = dict(one.sources)
+    sources["bytes_per_second"] = f"{ports} ports: {sources.get('bytes_per_second', '')}"
+    return replace(one, name=f"{ports}x{one.name}", bytes_per_second=one.bytes_per_second * ports, sources=sources)
+
+
+def _modified(found: Cluster, modifier: str) -> Cluster:
+    parts = _PORTS.fullmatch(modifier)
+    ports, name = parts.groups() if parts else (None, modifier)
+    speed = _SPEED.fullmatch(name)
+    if speed:
+        gigabits = float(speed[1]) * int(ports or 1)
+        like = found.between or link("InfiniBand-HDR")
+        sources = {**like.sources, "bytes_per_second": f"given: {gigabits:g} Gbit/s a host; x {_SPEED_SHARE} (stated)"}
+        rate = gigabits * 1e9 / 8 * _SPEED_SHARE
+        network = replace(like, name=f"{gigabits:g} Gbit/s", bytes_per_second=rate, sources=sources)
+        return replace(found, between=network)
+    known = find(name, links())
+    if known is None:
+        raise unknown("link", name, names(links()))
+    other = _of_ports(link(known), int(ports or 1))
+    return replace(found, within=other) if links()[known]["reach"] == "host" else replace(found, between=other)

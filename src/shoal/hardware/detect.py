@@ -1,0 +1,88 @@
+"""The machine that this runs on: what `shoal bench` wrote for it, else what it has, with the catalogue's numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.hardware.catalogue import devices
+from shoal.hardware.cluster_names import cluster
+from shoal.hardware.toml import load
+from shoal.hardware.values import Cluster
+
+_NOT_MEASURED = "not measured: the catalogue's numbers for what is here; `shoal bench` measures this machine"
+
+
+def here() -> Cluster:
+    """This machine as measured, or else as detected with the catalogue's numbers and a note that says so."""
+    path = measured_file()
+    return load(path) if path.is_file() else detected()
+
+
+def measured_file() -> Path:
+    """Where `shoal bench` keeps what it measured on this machine: by host name, processor and cores."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    host = re.sub(r"[^A-Za-z0-9.-]", "-", platform.node()) or "host"
+    kind = f"{processor()} {cores()} {' '.join(gpus())}"
+    return Path(folder) / "shoal" / "hardware" / f"{host}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}.toml"
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The processor's model, as the system calls it."""
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def memory_bytes() -> int:
+    """The host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def gpus() -> list[str]:
+    """The models of the GPUs that the driver shows."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    texts = [(gpu / "information").read_text() for gpu in sorted(folder.iterdir())] if folder.is_dir() else []
+    return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.MULTILINE))]
+
+
+def detected() -> Cluster:
+    """What is here, without measuring: GPUs that the catalogue knows, or else the cores."""
+    found = gpus()
+    kinds = {kind_of(model) for model in found}
+    if len(kinds) == 1 and (kind := kinds.pop()):
+        return replace(cluster(f"1x{len(found)}x{kind}"), name="here", notes=(f"{found[0]}: {_NOT_MEASURED}",))
+    notes = [f"{processor()}: {_NOT_MEASURED}"]
+    if found:
+        notes.append(f"GPUs that the catalogue does not know, or of several kinds: {', '.join(sorted(set(found)))}")
+    one = "cpu-avx512" if "avx512f" in _cpu_info("flags").split() else "cpu"
+    guess = cluster(f"{cores()}x{one}")
+    share = memory_bytes() // cores()
+    alternatives = {
+        ranks: replace(device, memory_bytes=share * cores() // ranks) for ranks, device in guess.alternatives.items()
+    }
+    device = replace(guess.device, memory_bytes=share, sources={**guess.device.sources, "memory_bytes": "this host's"})
+    return replace(guess, name="here", device=device, alternatives=alternatives, notes=tuple(notes))
+
+
+def kind_of(model: str) -> str | None:
+    """The catalogue's name of a GPU that the driver calls `model`: the longest of those that occur as words in it."""
+    known = [(text, name) for name, entry in devices().items() for text in entry.get("match", ())]
+    found = [(len(text), name) for text, name in known if re.search(rf"\b{re.escape(text)}\b", model)]
+    return max(found)[1] if found else None
+
+
+def _cpu_info(key: str) -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(rf"^{key}\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else ""

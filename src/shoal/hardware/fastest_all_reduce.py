@@ -1,0 +1,110 @@
+"""Which all-reduce is fastest between processes of this machine: as `shoal bench collectives` measured it, or known."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import HardwareError
+from shoal.hardware.detect import gpus, measured_file
+from shoal.hardware.toml import load
+from shoal.hardware.values import SHARED_MEMORY, Cluster
+
+# Which of them a plan can name.
+ALGORITHMS = ("native", "ring", "tree", "recursive_doubling", "hierarchical", SHARED_MEMORY)
+# A bucket of gradients on CPUs is about so large.
+BUCKET_BYTES = 4 << 20
+# Machines on which its counters were tried: see distributed/collectives/shared_memory/futex.py.
+_ORDERED = ("x86_64", "AMD64")
+# A choice that was measured to win by less may be noise.
+_WORTH = 0.95
+
+
+def comparison_file(ranks: int) -> Path:
+    """Where `shoal bench collectives` keeps what it measured on this machine with so many ranks."""
+    known = measured_file()
+    return known.with_name(f"{known.stem}-collectives-{ranks}.json")
+
+
+def shares_memory(ranks: int) -> bool:
+    """Whether so many ranks, all of them processes of this machine, can sum in memory that all of them map."""
+    return ranks > 1 and why_not_shared() is None
+
+
+def all_reduce_here(ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
+    """The name for a plan of so many ranks, all of them processes of this machine.
+
+    Where nothing was measured: shared memory, which has been faster than Gloo wherever it was, at every size.
+    """
+    if gpus() or ranks < 2 or why_not_shared() is not None:
+        return "native"
+    try:
+        comparison = json.loads(comparison_file(ranks).read_text(encoding="utf-8"))
+        return fastest(comparison, num_bytes)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # nothing was measured, or by another version
+    try:
+        found = load(measured_file())
+    except HardwareError:
+        return SHARED_MEMORY
+    known = SHARED_MEMORY in found.algorithms and 1 < ranks <= found.devices_per_host
+    return fastest_on(found, ranks, num_bytes) if known else SHARED_MEMORY
+
+
+def why_not_shared() -> str | None:
+    """What keeps processes of this machine from sharing memory, found by trying; None where nothing does."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return f"{sys.platform} has no memory without a name"
+    if platform.machine() not in _ORDERED:
+        return f"on {platform.machine()} the order of writes was not tried"
+    try:
+        with open(os.memfd_create("shoal", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "rb") as made:
+            os.ftruncate(made.fileno(), mmap.PAGESIZE)
+            other = os.open(f"/proc/{os.getpid()}/fd/{made.fileno()}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                with mmap.mmap(made.fileno(), mmap.PAGESIZE, prot=mmap.PROT_READ) as seen:
+                    os.pwrite(other, b"\1", 0)
+                    return None if seen[0] == 1 else "a page that two descriptors share is not the same page"
+            finally:
+                os.close(other)
+    except (OSError, ValueError) as error:
+        return f"memory cannot be opened through /proc: {error}"
+
+
+def fastest_on(cluster: Cluster, ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
+    """The algorithm with the least seconds among so many ranks of a host of the cluster, of those measured there."""
+    if cluster.within is None or not 1 < ranks <= cluster.devices_per_host:
+        return "native"
+    links = {"native": cluster.within, **{name: cluster.algorithms[name] for name in cluster.algorithms}}
+    size = str(num_bytes)
+    return fastest(
+        {"all_reduce_seconds": {n: {size: k.sum_seconds(num_bytes, ranks)} for n, k in links.items()}}, num_bytes
+    )
+
+
+def fastest(comparison: Mapping[str, Any], num_bytes: int) -> str:
+    """The algorithm with the least seconds at a size, between those measured on a line of logarithms.
+
+    Native, unless another is faster by more than a twentieth.
+    """
+    known = comparison["all_reduce_seconds"]
+    seconds = {name: _at(known[name], num_bytes) for name in ALGORITHMS if name in known}
+    best = min(seconds, key=lambda name: seconds[name])
+    return best if seconds[best] < _WORTH * seconds.get("native", math.inf) else "native"
+
+
+def _at(measured: Mapping[str, float], num_bytes: int) -> float:
+    points = sorted((math.log(int(size)), math.log(seconds)) for size, seconds in measured.items())
+    place = min(max(math.log(num_bytes), points[0][0]), points[-1][0])
+    for (left, low), (right, high) in pairwise(points):
+        if place <= right:
+            return math.exp(low + (high - low) * (place - left) / (right - left))
+    return math.exp(points[-1][1])

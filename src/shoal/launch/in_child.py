@@ -1,0 +1,73 @@
+"""Aside: what a launcher has done in a child process, so that nothing of it (torch, a job's data) stays with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from shoal.errors import ExitCode, LaunchError
+from shoal.launch.signals import Signals
+
+_POLL_SECONDS = 0.02
+
+
+def aside(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """What `work` returns in a child process that has ended when this returns; a JSON value.
+
+    Raises: LaunchError where the child dies; SystemExit on SIGTERM or SIGINT, which end the child.
+    """
+    signals = Signals(impatient=False)
+    with signals.handled():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that are here
+            child = os.fork()
+        if not child:
+            _work(work, reader, writer)
+        os.close(writer)
+        try:
+            with os.fdopen(reader, "rb") as pipe:
+                while not signals.received and not select.select([pipe], [], [], _POLL_SECONDS)[0]:
+                    pass
+                text = b"" if signals.received else pipe.read()
+        finally:
+            if signals.received:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if signals.received:
+        raise SystemExit(ExitCode.INTERRUPTED)
+    if code or not text:
+        raise LaunchError(
+            given="a look at the job before any rank is started",
+            conflict=f"the process that loaded it ended with code {code} and without a word",
+            remedy="load the job by itself under `python`: its file crashes or ends the interpreter",
+        )
+    found: dict[str, Any] | None = json.loads(text)
+    return found
+
+
+def _work(work: Callable[[], dict[str, Any] | None], reader: int, writer: int) -> NoReturn:
+    code = 1
+    try:
+        os.close(reader)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        text = json.dumps(work()).encode()
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(text)
+        code = 0
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,400 @@
+"""Randomness and batch statistics that belong to the grain, also where several grains are computed in one forward.
+
+Before each forward the global generators are seeded by (seed, step), the same on every rank. Under `GrainScope` every
+random operation of the model draws one number from that generator, and each grain's rows come from a generator keyed by
+(that number, grain). So a grain's dropout mask does not depend on which grains it is computed with, and recomputation
+in the backward (torch.utils.checkpoint restores the global generator) draws the same masks again. Batch normalisation
+is computed grain by grain in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shoal.plans.grains import Grain, random_key
+
+_INT63 = 2**63 - 1
+# 624 words of key and the position among them.
+_MT19937_BYTES = 625 * 4
+_PYTHON_BYTES = random.Random.__base__.__basicsize__ - object.__basicsize__  # type: ignore[union-attr]
+
+
+class NotFusibleError(Exception):
+    """The model does something with a batch that cannot be told apart by grain."""
+
+
+class GrainScope(TorchFunctionMode):
+    """A context around forward and backward of one microbatch; `calls` counts what it had to take care of."""
+
+    def __init__(self, seed: int, step: int, grains: Sequence[Grain]) -> None:
+        super().__init__()
+        self._key = random_key(seed, "model", step)
+        self._indices = [grain.index for grain in grains]
+        self._sizes = [grain.size for grain in grains]
+        self._rows = sum(self._sizes)
+        self.calls = 0
+        self._leaked = False
+        self._left: Tensor | None = None
+        self._passed: set[bytes] = set()
+
+    def __enter__(self) -> GrainScope:
+        """Entered again, it goes on where it was left: a pipeline comes back for the backward."""
+        seed_torch(self._key)
+        if self._left is not None:
+            torch.default_generator.set_state(self._left)
+        self._outside = python_generators(), device_generators()
+        self._expected = _state()
+        self._passed.add(self._expected)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._leaked = self.leaked()
+        self._left = torch.default_generator.get_state()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        kwargs = kwargs or {}
+        if handler is None:
+            return func(*args, **kwargs)
+        return handler(self, func, args, kwargs)
+
+    def leaked(self) -> bool:
+        """Whether something drew from a global generator past this scope since it was entered."""
+        with torch._C.DisableTorchFunction():
+            moved = self._leaked or _state() != self._expected
+            return moved or (python_generators(), device_generators()) != self._outside
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        """A generator a grain for one random operation."""
+        self.calls += 1
+        with torch._C.DisableTorchFunction():
+            before = _state()
+            base = int(torch.randint(_INT63, ()))
+            if before == self._expected:
+                self._expected = _state()
+                self._passed.add(self._expected)
+            elif before not in self._passed:  # one passed before is recomputation, which restores the generator
+                self._leaked = True
+        return [torch.Generator(device).manual_seed(random_key(base, index)) for index in self._indices]
+
+    def skip(self, count: int) -> None:
+        """Draws what `count` random operations would have drawn, which another rank computes."""
+        self.calls += count
+        with torch._C.DisableTorchFunction():
+            for _ in range(count):
+                torch.randint(_INT63, ())
+            self._expected = _state()
+            self._passed.add(self._expected)
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor's rows a grain. Raises: NotFusibleError where its first dim does not hold the samples."""
+        if tensor.ndim == 0 or tensor.shape[0] != self._rows:
+            # Also where there is one grain only: how a model is computed must not depend on how many grains a rank has.
+            raise NotFusibleError(f"a random or batch-wide operation on shape {tuple(tensor.shape)}")
+        return list(tensor.split(self._sizes))
+
+
+def active_scope() -> GrainScope | None:
+    """The scope that the code runs under."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, GrainScope)), None)
+
+
+class _DrawnError(Exception):
+    """Leaves a handler where it would draw."""
+
+
+class DrawCounter(TorchFunctionMode):
+    """A context that counts what a GrainScope would draw, and computes as if none were there."""
+
+    _sizes = (1,)
+    _rows = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler: Any = _HANDLERS.get(func)
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            if handler is _sized:  # it does not know how many rows there are
+                self.count += kwargs.get("generator") is None
+            elif handler is not None and handler is not _batch_norm:
+                with contextlib.suppress(_DrawnError, NotFusibleError):
+                    return handler(self, func, args, kwargs)
+            return func(*args, **kwargs)
+
+    def generators(self, device: torch.device) -> list[torch.Generator]:
+        """Counts one operation."""
+        self.count += 1
+        raise _DrawnError
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor as a whole."""
+        return [tensor]
+
+
+def seed_torch(key: int) -> None:
+    """Seeds torch's global generators, of the CPU and of the devices in use."""
+    torch.default_generator.manual_seed(key)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(key)
+
+
+def seed_everything(key: int) -> None:
+    """Seeds the global generators of torch, Python and numpy."""
+    seed_torch(key)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+
+
+def _state() -> bytes:
+    """The state of torch's CPU generator."""
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def device_generators() -> tuple[bytes, ...]:
+    """The states of the generators of the CUDA devices in use, comparable; none where CUDA was not used."""
+    if not torch.cuda.is_initialized():
+        return ()
+    return tuple(state.numpy().tobytes() for state in torch.cuda.get_rng_state_all())
+
+
+def all_generators() -> tuple[Any, ...]:
+    """The states of all global generators, comparable: of torch, its devices, Python and numpy."""
+    return _state(), device_generators(), python_generators()
+
+
+def python_generators() -> tuple[Any, ...]:
+    """The states of Python's and numpy's global generators, comparable."""
+    return _python_state(), _numpy_state()
+
+
+def _python_state() -> tuple[bytes, float | None]:
+    """What the generator behind random's functions holds: its memory as it is, and the half of a pair that gauss keeps.
+
+    In 1 us; random.getstate makes 625 numbers of it, which took 30, twice in every step.
+    """
+    generator: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    return ctypes.string_at(id(generator) + object.__basicsize__, _PYTHON_BYTES), generator.gauss_next
+
+
+def _numpy_state() -> Any:
+    """numpy's own get_state takes 40 us, which counts where a step takes milliseconds; this takes 1."""
+    source: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if not isinstance(source, np.random.MT19937):
+        return source.state
+    return ctypes.string_at(source.ctypes.state_address, _MT19937_BYTES)
+
+
+def _dropout(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, p, training = _dropout_arguments(*args, **kwargs)
+    if not training or p == 0.0 or tensor.numel() == 0:
+        return func(*args, **kwargs)
+    if p == 1.0:
+        return tensor * 0.0
+    with torch.no_grad():
+        noise = torch.empty_like(tensor)
+        parts = scope.split(noise)
+        _fill_kept(noise, parts, 1.0 - p, scope.generators(tensor.device))
+        noise.div_(1.0 - p)
+    if kwargs.get("inplace", False) or (func is F.dropout and len(args) > 3 and args[3]):
+        return tensor.mul_(noise)
+    return tensor * noise
+
+
+def _fill_kept(noise: Tensor, parts: list[Tensor], keep: float, generators: list[torch.Generator]) -> None:
+    """Fills with ones, at random in the share `keep`, and zeros: each of its `parts` by a generator of its own.
+
+    On the CPU from 32 random bits an element, two to a word: bernoulli_ there makes a double of 64 for each and takes
+    more than twice as long, 5 % of a GPT's step. What need not be done for each part is done once for all.
+    """
+    if not noise.is_cpu:
+        for rows, generator in zip(parts, generators, strict=True):
+            rows.bernoulli_(keep, generator=generator)
+        return
+    counts = [(rows.numel() + 1) // 2 for rows in parts]
+    words = torch.empty(sum(counts), dtype=torch.int64)
+    drawn = words.split(counts)
+    for own, generator in zip(drawn, generators, strict=True):
+        own.random_(-(2**63), None, generator=generator)
+    bits = words.view(torch.int32)
+    if bits.numel() != noise.numel():  # half of a part's last word is left over
+        bits = torch.cat([own.view(torch.int32)[: rows.numel()] for own, rows in zip(drawn, parts, strict=True)])
+    noise.copy_((bits < min(round(keep * 2**32) - 2**31, 2**31 - 1)).view_as(noise))
+
+
+def _dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+) -> tuple[Tensor, float, bool]:
+    return input, p, training if train is None else train
+
+
+def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if not given.get("training", False):
+        return func(*args, **kwargs)
+    scope.calls += 1
+    parts = scope.split(given["input"])
+    running = [given.get("running_mean"), given.get("running_var")]
+    start = [None if r is None else r.clone() for r in running]
+    sums = [None if r is None else torch.zeros_like(r) for r in running]
+    outputs = []
+    for part, size in zip(parts, scope._sizes, strict=True):
+        own = [None if r is None else r.clone() for r in start]
+        outputs.append(F.batch_norm(**{**given, "input": part, "running_mean": own[0], "running_var": own[1]}))
+        for total, value in zip(sums, own, strict=True):
+            if total is not None and value is not None:
+                total.add_(value, alpha=size / scope._rows)
+    for buffer, total in zip(running, sums, strict=True):
+        if buffer is not None and total is not None:
+            buffer.copy_(total)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    """Any random function of tensors: called once a grain on that grain's rows, each under the grain's generator."""
+    in_place = getattr(func, "__name__", "").endswith("_")
+    values = [*args, *kwargs.values()]
+    tensors = {id(a): a for a in values if isinstance(a, Tensor) and a.ndim > 0}
+    if not tensors:
+        raise NotFusibleError(f"{getattr(func, '__name__', func)} without a tensor of samples")
+    # In place on copies of the rows: autograd forbids it on several views of one tensor.
+    split = {key: [r.clone() for r in scope.split(t)] if in_place else scope.split(t) for key, t in tensors.items()}
+    overwrite = kwargs.get("inplace", False)
+    options = {**kwargs, "inplace": False} if overwrite else kwargs
+    outputs = []
+    for i, generator in enumerate(scope.generators(next(iter(tensors.values())).device)):
+        rows = [split[id(a)][i] if id(a) in split else a for a in args]
+        named = {k: split[id(a)][i] if id(a) in split else a for k, a in options.items()}
+        outputs.append(_under(generator, functools.partial(func, *rows, **named)))
+    whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return args[0].copy_(whole) if in_place or overwrite else whole
+
+
+def _sized(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    """rand, randn and their like: the first size is the number of samples."""
+    size = kwargs.get("size", args[0] if args and isinstance(args[0], tuple | list | torch.Size) else args)
+    if func is torch.randint or not size or kwargs.get("generator") is not None or kwargs.get("out") is not None:
+        raise NotFusibleError(f"{getattr(func, '__name__', func)} of a size that does not follow the samples")
+    if size[0] != scope._rows:
+        raise NotFusibleError(f"{getattr(func, '__name__', func)} of size {tuple(size)}")
+    options = {k: v for k, v in kwargs.items() if k != "size"}
+    device = torch.device(options.get("device") or "cpu")
+    parts = [
+        func(rows, *size[1:], generator=generator, **options)
+        for rows, generator in zip(scope._sizes, scope.generators(device), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attention(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    if dropout_p == 0.0:
+        return func(*args, **kwargs)
+    names = ("query", "key", "value", "attn_mask")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask = given.pop("attn_mask", None)
+    rest = {k: v for k, v in given.items() if k not in names} | {"dropout_p": dropout_p}
+    if len(args) > 5:
+        rest["is_causal"] = args[5]
+    if mask is not None and mask.ndim == given["query"].ndim and mask.shape[0] > 1:
+        return _split_call(scope, func, (given["query"], given["key"], given["value"], mask), rest)
+    # A mask for all samples alike is not divided, whatever its first dim happens to be.
+    masked = functools.partial(func, attn_mask=mask)
+    return _split_call(scope, masked, (given["query"], given["key"], given["value"]), rest)
+
+
+def _random_if(name: str, place: int, default: Any) -> Callable[..., Any]:
+    """A handler for a function that draws only where its argument `name` (at `place`) is true."""
+
+    def handle(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+        active = kwargs.get(name, args[place] if len(args) > place else default)
+        return _split_call(scope, func, args, kwargs) if active else func(*args, **kwargs)
+
+    return handle
+
+
+def _generator_given(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
+    """A draw from a generator of the user's own cannot be divided; one from the global generator is."""
+    if kwargs.get("generator") is not None:
+        raise NotFusibleError(f"{getattr(func, '__name__', func)} with a generator of its own")
+    return _split_call(scope, func, args, kwargs)
+
+
+def belongs_to_grains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers or has batch statistics, so that a GrainScope has to see it."""
+    handler = _HANDLERS.get(func) if callable(func) else None
+    if handler is _dropout:
+        _, p, training = _dropout_arguments(*args, **kwargs)
+        return bool(training) and p != 0.0
+    if handler is _batch_norm:
+        return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+    if handler is _attention:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) != 0.0)
+    return handler is not None
+
+
+def _under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
+    """Calls with the device's global generator in the state of `generator`, and puts it back."""
+    device = generator.device
+    own = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+    before = own.get_state()
+    own.set_state(generator.get_state())
+    try:
+        return call()
+    finally:
+        own.set_state(before)
+
+
+_HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.batch_norm: _batch_norm,
+    F.scaled_dot_product_attention: _attention,
+    F.rrelu: _random_if("training", 3, False),
+    F.gumbel_softmax: _split_call,
+    torch.rand: _sized,
+    torch.randn: _sized,
+    torch.randint: _sized,
+    **{f: _random_if("training", 2, True) for f in (F.dropout1d, F.dropout2d, F.dropout3d)},
+    **{f: _random_if("training", 2, False) for f in (F.alpha_dropout, F.feature_alpha_dropout)},
+    **dict.fromkeys((torch.bernoulli, torch.poisson, torch.multinomial, torch.normal), _generator_given),
+    **dict.fromkeys((torch.rand_like, torch.randn_like, torch.randint_like), _generator_given),
+    **{
+        getattr(Tensor, name): _generator_given
+        for name in [
+            "bernoulli_",
+            "bernoulli",
+            "normal_",
+            "uniform_",
+            "exponential_",
+            "random_",
+            "log_normal_",
+            "cauchy_",
+            "geometric_",
+            "multinomial",
+        ]
+    },
+}
+
+
+def draws(function: Any) -> bool:
+    """Whether a function of torch draws at random, or computes statistics over a batch, in some cases at least."""
+    return function in _HANDLERS

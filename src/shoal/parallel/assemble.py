@@ -1,0 +1,251 @@
+"""The only place where a Plan becomes strategies, and a model what each rank holds of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.distributed.collectives.choose import not_on, open_tree
+from shoal.distributed.collectives.exact.fixed_tree import TreeSum
+from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
+from shoal.distributed.process_setup import return_freed_memory
+from shoal.errors import JobError
+from shoal.numerics.precision import Precision, widest
+from shoal.parallel.base import Mark, Strategy
+from shoal.parallel.blocks.recompute import recompute
+from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, Summing
+from shoal.parallel.model.deferred_init import deferred
+from shoal.parallel.model.materialise import Whole, materialise
+from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel
+from shoal.parallel.shard.zero1 import ShardedOptimizer
+from shoal.plans.plan import Plan
+from shoal.plans.resolve import refuse_unsupported
+
+if TYPE_CHECKING:
+    from shoal.parallel.pipeline.pipeline import Pipeline
+    from shoal.parallel.pipeline.stage_units import StageUnits
+    from shoal.parallel.pipeline.stages import Function
+    from shoal.parallel.sequence.plan import ContextPlan
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """How a model comes about and what it is for: its constructor, the seed's key, the loss, and a small batch.
+
+    `pair` is the loss as the engine computes it: under autocast, and checked.
+    """
+
+    make: Callable[[], nn.Module]
+    key: int
+    loss: Callable[[nn.Module, Any], Any]
+    pair: Function
+    batch: Callable[[], Any]
+
+
+# What was gathered of a large model must really go: kept, 100 MB of it became 900 in pieces. A small one's steps would
+# take 1.3 to 1.8 times as long to save 10 to 100 MB (LeNet, a GPT of 3 M parameters, an MLP of 6 M; 2 CPU ranks).
+_LARGE_BYTES = 64 << 20
+
+
+def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[ShardedModel, Pipeline | None]:
+    """What this rank holds of a model, nowhere the whole, and the pipeline that computes it, where the plan has one.
+
+    Collective: all ranks, a JSON gather; on the tensor axis two broadcasts; with a pipeline, and with sums in shared
+    memory, new groups and all-gathers of a few numbers.
+    """
+    mesh = _mapped(plan, mesh)
+    model, values = deferred(made.make, made.key)
+    precision.apply(model)
+    if plan.shards_model and sum(p.nbytes for p in model.parameters()) >= _LARGE_BYTES:
+        return_freed_memory()
+    axes = _Axes(made, plan, mesh, precision, model)
+    sequences = axes.sequences(values.whole) if plan.layout.context > 1 else None
+    if plan.layout.tensor > 1:
+        axes.tensor(values.whole)
+    if sequences is not None:
+        axes.context(sequences)
+    pipeline = axes.pipeline() if plan.layout.pipeline > 1 else None
+    recompute(model, plan.memory.recompute)
+    if plan.shards_model:
+        axes.shard()
+        pipeline = pipeline.cut(axes.units(pipeline)) if pipeline is not None else None
+    parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
+    materialise(model, values.whole, axes.division, parameters, mesh.device)
+    return ShardedModel(mesh, model, axes.division), pipeline
+
+
+def _mapped(plan: Plan, mesh: Mesh) -> Mesh:
+    """The mesh, where the plan sums through shared memory with groups that do for what shares a model.
+
+    Collective: all ranks, a new group for each group of such an axis, an all-gather of three numbers, and what
+    `SharedGroup.open` needs. Raises: PlanError on a GPU.
+    """
+    axes = [axis for axis in ("data", "shard") if plan.shards_model and axis in mesh.groups]
+    axes += ["tensor"] if plan.layout.tensor > 1 else []
+    if plan.collectives.all_reduce != "shared_memory" or not axes:
+        return mesh
+    if mesh.device.type != "cpu":
+        raise not_on(mesh.device, "shared_memory")
+    from shoal.distributed.collectives.shared_memory.process_group import open_group
+
+    found = {axis: open_group(list(mesh.layout.groups(axis)), COLLECTIVE_TIMEOUT) for axis in axes}
+    return replace(mesh, groups={**mesh.groups, **{axis: group for axis, group in found.items() if group is not None}})
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The axes along which a model on the meta device is divided, in place, one after the other."""
+
+    made: ModelSource
+    plan: Plan
+    mesh: Mesh
+    precision: Precision
+    model: nn.Module
+    division: ModelDivision = field(default_factory=ModelDivision)
+
+    def sequences(self, whole: Whole) -> ContextPlan:
+        """How sequences are divided: proven on the whole model, applied to what another axis leaves of it."""
+        from shoal.parallel.sequence.context_parallel import SequenceTrial, context_axis, plan_context
+
+        subject = SequenceTrial(self.model, whole, self.made.loss, self._batch())
+        return plan_context(subject, context_axis(self.mesh), self.mesh.device, self.plan.layout.tensor)
+
+    def context(self, sequences: ContextPlan) -> None:
+        """Blocks that compute a part of each sequence. Collective: none; their forwards and backwards are."""
+        from shoal.parallel.sequence.context_parallel import apply_context, both, context_axis
+
+        division = self.division
+        division.outputs = both(apply_context(self.model, sequences, context_axis(self.mesh)), division.outputs)
+        division.add_partial(sequences.partial, "context")
+        division.sliced = sequences.sliced
+        division.notes += [f"context: {line}" for line in sequences.notes]
+
+    def tensor(self, whole: Whole) -> None:
+        """Layers cut along their features. Collective: the tensor axis, two broadcasts; with sequences the proofs."""
+        from shoal.parallel.axis_collectives import TensorAxis
+        from shoal.parallel.sequence.tensor_sequence_plan import SequencePlan, plan_sequence
+        from shoal.parallel.sequence.tensor_traffic import TensorTraffic, num_rows
+        from shoal.parallel.tensor.heads import TensorTrial
+        from shoal.parallel.tensor.tensor_parallel import apply, plan_model, wholes
+
+        axis, division = TensorAxis.of(self.mesh), self.division
+        subject = TensorTrial(self.model, self.made.loss, self._batch(), whole)
+        plan = plan_model(subject, axis)
+        sequences = plan_sequence(subject, plan, axis, self.mesh.device) if self.plan.tensor.sequence else None
+        found = apply(self.model, plan, axis)
+        division.parts |= found.parts
+        division.outputs |= wholes(found, axis)
+        division.notes += [f"tensor: {line}" for line in found.describe()]
+        partial = list(found.partial)
+        if sequences is not None:
+            division.outputs |= sequences.apply(self.model, axis)
+            division.notes += [f"tensor: {line}" for line in sequences.notes]
+            partial += sequences.partial
+        division.add_partial(dict.fromkeys(partial), "tensor")
+        known = sequences or SequencePlan({}, ())
+        division.sends = TensorTraffic(plan, known, num_rows(subject.batch), axis.degree)
+
+    def pipeline(self) -> Pipeline:
+        """Stages. Collective: all ranks, new groups."""
+        from shoal.parallel.pipeline.messages import StageMessages
+        from shoal.parallel.pipeline.pipeline import Pipeline
+        from shoal.parallel.pipeline.stages import Stages
+
+        section, mesh, batch, followers = self.plan.pipeline, self.mesh, self._batch(), {}
+        if mesh.layout.context > 1:
+            from shoal.parallel.sequence.layers import roles
+
+            followers = roles(self.model)
+        stages = Stages.build(
+            self.model,
+            self.made.pair,
+            batch,
+            num_stages=self.plan.layout.pipeline * section.stages_per_rank,
+            split=section.split,
+            device=mesh.device,
+            followers=followers,
+        )
+        wires = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank, COLLECTIVE_TIMEOUT)
+        alone = mesh.layout.tensor * mesh.layout.context == 1
+        found = Pipeline(stages, wires, section.schedule, section.stages_per_rank, mesh.device, alone=alone)
+        parameters = {name for name, _ in self.model.named_parameters()}
+        named = parameters | {name for name, _ in self.model.named_buffers()}
+        self.division.absent.update(named.difference(found.held))
+        self.division.add_partial(found.shared & parameters, "pipeline")
+        self.division.is_elsewhere = found.is_elsewhere
+        self.division.staged = found.staged(num_samples(batch))
+        return found
+
+    def shard(self) -> None:
+        """Parameters cut over the shard axis. Collective: none; the forward and the backward of each unit are."""
+        from shoal.parallel.shard.zero23 import rows, scalars, shard  # half a second of torch
+
+        for axis in ("data", "shard"):
+            if self.mesh.layout.degree(axis) > 1:
+                self.division.add_partial(scalars(self.model), axis)
+        shard(self.model, self.plan, self.mesh, self.precision, self.division.absent)
+        self.division.cut = functools.partial(rows, self.mesh)
+
+    def units(self, pipeline: Pipeline) -> StageUnits:
+        """What `shard` has cut, for the stages that use it."""
+        from shoal.parallel.pipeline.stage_units import StageUnits
+
+        section = self.plan.shard
+        keep, late = section.level == "gradients", section.reduce == "last_microbatch"
+        return StageUnits(self.model, pipeline.used, keep=keep, late=late)
+
+    def _batch(self) -> Any:
+        return self.precision.inputs(self.made.batch())
+
+
+def num_samples(batch: Any) -> int:
+    """How many samples a batch has, by the first dim of its first tensor; 0 where it has none."""
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
+
+
+def assemble(
+    plan: Plan, sharded_model: ShardedModel, parameters: Sequence[Tensor], num_grains: int, mark: Mark
+) -> Strategy:
+    """The strategy that a plan asks for. Raises: PlanError for what this version does not execute; JobError."""
+    refuse_unsupported(plan)
+    mesh = sharded_model.mesh
+    reduce = widest(Precision.of(plan.precision, mesh.device).reduce, parameters)
+    if plan.collectives.compression != "none" and reduce == torch.float64:
+        raise JobError(
+            given=f'a model with float64 parameters, with collectives.compression = "{plan.collectives.compression}"',
+            conflict="compression begins with gradients in float32",
+            remedy='use collectives.compression = "none", or a model in float32',
+        )
+    strategy: Strategy
+    if plan.serves:
+        from shoal.parallel.data.pushed import ExactPart, FastPart
+
+        if plan.execution.exact:
+            return ExactPart(parameters, mesh, TreeSum(num_grains, _flat(parameters, reduce)), mark)
+        return FastPart(parameters, mesh, reduce, mark)
+    if plan.shards_model:
+        from shoal.parallel.shard.zero23 import FullySharded
+
+        return FullySharded(sharded_model.model, mesh, mark, late=plan.shard.reduce == "last_microbatch")
+    if plan.execution.exact:
+        tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(parameters, reduce))
+        strategy = ExactDataParallel(parameters, mesh, tree, mark)
+    else:
+        strategy = DataParallel(parameters, mesh, reduce, mark, Summing.of(plan))
+    if plan.layout.shard == 1:
+        return strategy
+    trained = [
+        p for _, p in sharded_model.parameters() if p.requires_grad
+    ]  # `parameters` may be one of several optimizers'
+    return ShardedOptimizer(strategy, parameters, mesh, mark, trained)
+
+
+def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    device = parameters[0].device if parameters else None
+    return torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)

@@ -1,0 +1,1 @@
+"""Repeated blocks compiled or recomputed."""

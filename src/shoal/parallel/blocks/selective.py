@@ -1,0 +1,145 @@
+"""Selective recomputation: what a block's products and convolutions gave is kept, the rest is computed again.
+
+torch's create_selective_checkpoint_contexts does the same, but raises where what was kept is changed in place, as by
+the ReLU(inplace=True) after a convolution, and draws other random numbers where it leaves out an operation that draws.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_aten = torch.ops.aten
+# What takes time to compute. Everything else reads and writes memory, as keeping its result would.
+KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_KEPT = frozenset(getattr(_aten, name).default for name in KEPT_NAMES if hasattr(_aten, name))
+
+
+@dataclass
+class _Result:
+    """What one call gave; None where it has to be computed again."""
+
+    value: Any
+
+
+class SavedResults(TorchDispatchMode):
+    """A context around the forward of a block, that keeps results; `again` is the one around its recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results: dict[Any, list[_Result]] = defaultdict(list)
+        self._by_storage: dict[int, _Result] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._by_storage:
+            for tensor in _written(func, args, kwargs):
+                result = self._by_storage.pop(_storage(tensor), None)
+                if result is not None:
+                    result.value = tree_map(_copy, result.value)
+        out = func(*args, **kwargs)
+        if func in _KEPT:
+            result = _Result(None if _draws(func, args, kwargs) else tree_map(_alias, out))
+            self.results[func].append(result)
+            for tensor in _tensors(result.value):
+                self._by_storage[_storage(tensor)] = result
+        return out
+
+    def forget(self, output: Any) -> None:
+        """Drops what the block gives out: whoever has it may change it, and the block itself is done with it."""
+        for tensor in _tensors(output):
+            result = self._by_storage.pop(_storage(tensor), None)
+            if result is not None:
+                result.value = None
+        self._by_storage = {}
+
+    def again(self) -> TorchDispatchMode:
+        """Each result serves once; a second recomputation (a graph that is retained) computes everything."""
+        return _RecallResults(self.results)
+
+
+class _RecallResults(TorchDispatchMode):
+    def __init__(self, results: dict[Any, list[_Result]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results = results
+        self._counts: dict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _KEPT:
+            number = self._counts[func]
+            self._counts[func] += 1
+            results = self._results.get(func, [])
+            result = results[number] if number < len(results) else _Result(None)
+            if result.value is not None:
+                value, result.value = result.value, None
+                return value
+        return func(*args, **(kwargs or {}))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments that an operation changes."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    found = []
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _tensors(args[number] if number < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it moves the generator on, which the recomputation has to do as well."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool((args[number] if number < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)
+    return False
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _alias(value: Any) -> Any:
+    """Not the tensor itself, to which autograd ties the graph that made it."""
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

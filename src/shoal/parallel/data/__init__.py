@@ -1,0 +1,1 @@
+"""Data parallelism: gradients of replicas summed, or pushed to servers."""

@@ -1,0 +1,263 @@
+"""Gradient buckets: flat buffers whose all-reduce starts while the backward still runs.
+
+torch's post-accumulate hooks and an asynchronous all-reduce rather than the DDP wrapper, because a rank must be able to
+take part with no microbatch at all, with fewer microbatches than its peers, after an exception, and with parameters
+that its loss did not touch: see docs/decisions/0003-gradient-buckets.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shoal.distributed.collectives.base import Collective, Handle
+from shoal.parallel.base import Flags
+from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
+
+if TYPE_CHECKING:
+    from shoal.distributed.collectives.compression.compressed_sum import Compression
+    from shoal.distributed.collectives.compression.guard import Comparison
+
+_NUM_FLAGS = 2
+
+
+@dataclass
+class _Bucket:
+    flat: Tensor
+    pending: int = 0
+    size: int = 0
+    work: Handle | None = None
+    views: list[Tensor] = field(default_factory=list)
+
+
+class GradientBuckets:
+    """The gradients of one rank as views of flat buffers in the reduce dtype, in the order of the backward.
+
+    The last buffer also carries, after the gradients, this step's flags, which parameters had a gradient, and the
+    caller's extra numbers: one collective more costs as much as all of them where processes outnumber idle cores.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        world_size: int,
+        collective: Collective | None = None,
+        compression: Compression | None = None,
+    ) -> None:
+        """`collective` sums over `world_size` ranks, and the buffers lie where it wants them; None for one rank.
+
+        `compression` sums the gradients instead, where there is one.
+
+        Collective: where it allocates for all ranks together.
+        """
+        self._parameters = list(parameters)
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
+        self._dtype, self._world_size, self._collective = dtype, world_size, collective
+        self._compression = compression
+        self.compared: Comparison | None = None  # a step's, where it was sampled
+        self._buckets: list[_Bucket] = []
+        self._place: dict[int, tuple[_Bucket, Tensor]] = {}
+        self._num_extras = 0
+        # One process in one dtype has nothing to sum: autograd's own accumulation is all there is.
+        self._plain = world_size == 1 and all(p.dtype == dtype for p in self._parameters)
+        if not self._plain:
+            self._fill_buckets()
+        self._fired = [0] * len(self._parameters)
+        self._fired_before: list[int] | None = None
+        self._armed = False
+        self._open = False  # between begin and finish; another strategy may use the same parameters outside of that
+        self._launched = 0
+        # Not before a whole step has shown that each parameter's gradient is complete when its hook first fires:
+        # under reentrant checkpointing a shared parameter's fires more than once.
+        self._overlap = False
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(i))
+            for i, p in enumerate(self._parameters)
+            if not self._plain
+        ]
+
+    def _fill_buckets(self) -> None:
+        device = self._parameters[0].device
+        sizes = [p.numel() * self._dtype.itemsize for p in self._parameters]
+        groups = divide_into_buckets(sizes, GLOO_BUCKET_BYTES if device.type == "cpu" else NCCL_BUCKET_BYTES)
+        for number, group in enumerate(groups):
+            extra = self._num_status if number == len(groups) - 1 else 0
+            length = sum(self._parameters[i].numel() for i in group) + extra
+            bucket = _Bucket(self._allocate(length, device), size=len(group))
+            start = 0
+            for i in group:
+                end = start + self._parameters[i].numel()
+                self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
+                start = end
+            self._buckets.append(bucket)
+            if self._compression is not None:
+                self._compression.add(group, [tuple(self._parameters[i].shape) for i in group], device)
+
+    def _allocate(self, length: int, device: torch.device) -> Tensor:
+        if self._collective is not None and device.type == "cpu":
+            return self._collective.allocate(length, self._dtype)
+        return torch.zeros(length, dtype=self._dtype, device=device)
+
+    @property
+    def _num_status(self) -> int:
+        return _NUM_FLAGS + len(self._parameters)
+
+    def _reserve(self, num_extras: int) -> None:
+        """Makes room for so many extra numbers at the end of the last buffer. Collective, as the constructor."""
+        if num_extras == self._num_extras:
+            return
+        self._num_extras = num_extras
+        bucket = self._buckets[-1]
+        members = [i for i, (home, _) in self._place.items() if home is bucket]
+        length = sum(self._parameters[i].numel() for i in members)
+        before = bucket.flat
+        bucket.flat = self._allocate(length + self._num_status + num_extras, before.device)
+        bucket.flat[:length] = before[:length]
+        if self._collective is not None:
+            self._collective.release(before)
+        start = 0
+        for i in members:
+            end = start + self._parameters[i].numel()
+            self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
+            start = end
+
+    def buffers(self) -> list[Tensor]:
+        """The flat buffers, and what the collective and the compression keep."""
+        kept = [summing.buffers() for summing in (self._collective, self._compression) if summing is not None]
+        return [*(b.flat for b in self._buckets), *(tensor for tensors in kept for tensor in tensors)]
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """A parameter's gradient after `finish`, as it was added up: in the reduce dtype, where `.grad` is narrower."""
+        if self._plain or parameter.grad is None:
+            return parameter.grad
+        return self._place[self._numbers[id(parameter)]][1]
+
+    def begin(self) -> None:
+        """No gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        for bucket in self._buckets:
+            bucket.pending, bucket.work = bucket.size, None
+        self._fired = [0] * len(self._parameters)
+        self._fired_before, self._armed, self._launched = None, False, 0
+        self._open = True
+
+    def arm(self) -> None:
+        """From now on a bucket is sent as soon as all its parameters have fired: this is the last backward."""
+        self._armed = self._overlap and self._world_size > 1
+        self._fired_before = list(self._fired)
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if not self._open:
+                return
+            bucket, view = self._place[index]
+            gradient = parameter.grad
+            if gradient is not None and gradient.is_sparse:
+                gradient = parameter.grad = gradient.to_dense()
+            if gradient is None or self._dtype != parameter.dtype:
+                self._accumulate(index, view, parameter)
+            elif gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient)
+                parameter.grad = view
+            self._fired[index] += 1
+            if self._armed:
+                if self._fired_before and self._fired[index] > self._fired_before[index] + 1:
+                    raise RuntimeError("a gradient changed after its all-reduce began")
+                bucket.pending -= 1
+                self._launch_complete()
+
+        return hook
+
+    def _accumulate(self, index: int, view: Tensor, parameter: Tensor) -> None:
+        """A narrow parameter's gradient, added up in the reduce dtype rather than in its own."""
+        if parameter.grad is not None:
+            view.add_(parameter.grad) if self._fired[index] else view.copy_(parameter.grad)
+            parameter.grad = None
+
+    def _launch_complete(self) -> None:
+        # In the order of the buckets, whatever the order of the hooks: collectives must match across ranks. The last
+        # one waits for the flags.
+        while self._launched < len(self._buckets) - 1 and self._buckets[self._launched].pending == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        assert self._collective is not None, "several ranks have something to sum with"
+        bucket = self._buckets[self._launched]
+        if self._compression is not None:
+            bucket.work = self._compression.start(self._launched, bucket.flat)
+        else:
+            bucket.work = self._collective.all_reduce(bucket.flat, asynchronous=True)
+        self._launched += 1
+
+    def _zero_missing(self, first: int) -> None:
+        waiting = {id(bucket) for bucket in self._buckets[first:]}
+        for i in range(len(self._parameters)):
+            bucket, view = self._place[i]
+            if not self._fired[i] and id(bucket) in waiting:
+                view.zero_()
+
+    @property
+    def carries_extras(self) -> bool:
+        """Whether the buffers have float32's precision."""
+        return self._dtype == torch.float32
+
+    def finish(self, flags: Flags, extras: Tensor) -> tuple[Flags, Tensor]:
+        """Sends what is left, waits for all, and gives every used parameter its summed gradient.
+
+        `extras`, float32 on the device, comes back summed over the ranks, on the CPU.
+        """
+        self._open = False
+        if self._plain:
+            for parameter in self._parameters:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
+            return flags, extras.cpu()
+        self._zero_missing(self._launched)
+        if self._fired_before is not None and not self._overlap:
+            self._overlap = all(a <= b + 1 for a, b in zip(self._fired, self._fired_before, strict=True))
+        used = [float(count > 0) for count in self._fired]
+        if self._world_size > 1:
+            flags, used, extras = self._reduce(flags, used, extras)
+        for i, parameter in enumerate(self._parameters):
+            view = self._place[i][1]
+            parameter.grad = (view if view.dtype == parameter.dtype else view.to(parameter.dtype)) if used[i] else None
+        return flags, extras.cpu()
+
+    def _reduce(self, flags: Flags, used: list[float], extras: Tensor) -> tuple[Flags, list[float], Tensor]:
+        self._reserve(extras.numel())
+        tail = self._buckets[-1].flat[-self._num_status - extras.numel() :]
+        tail[: self._num_status] = torch.tensor([flags.errors, flags.redo, *used], dtype=self._dtype)
+        tail[self._num_status :] = extras
+        while self._launched < len(self._buckets):
+            self._launch()
+        for bucket in self._buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+        status = tail.float().cpu()
+        used = status[_NUM_FLAGS : self._num_status].tolist()
+        if self._compression is not None:
+            self.compared = self._compression.settle([b.flat for b in self._buckets], self._places(used))
+        return Flags(int(status[0]), int(status[1])), used, status[self._num_status :]
+
+    def _places(self, used: list[float]) -> list[tuple[int, int, int]]:
+        """Bucket, start and stop of each parameter that no rank used."""
+        numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
+        found = []
+        for i in (i for i, count in enumerate(used) if not count):
+            bucket, view = self._place[i]
+            start = int(view.storage_offset()) - int(bucket.flat.storage_offset())
+            found.append((numbers[id(bucket)], start, start + view.numel()))
+        return found
+
+    def close(self) -> None:
+        """Takes the hooks off, and closes the collective."""
+        for handle in self._handles:
+            handle.remove()
+        if self._collective is not None:
+            self._collective.close()

@@ -1,0 +1,249 @@
+"""Data parallelism: every rank holds the whole model and computes its own grains.
+
+Fast: gradients of fused microbatches, summed by the plan's all-reduce while the backward runs. Exact: a gradient a
+grain, summed in the fixed tree; bit-identical on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.data.microbatch import Microbatch
+from shoal.distributed.collectives.base import Team
+from shoal.distributed.collectives.choose import open_collective
+from shoal.distributed.collectives.exact.fixed_tree import TreeSum, evaluate
+from shoal.distributed.mesh import Mesh
+from shoal.parallel.base import NUM_SUMS, WEIGHT, Flags, Mark, Replicated, StepSums
+from shoal.parallel.data.buckets import GradientBuckets
+from shoal.plans.plan import CompressionSection, Plan
+
+
+@dataclass(frozen=True)
+class Summing:
+    """How gradients are summed: the algorithm, and what compresses them on the way."""
+
+    algorithm: str = "native"
+    scheme: str = "none"
+    options: CompressionSection = field(default_factory=CompressionSection)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Summing:
+        """As a plan says."""
+        return cls(plan.collectives.all_reduce, plan.collectives.compression, plan.compression)
+
+
+class DataParallel(Replicated):
+    """Fast mode. `mark` is told when the step waits for communication.
+
+    Collective: all ranks, what the algorithm needs to be opened.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        mesh: Mesh,
+        reduce: torch.dtype,
+        mark: Mark,
+        summing: Summing = Summing(),
+    ) -> None:
+        self._mesh, self._mark = mesh, mark
+        collective = None
+        if mesh.num_data_ranks > 1:
+            parts = mesh.layout.groups("data", "shard") if mesh.replicas is not None else ()
+            team = Team(mesh.replicas, [list(ranks) for ranks in parts])
+            collective = open_collective(summing.algorithm, team, mesh.device)
+            if summing.scheme != "none":
+                from shoal.distributed.collectives.compression.compressed_sum import Compression
+
+                self.compression = Compression(collective, summing.scheme, summing.options)
+        self._factor = 1.0
+        self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
+
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        """No gradients, no sums."""
+        self._buckets.begin()
+        self._sums: Tensor | None = None
+        self._factor = factor
+        if self.compression is not None:
+            self.compression.begin(step)
+
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        """Adds a microbatch; sums of full buckets are on their way while the last one's backward still runs."""
+        self.add(sums)
+        if last:
+            self.arm()
+        run_backward(total)
+
+    def add(self, sums: Tensor) -> None:
+        """Adds up."""
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+
+    def arm(self) -> None:
+        """Lets full buckets go."""
+        if self.compression is not None and self._sums is not None:
+            self.compression.arm(float(self._sums[WEIGHT]) * self._factor)
+        self._buckets.arm()
+
+    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """Waits for the gradients; the sums and rows travel in their last bucket, or apart if that is too narrow.
+
+        Collective: all ranks; an all-reduce a bucket, which the last one makes longer by some ten numbers a rank.
+        """
+        self._mark("exposed_communication")
+        sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
+        world_size = self._mesh.world_size
+        if world_size == 1:
+            flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
+            return StepSums(sums.cpu().numpy(), flags)
+        if not self._buckets.carries_extras or self._mesh.num_data_ranks < world_size:
+            flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
+            return all_sums(sums, flags)
+        rows = torch.zeros(world_size, len(row))
+        rows[self._mesh.rank] = torch.tensor(row)
+        extras = torch.cat([to_limbs(sums.to(self._mesh.device)), rows.flatten().to(self._mesh.device)])
+        flags, extras = self._buckets.finish(flags, extras)
+        cut = len(extras) - rows.numel()
+        gathered = extras[cut:].view(world_size, len(row)).double().numpy()
+        return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered, self._buckets.compared)
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Every rank computes the same; what compression has held back counts from here on."""
+        step()
+        if self.compression is not None:
+            self.compression.commit()
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """The buckets."""
+        return self._buckets.buffers()
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        self._buckets.close()
+
+
+def all_sums(sums: Tensor, flags: Flags) -> StepSums:
+    """A step's sums and flags over all ranks. Collective: all ranks, one all-reduce of float64 numbers."""
+    numbers = torch.cat([sums.cpu(), torch.tensor([flags.errors, flags.redo], dtype=torch.float64)])
+    dist.all_reduce(numbers)
+    return StepSums(numbers[:-2].numpy(), Flags(int(numbers[-2]), int(numbers[-1])))
+
+
+class ExactDataParallel(Replicated):
+    """Exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype.
+
+    `tree` sums over the grains of all ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, tree: TreeSum, mark: Mark) -> None:
+        self._parameters, self._mesh, self._tree, self._mark = list(parameters), mesh, tree, mark
+        self._num_grains = tree.num_grains
+        self.begin()
+
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        """No gradients, no sums."""
+        self._tree.clear()
+        self._rows: dict[int, Tensor] = {}
+        self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
+        self._clear()
+
+    def _clear(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        """Adds one grain."""
+        run_backward(total)
+        grain = microbatch.grains[0].index
+        flat = self._tree.empty()
+        for i, (parameter, part) in enumerate(
+            zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True)
+        ):
+            if parameter.grad is None:
+                part.zero_()
+                continue
+            self._used[i] = 1.0
+            gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            part.view_as(parameter).copy_(gradient)
+        self._clear()
+        self._tree.add(grain, flat)
+        self._rows[grain] = sums
+
+    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """The sums by the tree. Collective: all ranks; two all-reduces of the grains' sums, then the tree's own."""
+        self._mark("exposed_communication")
+        table = torch.zeros(self._num_grains, num_sums + 1, dtype=torch.float64)
+        for grain, own in self._rows.items():
+            table[grain, 0] = self._mesh.rank + 1
+            table[grain, 1 : 1 + len(own)] = own.cpu()
+        status = torch.cat([torch.tensor([flags.errors, flags.redo], dtype=torch.float64), self._used])
+        if self._mesh.world_size > 1:
+            # Each row has one writer and is zero elsewhere: this sum only moves values and changes no bit of them.
+            self._tree.move(table)
+            self._tree.move(status)
+        flags = Flags(int(status[0]), int(status[1]))
+        holders = [torch.nonzero(table[:, 0] == rank + 1).flatten().tolist() for rank in range(self._mesh.world_size)]
+        present = {(g, g + 1): table[g, 1:] for held in holders for g in held}
+        total = evaluate(present, self._num_grains, torch.Tensor.add)
+        sums = torch.zeros(max(num_sums, NUM_SUMS), dtype=torch.float64) if total is None else total
+        if not flags.errors and not flags.redo:
+            self._assign(self._tree.total(holders, self._mesh.rank), status[2:])
+        return StepSums(sums.numpy(), flags)
+
+    def _assign(self, flat: Tensor, used: Tensor) -> None:
+        parts = flat.split([p.numel() for p in self._parameters])
+        for parameter, part, is_used in zip(self._parameters, parts, used.tolist(), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype) if is_used else None
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """The tree's vectors."""
+        return self._tree.buffers()
+
+    def close(self) -> None:
+        """Closes the tree."""
+        self._tree.close()
+
+
+# Whole numbers as digits of this base: sums over up to 4096 ranks of such digits are exact in float32.
+_BASE = 4096.0
+_NUM_LIMBS = 4
+
+
+def to_limbs(sums: Tensor) -> Tensor:
+    """A step's sums, float64, as float32 numbers whose sums over ranks mean the sums of the sums.
+
+    The loss total and the buffers are rounded to float32, in which they were computed. Weight, samples and digest
+    become four digits each, the highest not limited and the lowest with the fraction: exact for whole numbers.
+    """
+    whole = sums[WEIGHT:NUM_SUMS]
+    limbs = []
+    for _ in range(_NUM_LIMBS - 1):
+        high = torch.floor(whole / _BASE)
+        limbs.append(whole - high * _BASE)
+        whole = high
+    return torch.cat([sums[:WEIGHT], *limbs, whole, sums[NUM_SUMS:]]).float()
+
+
+def from_limbs(limbs: Tensor) -> Tensor:
+    """The sums, float64, from what `to_limbs` made of them."""
+    limbs = limbs.double()
+    count = NUM_SUMS - WEIGHT
+    digits = limbs[WEIGHT : WEIGHT + _NUM_LIMBS * count].view(_NUM_LIMBS, count)
+    whole = sum((digits[i] * _BASE**i for i in range(_NUM_LIMBS)), start=torch.zeros(count, dtype=torch.float64))
+    return torch.cat([limbs[:WEIGHT], whole, limbs[WEIGHT + _NUM_LIMBS * count :]])
+
+
+def run_backward(total: Tensor) -> None:
+    """total.backward() by the engine's own entry.
+
+    torch.autograd.backward is itself dispatched to an active TorchFunctionMode, which is off while it handles a call;
+    recomputation in the backward needs the mode (see numerics/grain_randomness.py) in force.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (total,), (torch.ones_like(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

@@ -1,0 +1,1 @@
+"""A model as one rank holds it: slices, structure, construction without memory."""

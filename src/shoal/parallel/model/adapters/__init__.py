@@ -1,0 +1,27 @@
+"""Adapters: models of other frameworks as the torch modules that the engine trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shoal.errors import JobError
+
+
+def adapted(model: Any) -> Any:
+    """The model as a module of torch's own ways: a Keras model is adapted in place, anything else comes back as it is.
+
+    Raises: JobError for a Keras model of another backend, or one without weights yet.
+    """
+    if not any(base.__module__.startswith("keras.src.") for base in type(model).__mro__):
+        return model
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            given=f"model() returned a Keras {type(model).__name__} whose backend is not torch",
+            conflict="the engine trains torch modules, and Keras chooses its backend when it is imported",
+            remedy='write os.environ["KERAS_BACKEND"] = "torch" before the first import of keras',
+        )
+    from shoal.parallel.model.adapters.keras import adapt
+
+    return adapt(model)

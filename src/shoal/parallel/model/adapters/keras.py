@@ -1,0 +1,367 @@
+"""Keras 3 models on the torch backend as modules that train like any other.
+
+A Keras model is an nn.Module, but not one in torch's ways: layers of a Sequential are no submodules, all variables hang
+on the model under names that count how many layers the process has made, what is no weight is a frozen parameter, a
+variable keeps its own reference to its tensor, `module.training` means nothing, and random layers draw from counters
+of their own. `adapt` mends these in place and leaves the model's parameters, layers and mathematics as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import keras
+import torch
+from keras.src.backend.common import global_state
+from keras.src.ops.function import Function
+from keras.src.utils.naming import to_snake_case
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.errors import JobError
+from shoal.numerics.grain_randomness import GrainScope, active_scope
+from shoal.parallel.model.adapters.keras_copies import copied
+from shoal.parallel.model.tensor_slice import Outputs
+
+_INT31 = 2**31 - 1
+_GLOBAL_SEEDS = "global_seed_generator"  # the name under which Keras keeps its own
+
+
+def adapt(model: Any) -> Any:
+    """The same model, whose layers are its submodules and whose variables are their parameters and buffers.
+
+    Parameters stay the same objects. Raises: JobError where a layer has no weights yet. May be called again.
+    """
+    if hasattr(model, "_shoal_calls"):
+        return model
+    layers = model._flatten_layers()
+    unbuilt = [layer.name for layer in layers if not layer.built]
+    if unbuilt:
+        raise JobError(
+            given=f"the Keras model {model.name!r}, whose layers {', '.join(unbuilt[:3])} have no weights yet",
+            conflict="the optimizer needs the weights before the first batch is seen",
+            remedy="begin the model with keras.Input(shape), or call it once on zeros in the function that builds it",
+        )
+    calls = _Calls()
+    children = {id(layer): _children(layer) for layer in layers}
+    for layer in layers:
+        _hold(layer, children[id(layer)])
+        for generator in layer._seed_generators:
+            generator.__class__, generator._initial_seed = _GrainSeeds, None
+    for layer in layers:
+        kind: Any = type(layer)
+        object.__setattr__(layer, "_shoal_calls", calls)
+        object.__setattr__(layer, "_shoal_policy", layer.dtype_policy)
+        object.__setattr__(layer, "__class__", _adapted_class(kind))
+    return model
+
+
+# ------------------------------------------------------------------------------------------- submodules and variables
+
+
+def _children(layer: Any) -> dict[str, nn.Module]:
+    """The modules directly in a layer, by names that do not depend on what else the process has made."""
+    own = [child for child in layer._layers if not isinstance(child, keras.layers.InputLayer)]
+    known = {id(child) for child in own}
+    # An attribute's name where there is one; modules that are no Keras layers are those of a TorchModuleWrapper.
+    named = {
+        name: module
+        for name, module in layer._modules.items()
+        if id(module) in known or (name == "module" and not isinstance(module, keras.Layer))
+    }
+    attributes = {id(module) for module in named.values()}
+    for child in own:
+        if id(child) not in attributes:
+            named[_free(_plain_name(child), named)] = child
+    return named
+
+
+def _plain_name(layer: Any) -> str:
+    """The layer's name, without the number that Keras puts behind a name it makes itself."""
+    made = to_snake_case(type(layer).__name__)
+    name: str = made if re.fullmatch(rf"{re.escape(made)}_\d+", layer.name) else layer.name
+    return re.sub(r"\W", "_", name)
+
+
+def _free(name: str, taken: dict[str, Any]) -> str:
+    """The name, or the name with the first free number behind it."""
+    numbered = name
+    number = 0
+    while numbered in taken:
+        number += 1
+        numbered = f"{name}_{number}"
+    return numbered
+
+
+def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
+    """Makes a layer's variables its parameters and buffers, and `children` its submodules."""
+    # What is no layer of its own stays an attribute: a Sequential's graph, say, which holds the same layers.
+    layer.__dict__.update({name: m for name, m in layer._modules.items() if m not in children.values()})
+    layer._modules.clear()
+    layer._modules.update(children)
+    # Keras looks here before it lists parameters; not registered, since what it holds is registered where it belongs.
+    layer.__dict__["_torch_params"] = nn.ParameterDict()
+    foreign = {id(p) for child in children.values() if not isinstance(child, keras.Layer) for p in child.parameters()}
+    names: dict[str, Any] = {}
+    for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
+        if id(variable._value) in foreign or any(variable is held for held in names.values()):
+            continue
+        name = _free(re.sub(r"\W", "_", variable.name), {**layer._modules, **names})
+        names[name] = variable
+        if any(variable is weight for weight in layer._trainable_variables):
+            layer._parameters[name] = variable._value
+            home = layer._parameters
+        else:
+            layer._buffers[name] = variable._value.detach()
+            home = layer._buffers
+        if not isinstance(variable, _Held):  # one that two layers share stays with the first
+            _hold_in(variable, home, name)
+
+
+class _Held:
+    """A variable whose tensor is whatever its layer holds under its name: modules may move, replace or divide it."""
+
+    _shoal_home: tuple[dict[str, Any], str]
+
+    @property
+    def _value(self) -> Any:
+        home, name = self._shoal_home
+        return home[name]
+
+    @_value.setter
+    def _value(self, value: Any) -> None:
+        home, name = self._shoal_home
+        home[name] = value
+
+    @property
+    def _dtype(self) -> str:
+        return str(self._value.dtype).removeprefix("torch.")
+
+    @_dtype.setter
+    def _dtype(self, value: Any) -> None:
+        pass
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return tuple(self._value.shape)
+
+    @_shape.setter
+    def _shape(self, value: Any) -> None:
+        pass
+
+
+def _hold_in(variable: Any, home: dict[str, Any], name: str) -> None:
+    kind: Any = type(variable)
+    for key in ("_value", "_dtype", "_shape"):
+        del variable.__dict__[key]
+    variable.__dict__["_shoal_home"] = home, name
+    variable.__class__ = _held_class(kind)
+
+
+@cache
+def _held_class(cls: Any) -> Any:
+    return type(cls.__name__, (_Held, cls), {"__module__": cls.__module__})
+
+
+# -------------------------------------------------------------------------------------------------------------- calls
+
+
+class _Calls:
+    """How deep in calls of one model's layers this process is: the outermost call says what holds for all in it."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.seeds = _GrainSeeds(seed=0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Calls:
+        """That of a copied model, which is not being called."""
+        return _Calls()
+
+
+class _Adapted:
+    """A layer that trains where `module.training` says so, in its parameters' dtype, on their device."""
+
+    @property
+    def holds_steps(self: Any) -> bool:
+        """Whether its layers are called one after the other, as far as a graph allows; a pipeline may cut there."""
+        return isinstance(self, keras.Sequential | Function)
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls = self._shoal_calls
+        if calls.depth:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("training") is None:
+            kwargs["training"] = self.training
+        with _outermost(self, (args, kwargs)):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        """A copy with all layers in it; Keras' own saves the model and loads it again, without what `adapt` did."""
+        return copied(self, memo)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        """A tensor by a parameter's name takes its place, as in any module; Keras' variable stays the attribute."""
+        if isinstance(value, Tensor) and name in self.__dict__.get("_parameters", ()):
+            self._parameters[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def get_parameter(self: Any, target: str) -> nn.Parameter:
+        """torch's own looks at the attribute, which is Keras' variable."""
+        found: nn.Parameter = dict(self.named_parameters(remove_duplicate=False))[target]
+        return found
+
+    def get_buffer(self: Any, target: str) -> Tensor:
+        """As `get_parameter`."""
+        found: Tensor = dict(self.named_buffers(remove_duplicate=False))[target]
+        return found
+
+
+class _BatchNormalization(_Adapted):
+    """Normalises each grain by itself, and moves the statistics by the mean over grains, as torch's under shoal."""
+
+    def call(self: Any, inputs: Tensor, training: bool | None = None, mask: Tensor | None = None) -> Tensor:
+        scope = active_scope()
+        if scope is None or not training or not self.trainable:
+            normalised: Tensor = super().call(inputs, training=training, mask=mask)  # type: ignore[misc]
+            return normalised
+        scope.calls += 1
+        return _grain_by_grain(super().call, scope, self, inputs, mask)  # type: ignore[misc]
+
+
+def _grain_by_grain(call: Any, scope: GrainScope, layer: Any, inputs: Tensor, mask: Tensor | None) -> Tensor:
+    parts = scope.split(inputs)
+    masks = [None] * len(parts) if mask is None else scope.split(mask)
+    statistics = [variable.value for variable in layer._non_trainable_variables]
+    start = [value.clone() for value in statistics]
+    sums = [torch.zeros_like(value) for value in statistics]
+    outputs = []
+    for part, its_mask in zip(parts, masks, strict=True):
+        outputs.append(call(part, training=True, mask=its_mask))
+        with torch.no_grad():
+            for value, total, before in zip(statistics, sums, start, strict=True):
+                total.add_(value, alpha=len(part) / len(inputs))
+                value.copy_(before)
+    with torch.no_grad():
+        for value, total in zip(statistics, sums, strict=True):
+            value.copy_(total)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class _Product(_Adapted):
+    """A Dense layer or a convolution, of which each rank of a tensor axis may compute some of the outputs."""
+
+    def tensor_outputs(self: Any) -> Outputs | None:
+        """Of a layer that computes as Keras' does, each output by itself; None of any other."""
+        base = keras.layers.Dense if isinstance(self, keras.layers.Dense) else keras.layers.Conv2D
+        changed = [n for n in ("call", "kernel", "convolution_op") if _of(type(self), n) is not _of(base, n)]
+        if changed or self._parameters.keys() - {"kernel", "bias"} or self.kernel is not self._kernel:
+            return None
+        if self.activation not in _by_element() or getattr(self, "groups", 1) != 1:
+            return None
+        kernel = self._parameters["kernel"]
+        dims = {"kernel": kernel.ndim - 1, **({"bias": 0} if "bias" in self._parameters else {})}
+        channels_first = getattr(self, "data_format", None) == "channels_first" and base is keras.layers.Conv2D
+        return Outputs(dims, kernel.shape[-1], -1 - self.rank if channels_first else -1)
+
+    def keep_outputs(self: Any, size: int) -> None:
+        """A convolution gives its bias a shape by this number."""
+        if isinstance(self, keras.layers.Conv2D):
+            self.__dict__["filters"] = size
+
+
+def _of(cls: Any, name: str) -> Any:
+    return inspect.getattr_static(cls, name, None)
+
+
+@cache
+def _by_element() -> frozenset[Any]:
+    """Activations that act on each number by itself."""
+    names = "linear relu relu6 leaky_relu elu selu celu gelu silu mish tanh sigmoid hard_sigmoid hard_silu hard_tanh"
+    more = "softplus softsign exponential log_sigmoid soft_shrink hard_shrink tanh_shrink squareplus"
+    return frozenset((None, *(getattr(keras.activations, name) for name in f"{names} {more}".split())))
+
+
+@cache
+def _adapted_class(cls: Any) -> Any:
+    layers, kind = keras.layers, _Adapted
+    if issubclass(cls, layers.BatchNormalization):
+        kind = _BatchNormalization
+    elif issubclass(cls, layers.Dense | layers.Conv2D):
+        kind = _Product
+    return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})
+
+
+@contextmanager
+def _outermost(layer: Any, given: Any) -> Iterator[None]:
+    """A context of one call from outside with arguments `given`, however it ends."""
+    held: Tensor | None = next((p for p in layer.parameters() if p.is_floating_point()), None)
+    seeds = global_state.get_global_attribute(_GLOBAL_SEEDS)
+    with ExitStack() as stack:
+        if held is not None:
+            _follow(layer, held.dtype)
+            # A pipeline stage has no data for parameters of others; what it is given is on its device.
+            tensors = (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+            place = next(tensors, held) if held.is_meta else held
+            stack.enter_context(keras.device(str(place.device)))
+            global_state.set_global_attribute("torch_device", _Device(place.device))
+        # For layers that call keras.random without a seed: the counter of the process would go on from call to call.
+        global_state.set_global_attribute(_GLOBAL_SEEDS, layer._shoal_calls.seeds)
+        stack.callback(global_state.set_global_attribute, _GLOBAL_SEEDS, seeds)
+        layer._shoal_calls.depth += 1
+        try:
+            yield
+        finally:
+            layer._shoal_calls.depth -= 1
+
+
+class _Device(str):
+    """A device by its name, as Keras has it, that equals torch's own, and the meta device, but is not "meta" by name.
+
+    Keras compares its name with each tensor's device, which torch calls unequal, and then moves the tensor: from the
+    meta device to one of any values, that depends on nothing. Where the name is "meta" its layers give no more either.
+    """
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, torch.device):
+            return other.type == "meta" or str(self) == str(other)
+        return str(self) != "meta" and str(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _follow(layer: Any, dtype: torch.dtype) -> None:
+    """Sets the layers' dtype policies to their own, or to the dtype that the parameters were brought to."""
+    name = str(dtype).removeprefix("torch.")
+    if layer.dtype_policy.variable_dtype == name:
+        return
+    for each in layer._flatten_layers():
+        own = each._shoal_policy
+        if own.variable_dtype.startswith(("float", "bfloat")):
+            each.dtype_policy = own if own.variable_dtype == name else name
+
+
+# --------------------------------------------------------------------------------------------------------- randomness
+
+
+class _GrainSeeds(keras.random.SeedGenerator):  # type: ignore[misc]
+    """Seeds drawn from torch's global generator, which shoal seeds for each grain, instead of from a counter.
+
+    Without an initial seed, so that Dropout is torch's own, whose mask is drawn by grain in a fused forward.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GrainSeeds:
+        """Itself: it has no state."""
+        return self
+
+    def next(self, ordered: bool = True) -> Tensor:
+        """Two words."""
+        return torch.randint(_INT31, (2,))

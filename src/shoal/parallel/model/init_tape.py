@@ -1,0 +1,253 @@
+"""A tape of tensor operations, and the values of the storages that they wrote, computed when asked for.
+
+Storages are what is followed, not tensors: views share one, so a write through any view is a write of all. A value is
+had by running, in order, those operations that its storage depends on; random ones from the state that the generator
+had before them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.distributed.process_setup import one_thread
+
+_LARGE_BYTES = 1 << 20
+# Arguments that are written although the schema does not say so.
+_UNMARKED = {"native_batch_norm": {"running_mean", "running_var"}}
+
+
+class NotUnderstoodError(Exception):
+    """The constructor did something whose effect on the values is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """Where a tensor lies: the key of its storage, and its geometry therein."""
+
+    key: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorRef:
+        """The tensor's place. Raises: NotUnderstoodError where it is not strided memory as it stands."""
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+            raise NotUnderstoodError(f"a tensor that is not plain memory, of shape {tuple(tensor.shape)}")
+        return cls(
+            storage_key(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        )
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor at this place of a real storage."""
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+    @property
+    def span_bytes(self) -> int:
+        """From the first to the last element."""
+        steps = sum((n - 1) * stride for n, stride in zip(self.size, self.stride, strict=True))
+        return 0 if 0 in self.size else (steps + 1) * self.dtype.itemsize
+
+    def scratch(self) -> Tensor:
+        """Real memory of this geometry, with nothing in it."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+
+    def same_place(self, tensor: Tensor) -> bool:
+        """Whether the tensor's geometry in its storage is this."""
+        here = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        return here == (self.dtype, self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedCall:
+    """One logged call: `TensorRef`s stand for the tensors among the arguments, real tensors are held.
+
+    `writes`: by storage, whether nothing remains of what was there. `generator`: its state before a random operation.
+    """
+
+    number: int
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[TensorRef, ...]
+    reads: frozenset[int]
+    writes: dict[int, bool]
+    generator: Tensor | None
+
+    def run(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Runs on real storages and adds those that it makes."""
+
+        def real(ref: TensorRef) -> Tensor:
+            if ref.key not in storages and self.writes.get(ref.key):
+                storages[ref.key] = ref.scratch().untyped_storage()  # what was there does not count
+            return ref.on(storages[ref.key])
+
+        args, kwargs = replace_leaves((self.args, self.kwargs), TensorRef, real)
+        if self.generator is not None and kwargs.get("generator") is not None:
+            kwargs["generator"] = torch.Generator().set_state(self.generator)
+        elif self.generator is not None:
+            torch.default_generator.set_state(self.generator)
+        taken = {storage._cdata for storage in storages.values()}
+        results = tensors_in(self.func(*args, **kwargs))
+        for ref, result in zip(self.outputs, results, strict=True):
+            if ref.key in storages:
+                continue
+            if not ref.same_place(result) or storage_key(result) in taken:
+                raise NotUnderstoodError(f"{self.func} lays its result out otherwise than on the meta device")
+            storages[ref.key] = result.untyped_storage()
+
+
+class Tape:
+    """The operations by the storages that they write."""
+
+    def __init__(self) -> None:
+        # The meta storages are held, so that none that is made later gets an earlier one's key.
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._writers: dict[int, list[LoggedCall]] = {}
+        self._count = 0
+
+    def add(self, **values: Any) -> None:
+        """Logs an operation; `values` are its fields, less the number."""
+        operation = LoggedCall(number=self._count, **values)
+        self._count += 1
+        for key in operation.writes:
+            self._writers.setdefault(key, []).append(operation)
+
+    def needed(self, keys: Iterable[int]) -> list[LoggedCall]:
+        """The operations that the storages' contents depend on, in order."""
+        found: dict[int, LoggedCall] = {}
+        seen: set[tuple[int, int]] = set()
+        wanted = [(key, self._count) for key in keys]
+        while wanted:
+            key, before = wanted.pop()
+            for operation in reversed(self._writers[key]):
+                if operation.number >= before:
+                    continue
+                if (operation.number, key) in seen:
+                    break
+                seen.add((operation.number, key))
+                if operation.number not in found:
+                    found[operation.number] = operation
+                    wanted += [(read, operation.number) for read in operation.reads]
+                    # Of what it only changes, also the part that is not asked for must be there to run it.
+                    wanted += [(k, operation.number) for k in operation.writes if not operation.writes[k]]
+                if operation.writes[key]:
+                    break
+        return [found[number] for number in sorted(found)]
+
+    @one_thread()
+    def replay(self, refs: list[TensorRef]) -> list[Tensor]:
+        """The tensors' values now; those that share a storage still do."""
+        operations = self.needed({ref.key for ref in refs})
+        last = {key: op.number for op in operations for key in (*op.reads, *op.writes)}
+        last |= {ref.key: self._count for ref in refs}
+        storages: dict[int, torch.UntypedStorage] = {}
+        if any(ref.span_bytes >= _LARGE_BYTES for operation in operations for ref in operation.outputs):
+            _give_back()
+        with undisturbed():
+            for operation in operations:
+                operation.run(storages)
+                for key in {*operation.reads, *operation.writes}:
+                    if last[key] <= operation.number:
+                        storages.pop(key, None)
+            return [ref.on(storages[ref.key]) for ref in refs]
+
+    def keep(self, keys: set[int]) -> None:
+        """Forgets what the storages of these keys do not depend on."""
+        kept: dict[int, list[LoggedCall]] = {}
+        for operation in self.needed(keys):
+            for key in operation.writes:
+                kept.setdefault(key, []).append(operation)
+        self._writers = kept
+
+
+def _give_back() -> None:
+    """Returns freed memory to the system.
+
+    glibc keeps what lies between smaller pieces in use, and aligned allocations seldom fit there again: without this,
+    truncated normal initial values of 400 MB, drawn one tensor at a time, held 2.7 GB.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leaves the global generators as they were."""
+    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Operations run on what they are given, whatever modes the caller is in, and leave no trace."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        generators_kept(),
+    ):
+        yield
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The same for all tensors on one storage, and no others while that lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Whether there is no more to the tensor's storage."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in lists, tuples and dicts, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def replace_leaves(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
+    """The tree with every leaf of a kind replaced."""
+    return tree_map(lambda leaf: by(leaf) if isinstance(leaf, kind) else leaf, tree)
+
+
+def operation_name(func: Any) -> str:
+    """The operation's name without its namespace and overload."""
+    return str(func._schema.name).removeprefix("aten::")
+
+
+def is_random(func: Any) -> bool:
+    """Whether the operation may draw from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags or any(a.name == "generator" for a in func._schema.arguments)
+
+
+def roles(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that the operation writes, and those that it reads."""
+    unmarked = _UNMARKED.get(operation_name(func), ())
+    written: list[Tensor] = []
+    read: list[Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        alias = argument.alias_info
+        writes = (alias is not None and alias.is_write) or argument.name in unmarked
+        (written if writes else read).extend(tensors_in(value))
+    return written, read

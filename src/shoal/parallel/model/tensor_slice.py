@@ -1,0 +1,146 @@
+"""Parts: which block of a logical tensor a rank holds. Integers, and copies between blocks; no communication."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+# Half-open runs of indices along one dim, in the order in which they are held.
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """What a rank holds of a tensor of `shape`: along each dim the indices in `ranges`, one after the other."""
+
+    shape: tuple[int, ...]
+    ranges: tuple[Runs, ...]
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> TensorSlice:
+        """All of it."""
+        sizes = tuple(shape)
+        return cls(sizes, tuple(((0, size),) for size in sizes))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is missing."""
+        return self == TensorSlice.whole(self.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what is held."""
+        return tuple(sum(stop - start for start, stop in runs) for runs in self.ranges)
+
+    @property
+    def numel(self) -> int:
+        """Elements held."""
+        return math.prod(self.local_shape)
+
+    def narrow(self, dim: int, start: int, stop: int) -> TensorSlice:
+        """The part of this part that holds its own indices [start, stop) along `dim`."""
+        found, place = [], 0
+        for first, last in self.ranges[dim]:
+            size = last - first
+            low, high = max(start - place, 0), min(stop - place, size)
+            if low < high:
+                found.append((first + low, first + high))
+            place += size
+        return TensorSlice(self.shape, (*self.ranges[:dim], tuple(found), *self.ranges[dim + 1 :]))
+
+    def select(self, dim: int, runs: Runs) -> TensorSlice:
+        """The part that holds, of a dim that is whole here, the indices in `runs`."""
+        assert self.ranges[dim] == ((0, self.shape[dim]),), "a dim is cut once"
+        return TensorSlice(self.shape, (*self.ranges[:dim], tuple(runs), *self.ranges[dim + 1 :]))
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This part of `whole`, a tensor of `shape`; a view where it is one run a dim."""
+        for dim, runs in enumerate(self.ranges):
+            if runs == ((0, self.shape[dim]),):
+                continue
+            pieces = [whole.narrow(dim, start, stop - start) for start, stop in runs]
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim) if pieces else whole.narrow(dim, 0, 0)
+        return whole
+
+    def put(self, whole: Tensor, local: Tensor) -> None:
+        """Writes what is held, of `local_shape`, into `whole`, a tensor of `shape`."""
+        TensorSlice.whole(self.shape).copy(whole, self, local)
+
+    def copy(self, target: Tensor, other: TensorSlice, source: Tensor) -> int:
+        """Copies into `target` (held as this part) what `source` (held as `other`) has of it; how many elements.
+
+        Raises: ValueError where the parts are of tensors of other shapes.
+        """
+        if self.shape != other.shape:
+            raise ValueError(f"a part of {self.shape} and one of {other.shape}")
+        if self == other:
+            target.copy_(source)
+            return target.numel()
+        mine, theirs = [], []
+        for own, given in zip(self.ranges, other.ranges, strict=True):
+            _, here, there = np.intersect1d(_indices(own), _indices(given), return_indices=True)
+            if not len(here):
+                return 0
+            mine.append(here)
+            theirs.append(there)
+        found = _block(source, theirs)
+        if _are_runs(mine):
+            _block(target, mine).copy_(found)
+        else:
+            target[_mesh(mine)] = found.to(target)
+        return math.prod(map(len, mine))
+
+    def to_json(self) -> list[list[list[int]]] | None:
+        """The ranges as JSON; None where it is whole."""
+        return None if self.is_whole else [[list(run) for run in runs] for runs in self.ranges]
+
+    @classmethod
+    def from_json(cls, shape: Iterable[int], ranges: list[list[list[int]]] | None) -> TensorSlice:
+        """From `to_json`."""
+        if ranges is None:
+            return cls.whole(shape)
+        return cls(tuple(shape), tuple(tuple((start, stop) for start, stop in runs) for runs in ranges))
+
+
+_Places = npt.NDArray[np.int64]
+
+
+def _indices(runs: Runs) -> _Places:
+    return np.concatenate([np.arange(start, stop) for start, stop in runs] or [np.empty(0, np.int64)])
+
+
+def _are_runs(places: list[_Places]) -> bool:
+    """Whether each dim's places follow each other, so that they are a view."""
+    return all(int(p[-1]) - int(p[0]) == len(p) - 1 for p in places)
+
+
+def _block(tensor: Tensor, places: list[_Places]) -> Tensor:
+    if not _are_runs(places):
+        return tensor[_mesh(places)]
+    for dim, found in enumerate(places):
+        tensor = tensor.narrow(dim, int(found[0]), len(found))
+    return tensor
+
+
+def _mesh(places: list[_Places]) -> tuple[Tensor, ...]:
+    tensors = [torch.from_numpy(p) for p in places]
+    return tuple(t.view([-1 if i == dim else 1 for i in range(len(tensors))]) for dim, t in enumerate(tensors))
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How a layer that is none of torch's is cut along its outputs: `dims` of its parameters, the weight first.
+
+    The outputs are `size`, along `feature_dim` of what it gives, counted from the end. Such a layer has a method
+    `tensor_outputs`, which returns one of these or None, and `keep_outputs(size)`, told once its parameters are slices.
+    """
+
+    dims: dict[str, int]
+    size: int
+    feature_dim: int

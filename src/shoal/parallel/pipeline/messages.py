@@ -1,0 +1,98 @@
+"""Wires: the messages between the stages of a pipeline. Sends return at once, receives wait."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.parallel.pipeline.stage_trace import Blank
+
+
+class StageMessages:
+    """This rank's place among `ranks`, which hold the stages in turn: the stage s is on ranks[s % P]."""
+
+    def __init__(self, ranks: Sequence[int], place: int, groups: dict[str, dist.ProcessGroup | None]) -> None:
+        self._ranks, self._place, self._groups = list(ranks), place, groups
+        self._pending: deque[tuple[Any, Tensor]] = deque()
+        self._here: dict[tuple[str, int, int], list[Tensor]] = {}
+
+    @classmethod
+    def open(cls, every: Sequence[Sequence[int]], rank: int, timeout: timedelta | None = None) -> StageMessages:
+        """The wires of this rank, where `every` lists the ranks of each pipeline of the run.
+
+        A group for each direction: over NCCL messages between two ranks in one group wait for each other, also where
+        one goes there and another comes back. Collective: all ranks, four new groups a pipeline.
+        """
+        own: dict[str, dist.ProcessGroup | None] = {}
+        mine: Sequence[int] = (rank,)
+        for ranks in every:
+            if rank in ranks:
+                mine = ranks
+            if len(ranks) == 1:
+                continue
+            for name in ("forward", "forward around", "backward", "backward around"):
+                group = dist.new_group(list(ranks), timeout=timeout)
+                if rank in ranks:
+                    own[name] = group
+        return cls(mine, list(mine).index(rank), own)
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those that carry its messages."""
+        return [group for group in self._groups.values() if group is not None]
+
+    @property
+    def num_ranks(self) -> int:
+        """P, the ranks of this pipeline."""
+        return len(self._ranks)
+
+    @property
+    def place(self) -> int:
+        """This rank's number among them."""
+        return self._place
+
+    def send(self, way: str, stage: int, microbatch: int, values: Sequence[Tensor]) -> None:
+        """Sends values on their `way` ("forward" or "backward") to a stage."""
+        to = stage % self.num_ranks
+        if to == self._place:
+            self._here[way, stage, microbatch] = [value.detach() for value in values]
+            return
+        while self._pending and self._pending[0][0].is_completed():
+            self._pending.popleft()
+        group = self._group(way, self._place, to)
+        for value in values:
+            whole = value.detach().contiguous()
+            work = dist.isend(whole, self._ranks[to], group=group)
+            self._pending.append((work, whole))  # the tensor lives until it is sent
+
+    def receive(self, way: str, stage: int, microbatch: int, blanks: Sequence[Blank]) -> list[Tensor]:
+        """The values that a stage's neighbour on the way sent to it: like the blanks. Waits for them."""
+        source = (stage - 1 if way == "forward" else stage + 1) % self.num_ranks
+        if source == self._place:
+            return self._here.pop((way, stage, microbatch))
+        group = self._group(way, source, self._place)
+        values = [blank.empty() for blank in blanks]
+        for value in values:
+            dist.recv(value, self._ranks[source], group=group)
+        return values
+
+    def _group(self, way: str, source: int, to: int) -> dist.ProcessGroup | None:
+        straight = to == source + 1 if way == "forward" else to == source - 1
+        return self._groups[way if straight else f"{way} around"]
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over the pipeline's ranks. Collective: the ranks of the pipeline, one all-reduce."""
+        if self.num_ranks > 1:
+            dist.all_reduce(values, group=self._groups["forward"])
+        return values
+
+    def finish(self) -> None:
+        """Waits until all that was sent has been."""
+        while self._pending:
+            self._pending.popleft()[0].wait()
+        self._here.clear()

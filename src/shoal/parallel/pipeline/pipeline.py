@@ -1,0 +1,341 @@
+"""Pipeline: this rank's stages, run for a step's microbatches in the order of a schedule.
+
+A failure on one rank leaves the others in step: what is left of the schedule is done with values without meaning, and
+the failure is told at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shoal.distributed.failures import is_lost_peer
+from shoal.errors import PeerError
+from shoal.parallel.pipeline.messages import StageMessages
+from shoal.parallel.pipeline.split_backward import Weights, backward_input, backward_weight, run_engine
+from shoal.parallel.pipeline.stage_trace import Blank, Forward
+from shoal.parallel.pipeline.stage_units import StageUnits
+from shoal.parallel.pipeline.stages import Function, Passed, Stages
+from shoal.plans.accounting.model_parallel import Crossing, Staged
+from shoal.plans.schedule import Action, ActionKind, Actions, actions
+
+# A new context for a microbatch's forward on a stage, which is entered again for the backward; by its number.
+Scope = Callable[[int], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done with the microbatches of one run.
+
+    `begins` is called before each forward of a stage, and `forwarded` within its scope after it with (microbatch,
+    result): the result of the function on the last stage, of which it returns what has a gradient; None on the others.
+    `before_backward` and `backwarded` are called around each backward that gives the weights their gradients, with
+    (microbatch, whether it is this rank's last).
+    """
+
+    function: Function
+    batches: Sequence[Any]
+    scope: Scope
+    begins: Callable[[int], None]
+    forwarded: Callable[[int, Any], Tensor | None]
+    before_backward: Callable[[int, bool], None] = lambda microbatch, last: None
+    backwarded: Callable[[int, bool], None] = lambda microbatch, last: None
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward."""
+
+    received: list[Tensor] = field(default_factory=list)
+    needs_grad: list[bool] = field(default_factory=list)
+    roots: list[GradientEdge | None] = field(default_factory=list)
+    sent: list[Blank] = field(default_factory=list)
+    total: Tensor | None = None
+    scope: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    rest: Weights | None = None
+
+
+class Pipeline:
+    """One rank of a pipeline.
+
+    `units` where parameters are cut over the shard axis. `alone`: no other rank computes in these stages with this
+    one, so that a failure here leaves the others in step; else it is raised at once.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        wires: StageMessages,
+        schedule: str,
+        stages_per_rank: int,
+        device: torch.device,
+        *,
+        alone: bool = True,
+        units: StageUnits | None = None,
+    ) -> None:
+        self._stages, self._wires, self._schedule = stages, wires, schedule
+        self._per_rank, self._device = stages_per_rank, device
+        self._num_stages = wires.num_ranks * stages_per_rank
+        self._error: Exception | None = None
+        self.alone, self._units = alone, units
+        stages.around = {} if units is None else dict(units.inner)
+
+    def cut(self, units: StageUnits) -> Pipeline:
+        """This pipeline, where the parameters of its stages are cut."""
+        own = self._stages, self._wires, self._schedule, self._per_rank, self._device
+        return Pipeline(*own, alone=False, units=units)
+
+    def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
+        """As Stages.compile."""
+        return self._stages.compile(compiled)
+
+    @property
+    def own_stages(self) -> list[int]:
+        """The stages on this rank."""
+        return list(range(self._wires.place, self._num_stages, self._wires.num_ranks))
+
+    @property
+    def used(self) -> dict[int, set[str]]:
+        """The parameters and buffers that each stage on this rank uses."""
+        return {stage: self._stages.holds[stage] for stage in self.own_stages}
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups that carry messages between stages."""
+        return self._wires.groups
+
+    def staged(self, num_samples: int) -> Staged:
+        """Its stages as the planner's formulas know them; they were cut by a batch of so many samples."""
+        cuts = tuple(
+            tuple(Crossing.of(s.blank.shape, s.blank.dtype.itemsize, num_samples, s.needs_grad) for s in slots)
+            for slots in self._stages.cuts
+        )
+        used = {stage: frozenset(names) for stage, names in self.used.items()}
+        halves = self._schedule == "zero_bubble" and self._wires.place > 0
+        return Staged(tuple(self.own_stages), cuts, used, halves)
+
+    @property
+    def held(self) -> set[str]:
+        """Those of all of them."""
+        return set().union(*self.used.values())
+
+    @property
+    def shared(self) -> set[str]:
+        """The parameters and buffers that more than one rank's stages use: of a gradient each has a part."""
+        ranks: dict[str, set[int]] = {}
+        for stage, names in enumerate(self._stages.holds):
+            for name in names:
+                ranks.setdefault(name, set()).add(stage % self._wires.num_ranks)
+        return {name for name, holders in ranks.items() if len(holders) > 1}
+
+    def is_elsewhere(self) -> bool:
+        """Whether a forward is in modules that another stage computes, whose outputs mean nothing here."""
+        return self._stages.is_before
+
+    def run(self, model: nn.Module, work: Work) -> None:
+        """Forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
+
+        Raises: what failed here, once this rank has done its part for the others. Collective: the pipeline's ranks.
+        """
+        lists = actions(self._schedule, self._wires.num_ranks, self._per_rank, len(work.batches))
+        units = self._units
+
+        def weights() -> list[Tensor]:
+            return units.weights() if units else [p for p in model.parameters() if p.requires_grad and not p.is_meta]
+
+        self._run(work, lists[self._wires.place], weights)
+        if units is not None:
+            units.end()
+
+    def _run(self, work: Work, own: Actions, weights: Callable[[], list[Tensor]]) -> None:
+        self._error = None
+        kept: dict[tuple[int, int], _Kept] = {}
+        if self._units is not None:
+            self._units.begin(own)
+        lasts = [a for a in own if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)][-1:]
+        for action in own:
+            key = action.stage, action.microbatch
+            with self._units.action(action) if self._units is not None else contextlib.nullcontext():
+                if action.kind is ActionKind.FORWARD:
+                    kept[key] = self._forward(work, action)
+                elif action.kind is ActionKind.BACKWARD_WEIGHT:
+                    self._guarded(lambda a=action, k=kept[key]: self._weights(work, a, k, a in lasts))  # type: ignore[misc]
+                else:
+                    self._backward(work, action, kept[key], weights, action in lasts)
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                del kept[key]
+        self._wires.finish()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _guarded(self, act: Callable[[], Any]) -> Any:
+        """Does it unless this rank has failed; keeps the failure. Raises: where the others are lost, or wait for it."""
+        if self._error is not None:
+            return None
+        try:
+            return act()
+        except Exception as error:
+            if is_lost_peer(error) or not self.alone:
+                raise
+            self._error = error
+            return None
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def _forward(self, work: Work, action: Action) -> _Kept:
+        stage, m = action.stage, action.microbatch
+        kept = _Kept()
+        received = False
+
+        def receive(blanks: list[Blank]) -> list[Tensor]:
+            nonlocal received
+            values = self._wires.receive("forward", stage, m, blanks)
+            received = True
+            return values
+
+        def act() -> list[Tensor]:
+            kept.scope = work.scope(m)
+            work.begins(m)
+            with kept.scope:
+                around = self._units.forward(stage) if self._units is not None else contextlib.nullcontext()
+                with around as leave:
+                    passed = self._stages.forward(stage, work.function, work.batches[m], receive)
+                    if leave is not None:
+                        leave(passed.values or passed.result)
+                is_last = stage == self._num_stages - 1
+                kept.total = work.forwarded(m, passed.result if is_last else None)
+            self._note(work, stage, m, kept, passed)
+            return passed.values
+
+        values = self._guarded(act)
+        if values is None:
+            if stage > 0 and not received:
+                receive(self._blanks(work, stage, m))
+            values = self._nothing(work, stage, m, kept)
+        if stage < self._num_stages - 1:
+            self._wires.send("forward", stage + 1, m, values)
+        return kept
+
+    def _note(self, work: Work, stage: int, m: int, kept: _Kept, passed: Passed) -> None:
+        function, batch = work.function, work.batches[m]
+        kept.received = passed.received
+        kept.needs_grad = self._stages.slots(stage, function, batch)
+        kept.sent = [Blank.of(value) for value in passed.values]
+        if stage < self._num_stages - 1:
+            wanted = self._stages.slots(stage + 1, function, batch)
+            pairs = zip(passed.values, wanted, strict=True)
+            kept.roots = [get_gradient_edge(v) if needs and v.requires_grad else None for v, needs in pairs]
+
+    def _blanks(self, work: Work, stage: int, m: int) -> list[Blank]:
+        with work.scope(m):
+            return self._stages.blanks(stage, work.function, work.batches[m])
+
+    def _nothing(self, work: Work, stage: int, m: int, kept: _Kept) -> list[Tensor]:
+        """NaN for what a stage that failed would have sent; the shapes, for the backward."""
+        function, batch = work.function, work.batches[m]
+        kept.needs_grad = self._stages.slots(stage, function, batch)
+        if stage > 0:
+            kept.received = [blank.filled() for blank in self._blanks(work, stage, m)]
+        if stage == self._num_stages - 1:
+            return []
+        kept.sent = self._blanks(work, stage + 1, m)
+        kept.roots = [None for _ in kept.sent]
+        return [blank.filled() for blank in kept.sent]
+
+    # ----------------------------------------------------------------------------------------------- backward
+
+    def _backward(
+        self, work: Work, action: Action, kept: _Kept, weights: Callable[[], list[Tensor]], last: bool
+    ) -> None:
+        stage, m = action.stage, action.microbatch
+        gradients: list[Tensor] = []
+        if stage < self._num_stages - 1:
+            wanted = self._stages.slots(stage + 1, work.function, work.batches[m])
+            blanks = [blank for blank, needs in zip(kept.sent, wanted, strict=True) if needs]
+            arrived = iter(self._wires.receive("backward", stage, m, blanks))
+            pairs = [(root, next(arrived)) for root, needs in zip(kept.roots, wanted, strict=True) if needs]
+            roots = [root for root, _ in pairs if root is not None]
+            gradients = [gradient for root, gradient in pairs if root is not None]
+        elif kept.total is not None:
+            roots, gradients = [get_gradient_edge(kept.total)], [torch.ones_like(kept.total)]
+            kept.total = None
+        else:
+            roots = []
+        inputs = [value for value, needs in zip(kept.received, kept.needs_grad, strict=True) if needs]
+
+        def act() -> list[Tensor | None]:
+            if action.kind is ActionKind.BACKWARD:
+                work.before_backward(m, last)
+            with kept.scope, self._again(work, action, kept):
+                if action.kind is ActionKind.BACKWARD:
+                    run_engine(roots, gradients)
+                    found: list[Tensor | None] = [value.grad for value in inputs]
+                else:
+                    given, kept.rest = backward_input(roots, gradients, inputs, weights())
+                    found = list(given)
+            if action.kind is ActionKind.BACKWARD:
+                work.backwarded(m, last)
+            return found
+
+        found = self._guarded(act)
+        if stage > 0:
+            if found is None:
+                found = [torch.full_like(value, torch.nan) for value in inputs]
+            sent = [torch.zeros_like(v) if g is None else g for v, g in zip(inputs, found, strict=True)]
+            self._wires.send("backward", stage - 1, m, sent)
+        kept.roots = []
+
+    def _weights(self, work: Work, action: Action, kept: _Kept, last: bool) -> None:
+        assert kept.rest is not None
+        work.before_backward(action.microbatch, last)
+        with kept.scope, self._again(work, action, kept):
+            units = self._units
+            backward_weight(kept.rest, units.turns(action.stage, kept.rest.in_turn) if units is not None else None)
+        work.backwarded(action.microbatch, last)
+
+    def _again(self, work: Work, action: Action, kept: _Kept) -> AbstractContextManager[None]:
+        batch = work.batches[action.microbatch]
+        return self._stages.recomputing(action.stage, work.function, batch, kept.received)
+
+    # --------------------------------------------------------------------------------------------- evaluation
+
+    def evaluate(self, function: Function, batch: Any) -> tuple[float, float]:
+        """The pair of numbers that a function gives, on every rank of the pipeline; without gradients.
+
+        Raises: what failed here; PeerError where it was another rank. Collective: the pipeline's ranks.
+        """
+        told = torch.zeros(3, dtype=torch.float64)
+        failure: Exception | None = None
+
+        def forwarded(_: int, result: Any) -> None:
+            if result is not None:
+                total, weight = result
+                told[0], told[1] = float(total), float(weight)
+
+        work = Work(function, [batch], lambda _: contextlib.nullcontext(), lambda _: None, forwarded)
+        try:
+            with torch.no_grad():
+                self._run(work, tuple(Action(ActionKind.FORWARD, stage, 0) for stage in self.own_stages), list)
+        except Exception as error:
+            if is_lost_peer(error):
+                raise
+            failure, told[2] = error, 1.0
+        told = self._wires.total(told.to(self._device)).cpu()
+        if failure is not None:
+            raise failure
+        if told[2]:
+            raise PeerError(
+                given="this rank's stages of a pipeline",
+                conflict="they are well, and another rank's failed",
+                remedy="see what that rank says",
+            )
+        return float(told[0]), float(told[1])

@@ -1,0 +1,146 @@
+"""What a stage does with the calls before it, and what it has to hold: read off a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal.errors import PlanError
+from shoal.parallel.pipeline.stage_trace import ModuleCall, Outline, Slot, StageTrace
+
+
+class Do(StrEnum):
+    """What becomes of a call before the stage: its code runs, or is stubbed, or it is where the stage begins."""
+
+    RUN = "run"
+    STUB = "stub"
+    DENSE = "dense"  # a stub whose output is written into
+    BEGIN = "begin"
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """A call before a stage; `outline` is that of its output in the trace."""
+
+    name: str
+    do: Do
+    outline: Outline | None = None
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """A stage's calls until it begins, in order; `slots` cross into it, `ends_before` is where the next begins."""
+
+    stage: int
+    steps: tuple[StageCall, ...]
+    slots: tuple[Slot, ...]
+    ends_before: str | None
+    next_slots: tuple[Slot, ...]
+
+
+def programs(trace: StageTrace, firsts: Sequence[str]) -> list[StageProgram]:
+    """A program a stage. Raises: PlanError where a stage cannot do without what it would stub."""
+    begins: list[ModuleCall] = []
+    for name in firsts:
+        call = trace.first(name)
+        if call is None or (begins and call.enter <= begins[-1].enter):
+            raise PlanError(
+                given=f"a pipeline stage that begins at {name!r}",
+                conflict="a function that is to be computed with the model does not call it, or not in that order",
+                remedy="call the whole model in the loss and in each metric, or use layout.pipeline = 1",
+            )
+        if not call.keeps_graph:
+            raise PlanError(
+                given=f"a pipeline stage that begins at {name!r}",
+                conflict="the model calls it without autograd, as under no_grad or in a reentrant checkpoint: no "
+                "gradient could go back to the stage before",
+                remedy="checkpoint with use_reentrant=False, or name another module in pipeline.split",
+            )
+        begins.append(call)
+    found = []
+    for stage in range(len(firsts) + 1):
+        begin = begins[stage - 1] if stage else None
+        end = begins[stage] if stage < len(begins) else None
+        found.append(
+            StageProgram(
+                stage,
+                _steps(trace, begin) if begin is not None else (),
+                begin.slots if begin is not None else (),
+                end.name if end is not None else None,
+                end.slots if end is not None else (),
+            )
+        )
+    return found
+
+
+def _steps(trace: StageTrace, begin: ModuleCall) -> tuple[StageCall, ...]:
+    steps: list[StageCall] = []
+    stubbed_until = -1
+    for call in trace.calls[: begin.number]:
+        if call.enter < stubbed_until:
+            continue
+        if not _is_stubbed(call, begin):
+            steps.append(StageCall(call.name, Do.RUN))
+            continue
+        if call.writes_into:
+            raise PlanError(
+                given=f"a pipeline stage that begins at {begin.name!r}",
+                conflict=f"{call.name!r}, which runs on a stage before it, writes into {call.writes_into}",
+                remedy="return a new tensor from that module, or use layout.pipeline = 1",
+            )
+        stubbed_until = call.exit
+        steps.append(StageCall(call.name, Do.DENSE if call.dense else Do.STUB, call.outline))
+    return (*steps, StageCall(begin.name, Do.BEGIN))
+
+
+def _is_stubbed(call: ModuleCall, begin: ModuleCall) -> bool:
+    return call.exit < begin.enter and call.tainted
+
+
+def holds(trace: StageTrace, firsts: Sequence[str], names: Mapping[str, int]) -> list[set[str]]:
+    """The parameters and buffers that each stage uses, all of `names` in one of them at least.
+
+    Raises: PlanError for a buffer that one stage writes and another reads.
+    """
+    begins = [call for name in firsts if (call := trace.first(name)) is not None]
+    held: list[set[str]] = [set() for _ in range(len(begins) + 1)]
+    written: dict[str, set[int]] = {}
+    for use in trace.uses:
+        stages = set(_stages_of(trace, use.time, use.call, begins))
+        for stage in stages:
+            held[stage].add(use.name)
+        if use.writes:
+            written.setdefault(use.name, set()).update(stages)
+    for name in written:
+        if sum(name in stage for stage in held) > 1 and written[name] != set(range(len(held))):
+            raise PlanError(
+                given=f"a pipeline of {len(held)} stages",
+                conflict=f"{name!r} is written on one stage and used on another",
+                remedy="cut the model elsewhere by pipeline.split, so that one stage has both",
+            )
+    for name in set(names).difference(*held):  # used by no code: kept where its module is
+        held[_stage_of_module(trace, name, begins)].add(name)
+    return held
+
+
+def _stages_of(trace: StageTrace, time: int, call: int | None, begins: Sequence[ModuleCall]) -> list[int]:
+    """The stages that run the code of `call` at `time`: the one that it is in, and those after that do not stub it."""
+    own = sum(begin.enter <= time for begin in begins)
+    around = list(trace.around(call))
+    after = [
+        stage
+        for stage in range(own + 1, len(begins) + 1)
+        if not any(_is_stubbed(one, begins[stage - 1]) for one in around)
+    ]
+    return [own, *after]
+
+
+def _stage_of_module(trace: StageTrace, name: str, begins: Sequence[ModuleCall]) -> int:
+    prefix = name
+    while prefix:
+        prefix = prefix.rpartition(".")[0]
+        call = trace.first(prefix)
+        if call is not None and prefix:
+            return sum(begin.enter <= call.enter for begin in begins)
+    return 0

@@ -1,0 +1,328 @@
+"""The trace of a model for cutting it into stages: which module is called when, and which values depend on which.
+
+The user's own function runs once on tensors without data. A value is *tainted* where a stage that does not hold the
+modules before it cannot compute it: what a module with parameters returns, and whatever is computed from that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+
+Forward = Callable[..., Any]
+
+# Reading one of these from a parameter needs it on its device, though not its values.
+_PLACES = {Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__, Tensor.get_device}  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Blank:
+    """A tensor's shape, dtype and device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Blank:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device)
+
+    def filled(self, dense: bool = False) -> Tensor:
+        """A tensor of NaN, or zeros where the dtype has none; one number in memory unless it is to be written into."""
+        is_float = self.dtype.is_floating_point or self.dtype.is_complex
+        one = torch.full((), float("nan") if is_float else 0, dtype=self.dtype, device=self.device)
+        one.requires_grad_(self.requires_grad and torch.is_grad_enabled())
+        whole = one.expand(self.shape)
+        return whole.clone() if dense else whole
+
+    def empty(self) -> Tensor:
+        """A tensor to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A module's output without its values: blanks, places of arguments that it gives back, or what is no tensor."""
+
+    leaves: tuple[Blank | int | tuple[Any], ...]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, output: Any, arguments: list[Any]) -> Outline:
+        """That of an output, where the call had these leaves of arguments."""
+        places = {id(leaf): place for place, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
+        leaves, spec = tree_flatten(output)
+        described: list[Blank | int | tuple[Any]] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                described.append((leaf,))
+            else:
+                described.append(places[id(leaf)] if id(leaf) in places else Blank.of(leaf))
+        return cls(tuple(described), spec)
+
+    def filled(self, arguments: list[Any], dense: bool) -> Any:
+        """An output for these leaves of arguments, without meaning."""
+        made = []
+        for leaf in self.leaves:
+            if isinstance(leaf, Blank):
+                made.append(leaf.filled(dense))
+            else:
+                made.append(arguments[leaf] if isinstance(leaf, int) else leaf[0])
+        return tree_unflatten(made, self.spec)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A value that crosses a cut: the places among the leaves of the arguments where it stands, and what it was."""
+
+    places: tuple[int, ...]
+    needs_grad: bool
+    blank: Blank
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module, from `enter` to `exit` in the trace's time, in the call numbered `parent`."""
+
+    number: int
+    name: str
+    parent: int | None
+    enter: int
+    exit: int = -1
+    slots: tuple[Slot, ...] = ()
+    argument_ids: frozenset[int] = frozenset()
+    flops: int = 0  # of all before it
+    parameter_bytes: int = 0  # of all that were used before it
+    tainted: bool = False
+    uses_parameters: bool = False
+    writes_into: str = ""  # a value from outside that a stage would have to know of
+    dense: bool = False  # its output is written into
+    keeps_graph: bool = True  # whether autograd records here what it records elsewhere
+    outline: Outline | None = None
+
+
+@dataclass(frozen=True)
+class Use:
+    """A parameter or buffer used at a time, in the code of the call numbered `call`."""
+
+    name: str
+    time: int
+    call: int | None
+    writes: bool
+
+
+@dataclass
+class StageTrace:
+    """All calls in order, all uses of parameters and buffers, and from when to when each tainted value lives."""
+
+    calls: list[ModuleCall] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    lives: dict[int, tuple[int, int]] = field(default_factory=dict)
+    end: int = 0
+    flops: int = 0
+    parameter_bytes: int = 0
+
+    def first(self, name: str) -> ModuleCall | None:
+        """The first call of a module."""
+        return next((call for call in self.calls if call.name == name), None)
+
+    def around(self, call: int | None) -> Iterator[ModuleCall]:
+        """A call and those around it, from the inside."""
+        while call is not None:
+            yield self.calls[call]
+            call = self.calls[call].parent
+
+
+class StageTracer(TorchFunctionMode):
+    """Makes a trace of one run; `call` is what each module's forward goes through."""
+
+    def __init__(self, names: dict[int, str], sizes: dict[str, int], parameters: set[str]) -> None:
+        super().__init__()
+        self.trace = StageTrace()
+        self._names, self._sizes, self._parameters = names, sizes, parameters
+        self._tainted: set[int] = set()
+        self._kept: list[Any] = []  # an id is a tensor's only as long as it lives
+        self._open: list[ModuleCall] = []
+        self._made_by: dict[int, ModuleCall] = {}
+        self._used: set[str] = set()
+        self._flops = FlopCounterMode(display=False)
+        self._with_gradients = torch.is_grad_enabled()
+
+    def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Notes a call of a module and does it."""
+        trace = self.trace
+        trace.end += 1
+        parent = self._open[-1].number if self._open else None
+        call = ModuleCall(len(trace.calls), name, parent, trace.end)
+        call.flops, call.parameter_bytes = self._flops.get_total_flops(), trace.parameter_bytes
+        trace.calls.append(call)
+        leaves = tree_leaves((args, kwargs))
+        call.slots = self._slots(leaves)
+        call.keeps_graph = torch.is_grad_enabled() == self._with_gradients
+        call.argument_ids = frozenset(id(leaf) for leaf in leaves)
+        for leaf in leaves:
+            self._live(leaf)
+        self._open.append(call)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._open.pop()
+        trace.end += 1
+        call.exit = trace.end
+        call.outline = Outline.of(output, leaves)
+        if self._open:
+            self._open[-1].uses_parameters |= call.uses_parameters
+        found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and id(leaf) not in call.argument_ids]
+        given = any(id(leaf) in self._tainted for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        call.tainted = call.uses_parameters or given
+        if call.tainted:
+            for leaf in found:
+                self._taint(leaf)
+        for leaf in found:
+            self._made_by[id(leaf)] = call
+        return output
+
+    def _slots(self, leaves: list[Any]) -> tuple[Slot, ...]:
+        places: dict[int, list[int]] = {}
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and id(leaf) in self._tainted:
+                places.setdefault(id(leaf), []).append(place)
+        return tuple(Slot(tuple(at), leaves[at[0]].requires_grad, Blank.of(leaves[at[0]])) for at in places.values())
+
+    def _taint(self, value: Tensor) -> None:
+        if id(value) not in self._tainted:
+            self._tainted.add(id(value))
+            self._kept.append(value)
+            self.trace.lives[id(value)] = self.trace.end, self.trace.end
+
+    def _live(self, value: Any) -> None:
+        if id(value) in self._tainted:
+            self.trace.lives[id(value)] = self.trace.lives[id(value)][0], self.trace.end
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        written = written_by(func, args, kwargs)
+        if not made and not written and func not in _PLACES:
+            return result
+        self.trace.end += 1
+        self._kept += made
+        for tensor in given:
+            self._use(tensor, any(tensor is w for w in written))
+            self._live(tensor)
+        if any(id(tensor) in self._tainted for tensor in given):
+            for tensor in written:
+                self._written(tensor)
+            for tensor in made:
+                self._taint(tensor)
+        for tensor in written:
+            if id(tensor) in self._made_by:
+                self._made_by[id(tensor)].dense = True
+        return result
+
+    def _use(self, tensor: Tensor, writes: bool) -> None:
+        name = self._names.get(id(tensor))
+        if name is None:
+            return
+        self.trace.uses.append(Use(name, self.trace.end, self._open[-1].number if self._open else None, writes))
+        if name in self._parameters and self._open:
+            self._open[-1].uses_parameters = True
+        if name not in self._used:
+            self._used.add(name)
+            self.trace.parameter_bytes += self._sizes[name]
+
+    def _written(self, tensor: Tensor) -> None:
+        """Taints what is written into; noted for each call into which it was given from outside."""
+        for value in (tensor, tensor._base):
+            if value is None or id(value) in self._tainted or id(value) in self._names:
+                continue
+            for call in self._open:
+                if id(value) in call.argument_ids:
+                    call.writes_into = f"a tensor of shape {list(value.shape)} among its arguments"
+            self._taint(value)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The context of the traced run."""
+        with sdpa_kernel(SDPBackend.MATH), self._flops, self:  # flash attention on a CPU counts as nothing
+            yield
+        self.trace.end += 1
+        self.trace.flops = self._flops.get_total_flops()
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a torch function writes into."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+    augmented = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
+    found = [args[0]] if (in_place or augmented or kwargs.get("inplace")) and args else []
+    return [leaf for leaf in tree_leaves((found, kwargs.get("out"))) if isinstance(leaf, Tensor)]
+
+
+@contextlib.contextmanager
+def without_data(module: nn.Module, device: torch.device) -> Iterator[tuple[FakeTensorMode, dict[str, Tensor]]]:
+    """A context in which a module's tensors have no data and shapes on `device`; gives the mode, and them by name.
+
+    Fake and not meta tensors: only those follow autocast as real ones on their device do.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, Tensor] = {}
+    named: dict[str, Tensor] = {}
+    homes: list[tuple[dict[str, Any], str, Tensor]] = []
+    for prefix, part in module.named_modules():
+        for home in (part._parameters, part._buffers):
+            for key, value in home.items():
+                if value is None:
+                    continue
+                if id(value) not in fakes:
+                    with mode:
+                        fake = torch.empty(value.shape, dtype=value.dtype, device=device)
+                    fakes[id(value)] = fake.requires_grad_(value.requires_grad)
+                homes.append((home, key, value))
+                named[f"{prefix}.{key}" if prefix else key] = fakes[id(value)]
+    try:
+        for home, key, value in homes:
+            home[key] = fakes[id(value)]
+        _refresh(module)
+        yield mode, named
+    finally:
+        for home, key, value in homes:
+            home[key] = value
+        _refresh(module)
+
+
+def _refresh(module: nn.Module) -> None:
+    """Recurrent layers keep a list of their weights besides."""
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase):
+            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+
+def fake_of(mode: FakeTensorMode, value: Any, device: torch.device) -> Any:
+    """A value whose tensors have no data, on `device`; one tensor for the same tensor."""
+    seen: dict[int, Tensor] = {}
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in seen:
+            with mode:
+                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+            seen[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
+        return seen[id(leaf)]
+
+    return tree_map(one, value)

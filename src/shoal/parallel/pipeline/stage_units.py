@@ -1,0 +1,188 @@
+"""Units of pipeline stages: parameters cut over the shard axis, gathered where a stage computes them.
+
+torch's fully_shard cuts the parameters and moves them; when is decided here. Its own hooks take a model for one that
+runs as a whole: a stage stubs modules, is left in the midst of the model, and has several microbatches between their
+forward and their backward, whose gradients come in two halves under zero bubble.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils._pytree import tree_leaves
+
+from shoal.plans.schedule import Action, ActionKind, Actions
+
+# A backward that gives weights their gradients.
+_WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
+
+@dataclass
+class GatherUnit:
+    """What is gathered as one, and the stages of this rank that use it; `name` is of the module that it surrounds."""
+
+    name: str
+    group: Any  # torch's FSDPParamGroup
+    stages: frozenset[int]
+
+    def weights(self) -> list[Tensor]:
+        """Its parameters as autograd knows them, gathered or not; none before a first forward."""
+        return [p._unsharded_param for p in self.group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gathers it for a forward, with the arguments to go on with. Collective: the shard axis, an all-gather."""
+        return self.group.pre_forward(None, args, kwargs)  # type: ignore[no-any-return]
+
+    def leave(self, output: Any) -> None:
+        """Lets go of it after the forward that gave `output`, whose gradient brings it back."""
+        self.group.post_forward(None, None, output)
+        for leaf in tree_leaves(output) if torch.is_grad_enabled() else ():
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._arrived)
+
+    def _arrived(self, _: Tensor) -> None:
+        self.group.pre_backward(False)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """A forward that is computed again in a backward: gathered for it where it is not."""
+        lacking = not self.group.is_unsharded
+        if lacking:
+            self.gather()
+        try:
+            yield
+        finally:
+            if lacking:
+                self.group._to_sharded()
+
+    def gather(self) -> None:
+        """Gathers it for a backward. Collective: the shard axis, an all-gather where it is not there."""
+        self.group._training_state = TrainingState.PRE_BACKWARD
+        self.group.unshard(False)
+        self.group.wait_for_unshard()
+
+    def end(self) -> None:
+        """After a stage's backward: scatters what autograd did not come to the end of."""
+        if self.weights() and self.group._training_state != TrainingState.POST_BACKWARD:
+            self.group.post_backward()
+        self.group._training_state = TrainingState.IDLE
+        self.group.finalize_backward()
+
+
+class StageUnits:
+    """The units of one rank's stages; `used[s]` names the parameters of its stage s.
+
+    keep: what is gathered once in a step stays (level "gradients"), else each forward and backward gathers anew, and
+    under zero bubble both halves of a backward. late: gradients are scattered with the last microbatch only.
+    """
+
+    def __init__(self, model: nn.Module, used: Mapping[int, set[str]], *, keep: bool, late: bool) -> None:
+        self._model, self._keep, self._late = model, keep, late
+        names = {id(p): name for name, p in model.named_parameters()}
+        self.inner: dict[str, GatherUnit] = {}
+        self.own: GatherUnit | None = None  # what is in no unit, gathered for a stage as a whole
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()
+                state._pre_forward_hook_handle.remove()
+                state._post_forward_hook_handle.remove()
+                for group in state._fsdp_param_groups:
+                    held = {names[id(p.sharded_param)] for p in group.fsdp_params}
+                    unit = GatherUnit(name, group, frozenset(stage for stage in used if used[stage] & held))
+                    if not name:
+                        self.own = unit
+                    else:
+                        self.inner[name] = unit
+        self._lasts: dict[int, Action] = {}
+
+    @property
+    def units(self) -> list[GatherUnit]:
+        """All of them."""
+        return [*self.inner.values(), *([self.own] if self.own is not None else [])]
+
+    def of(self, stage: int) -> list[GatherUnit]:
+        """Those that a stage uses."""
+        return [unit for unit in self.units if stage in unit.stages]
+
+    def weights(self) -> list[Tensor]:
+        """The parameters as autograd knows them, gathered or not; after a first forward."""
+        found = [*self._plain(), *(p for unit in self.units for p in unit.weights())]
+        return [p for p in found if p.requires_grad]
+
+    def _plain(self) -> list[Tensor]:
+        return [p for p in self._model.parameters() if not hasattr(p, "to_local") and not p.is_meta]
+
+    # ------------------------------------------------------------------------------------------------ one step
+
+    def begin(self, own: Actions) -> None:
+        """Before a rank's actions of one step: notes which is each unit's last backward."""
+        root: Any = self._model
+        root._get_fsdp_state()._lazy_init()  # after memory was given to what is cut, and before any unit by itself
+        self._lasts = {}
+        for action in own:
+            if action.kind in _WEIGHTS:
+                self._lasts |= {id(unit): action for unit in self.of(action.stage)}
+
+    def end(self) -> None:
+        """After them: nothing stays gathered, since an update comes next. An evaluation's stays, as long as wanted."""
+        for unit in self.units:
+            unit.group.reshard()
+
+    @contextlib.contextmanager
+    def forward(self, stage: int) -> Iterator[Callable[[Any], None]]:
+        """The context of a stage's forward; what it gives is called with the forward's output."""
+        own = self.own if self.own is not None and stage in self.own.stages else None
+        if own is not None:
+            own.enter((), {})
+        yield own.leave if own is not None else lambda _: None
+        for unit in self.of(stage)[:1]:
+            context = unit.group.comm_ctx
+            if context.all_gather_state is not None:
+                unit.group._wait_all_gather_streams_on_event(context.all_gather_state.event)
+                context.all_gather_state = None
+            context.post_forward_order.clear()
+
+    @contextlib.contextmanager
+    def action(self, action: Action) -> Iterator[None]:
+        """The context of an action, without effect on a forward.
+
+        Collective: the shard axis, an all-gather a unit that is not there and a reduce-scatter a unit that is due.
+        """
+        found = self.of(action.stage) if action.kind is not ActionKind.FORWARD else []
+        for unit in found:
+            last = self._lasts[id(unit)] == action
+            due = action.kind in _WEIGHTS and (last or not self._late)
+            unit.group.reduce_grads = unit.group.all_reduce_grads = due
+            unit.group.reshard_after_backward = last or not self._keep
+        yield
+        for unit in found:
+            unit.end()
+        for unit in found[:1]:
+            scattered = unit.group.comm_ctx.reduce_scatter_states
+            for state in scattered:
+                if state.event is not None:
+                    unit.group.device_handle.current_stream().wait_event(state.event)
+            scattered.clear()
+
+    def turns(self, stage: int, groups: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+        """For weights whose gradients come group by group: asked for the next before each of them, and once more.
+
+        A unit is gathered before the first group that has a weight of it, and scattered after the last.
+        """
+        units = self.of(stage)
+        homes = {id(w): number for number, unit in enumerate(units) for w in unit.weights()}
+        due = [{homes[id(w)] for w in group if id(w) in homes} for group in groups]
+        for place, numbers in enumerate(due):
+            for number in sorted(numbers):
+                units[number].gather()
+            yield
+            for number in numbers.difference(*due[place + 1 :]):
+                units[number].group.post_backward()
+        yield

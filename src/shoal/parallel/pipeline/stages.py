@@ -1,0 +1,398 @@
+"""Pipeline stages of an ordinary module, whose code is not cut: each stage runs the user's own function.
+
+Modules before the stage are stubbed: they give tensors of the right shape, of NaN and without memory. When the first
+module of the stage is called, those of its arguments that depend on stubs are replaced by what the stage before sent;
+when the first module of the next stage is called, its arguments are what this stage sends, and the function is left.
+What depends on the batch alone is computed by each stage. A value that crosses a cut in any other way is refused when
+the stages are built, and would be NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from shoal.errors import JobError, ShoalError, UserCodeError
+from shoal.numerics.grain_randomness import active_scope
+from shoal.numerics.isolation import without_modes
+from shoal.parallel.model.repeated_blocks import repeated_blocks
+from shoal.parallel.pipeline.stage_check import LeakError, StubWatch
+from shoal.parallel.pipeline.stage_cuts import chosen, leak, without
+from shoal.parallel.pipeline.stage_program import Do, StageCall, StageProgram, holds, programs
+from shoal.parallel.pipeline.stage_shapes import StageShapes
+from shoal.parallel.pipeline.stage_trace import Blank, Forward, Slot, StageTrace, StageTracer, fake_of, without_data
+
+# (model, batch) -> anything; the loss and each metric.
+Function = Callable[[nn.Module, Any], Any]
+# Gives the tensors that stand for those of the stage before, which are like the given ones.
+Receive = Callable[[list[Blank]], list[Tensor]]
+# (the call's step, forward, args, kwargs) -> what stands for the output.
+Stub = Callable[[StageCall, Forward, Any, Any], Any]
+
+
+class Around(Protocol):
+    """What is done around the forward of a module where a stage computes it, and not where it is stubbed."""
+
+    def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before it: the arguments to go on with."""
+
+    def leave(self, output: Any) -> None:
+        """After it, also where the stage ends within the module: the output, or what is sent on."""
+
+    def again(self) -> AbstractContextManager[None]:
+        """Around the same forward where a backward computes it again."""
+
+
+class Follower(Protocol):
+    """A module that has to know of calls of its own that are stubbed."""
+
+    def begin(self) -> None:
+        """A forward through a stage begins."""
+
+    def stubbed(self, args: Any, kwargs: Any) -> None:
+        """Its own is stubbed; tensors among the arguments may be stubs."""
+
+
+class _Left(BaseException):
+    """Leaves the user's function where the next stage begins; no `except Exception` of the user's keeps it."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+
+@dataclass
+class Passed:
+    """One forward through a stage: what it received, and what it gave: `values` for the next stage, or the `result`."""
+
+    received: list[Tensor]
+    values: list[Tensor]
+    result: Any = None
+
+
+@dataclass(frozen=True)
+class _Modules:
+    """What is to be done at modules, by their names."""
+
+    followers: Mapping[str, Follower]
+    around: Mapping[str, Around]
+    compiled: Mapping[str, Forward]
+
+
+class _StageRun:
+    """Follows one forward through a stage; `call` is what every watched module's forward goes through."""
+
+    def __init__(self, program: StageProgram, stub: Stub, receive: Receive, modules: _Modules) -> None:
+        self._program, self._stub, self._receive, self._modules = program, stub, receive, modules
+        self._place = 0
+        self.begun = program.stage == 0
+        self.received: list[Tensor] = []
+        self._stands_for: dict[int, Tensor] = {}
+        self._stubs: list[Any] = []  # an id is a tensor's only as long as it lives
+        for follower in modules.followers.values():
+            follower.begin()
+
+    def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        if self.begun:
+            if name == self._program.ends_before:
+                raise _Left(self._values(args, kwargs))
+            if self._stands_for:
+                args, kwargs = tree_map(self._real, (args, kwargs))
+            return self._computed(name, forward, args, kwargs)
+        if self._place == len(self._program.steps) or self._program.steps[self._place].name != name:
+            raise _diverged(self._program, self._place, name)
+        step = self._program.steps[self._place]
+        self._place += 1
+        if step.do in (Do.STUB, Do.DENSE):
+            if name in self._modules.followers:
+                self._modules.followers[name].stubbed(args, kwargs)
+            return self._stub(step, forward, args, kwargs)
+        if step.do is Do.BEGIN:
+            args, kwargs = self._begin(args, kwargs)
+        return self._computed(name, forward, args, kwargs)
+
+    def _computed(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        around, forward = self._modules.around.get(name), self._modules.compiled.get(name, forward)
+        if around is None:
+            return forward(*args, **kwargs)
+        args, kwargs = around.enter(args, kwargs)
+        try:
+            output = forward(*args, **kwargs)
+        except _Left as left:
+            around.leave(left.values)
+            raise
+        around.leave(output)
+        return output
+
+    def _begin(self, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        self.begun = True
+        slots = self._program.slots
+        stubs = [leaves[slot.places[0]] for slot in slots]
+        self.received = self._receive([Blank.of(stub) for stub in stubs])
+        for slot, stub, value in zip(slots, stubs, self.received, strict=True):
+            value.requires_grad_(slot.needs_grad and torch.is_grad_enabled())
+            self._stands_for[id(stub)] = value
+            for place in slot.places:
+                leaves[place] = value
+        self._stubs = stubs
+        return tree_unflatten(leaves, spec)
+
+    def _real(self, leaf: Any) -> Any:
+        return self._stands_for.get(id(leaf), leaf)
+
+    def _values(self, args: Any, kwargs: Any) -> list[Tensor]:
+        leaves = [self._real(leaf) for leaf in tree_leaves((args, kwargs))]
+        return [leaves[slot.places[0]] for slot in self._program.next_slots]
+
+
+class Stages:
+    """The stages of one model; `num_stages` of them, begun by `firsts`, of which this rank runs some.
+
+    The model has no data while this is built, and afterwards data for what `holds` says of the stages that are run.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, followers: Mapping[str, Follower]) -> None:
+        self._model, self._device, self._followers = model, device, followers
+        self._shapes = StageShapes(model, device)
+        self._handler: Callable[..., Any] | None = None
+        self._programs: dict[Any, list[StageProgram]] = {}
+        self._sizes = {n: t.numel() * t.itemsize for n, t in (*model.named_parameters(), *model.named_buffers())}
+        self.firsts: list[str] = []
+        self.holds: list[set[str]] = []
+        self.cuts: list[tuple[Slot, ...]] = []  # what crosses from each stage to the next, in the batch that was traced
+        self.around: dict[str, Around] = {}  # by the modules' names
+        self._compiled: dict[str, Forward] = {}
+        self._forwards: dict[str, Forward] = {}
+        self._blocks = [block.name for block in repeated_blocks(model) if block.children is None]
+        self._install()
+
+    @classmethod
+    def build(
+        cls,
+        model: nn.Module,
+        function: Function,
+        batch: Any,
+        *,
+        num_stages: int,
+        split: Sequence[str] = (),
+        device: torch.device | None = None,
+        followers: Mapping[str, Follower] | None = None,
+    ) -> Stages:
+        """Cuts a model by its `function`, which is the loss; `batch` tells shapes only; `followers` by module.
+
+        Raises: PlanError where it cannot be cut so; UserCodeError where it cannot be traced.
+        """
+        stages = cls(model, device or torch.device("cpu"), followers or {})
+        trace = stages.traced(function, batch)
+        refused: list[str] = []
+        while True:
+            stages.firsts = chosen(model, without(trace, refused), split, num_stages)
+            made = programs(trace, stages.firsts)
+            try:
+                stages._check(function, batch, made)
+                break
+            except LeakError as error:
+                if split:
+                    raise leak(error, model, trace) from None
+                refused.append(error.begins)
+        stages.cuts = [program.next_slots for program in made[:-1]]
+        stages.holds = holds(trace, stages.firsts, stages._sizes)
+        stages._programs[stages._key(function)] = made
+        return stages
+
+    def __deepcopy__(self, memo: Any) -> Stages:
+        return self
+
+    # ------------------------------------------------------------------------------------------------ forwards
+
+    def _install(self) -> None:
+        """Lets every module's forward go through this, and its name stay what it is."""
+        for name, module in self._model.named_modules():
+            self._forwards[name] = module.forward
+            module.forward = functools.partial(self._call, name, module.forward)
+
+    def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        if self._handler is None or self._shapes.is_running:
+            return forward(*args, **kwargs)
+        return self._handler(name, forward, args, kwargs)
+
+    def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
+        """Puts what `compiled` makes of their forwards in the place of those of the model's blocks; their names.
+
+        Not of a block within which a stage begins, and only where a stage computes it.
+        """
+        names = [name for name in self._blocks if not any(first.startswith(f"{name}.") for first in self.firsts)]
+        self._compiled = {name: self._undivided(compiled(name, self._forwards[name])) for name in names}
+        return names
+
+    def _undivided(self, forward: Forward) -> Forward:
+        """A forward in which nothing is watched."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._handling(None):
+                return forward(*args, **kwargs)
+
+        return run
+
+    def _stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
+        output, num_draws = self._shapes.output(step.name, forward, args, kwargs, step.do is Do.DENSE)
+        scope = active_scope()
+        if num_draws and scope is not None:
+            scope.skip(num_draws)
+        return output
+
+    @contextlib.contextmanager
+    def _handling(self, handler: Callable[..., Any] | None) -> Iterator[None]:
+        before, self._handler = self._handler, handler
+        try:
+            yield
+        finally:
+            self._handler = before
+
+    @property
+    def is_before(self) -> bool:
+        """Whether a forward is in the modules before its stage, whose outputs mean nothing."""
+        run = getattr(self._handler, "__self__", None)
+        return self._shapes.is_running or (isinstance(run, _StageRun) and not run.begun)
+
+    def forward(self, stage: int, function: Function, batch: Any, receive: Receive) -> Passed:
+        """One stage's part of `function(model, batch)`; `receive` is called where a stage after the first begins."""
+        program = self._program(function, batch)[stage]
+        run = _StageRun(program, self._stub, receive, _Modules(self._followers, self.around, self._compiled))
+        try:
+            with self._handling(run.call):
+                result = function(self._model, batch)
+        except _Left as left:
+            return Passed(run.received, left.values)
+        if not run.begun or program.ends_before is not None:
+            raise _diverged(program, len(program.steps) - 1, "its end")
+        return Passed(run.received, [], result)
+
+    def blanks(self, stage: int, function: Function, batch: Any) -> list[Blank]:
+        """What a stage would receive, found without computing it."""
+
+        def stop(blanks: list[Blank]) -> list[Tensor]:
+            found.extend(blanks)
+            raise _Left([])
+
+        found: list[Blank] = []
+        self.forward(stage, function, batch, stop)
+        return found
+
+    def slots(self, stage: int, function: Function, batch: Any) -> list[bool]:
+        """Of each value that a stage receives, whether it has a gradient."""
+        return [slot.needs_grad for slot in self._program(function, batch)[stage].slots]
+
+    @contextlib.contextmanager
+    def recomputing(self, stage: int, function: Function, batch: Any, received: list[Tensor]) -> Iterator[None]:
+        """The context of a backward: where it computes a forward again, the stage begins with what it received."""
+        program = self._program(function, batch)[stage]
+        stubs = {step.name for step in program.steps if step.do in (Do.STUB, Do.DENSE)}
+
+        def call(name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+            if name in stubs and any(p.is_meta for p in self._model.get_submodule(name).parameters()):
+                raise _recomputes_another(name, program.steps[-1].name)
+            if program.slots and name == program.steps[-1].name:
+                leaves, spec = tree_flatten((args, kwargs))
+                for slot, value in zip(program.slots, received, strict=True):
+                    for place in slot.places:
+                        leaves[place] = value
+                args, kwargs = tree_unflatten(leaves, spec)
+            around, forward = self.around.get(name), self._compiled.get(name, forward)
+            with around.again() if around is not None else contextlib.nullcontext():
+                return forward(*args, **kwargs)
+
+        with self._handling(call):
+            yield
+
+    # ------------------------------------------------------------------------------------------------ programs
+
+    def _key(self, function: Function) -> Any:
+        return function, self._model.training, torch.is_grad_enabled()
+
+    def _program(self, function: Function, batch: Any) -> list[StageProgram]:
+        key = self._key(function)
+        if key not in self._programs:
+            trace = self.traced(function, batch)
+            made = programs(trace, self.firsts)
+            try:
+                self._check(function, batch, made)
+            except LeakError as error:
+                raise leak(error, self._model, trace) from None
+            self._programs[key] = made
+        return self._programs[key]
+
+    def traced(self, function: Function, batch: Any) -> StageTrace:
+        """What the function calls when. Raises: UserCodeError where it does not run without data."""
+        try:
+            with without_modes(), without_data(self._model, self._device) as (mode, named):
+                names = {id(fake): name for name, fake in reversed(named.items())}
+                tracer = StageTracer(names, self._sizes, {n for n, _ in self._model.named_parameters()})
+                given = fake_of(mode, batch, self._device)
+                with mode, tracer.running(), self._handling(tracer.call):
+                    function(self._model, given)
+        except Exception as error:
+            if isinstance(error, ShoalError) and not isinstance(error, UserCodeError):
+                raise
+            raised = error.__cause__ or error if isinstance(error, UserCodeError) else error
+            raise JobError(
+                given="a pipeline of this model",
+                conflict=f"run without data, to see what is computed when, it raised {type(raised).__name__}: "
+                + (str(raised).strip().splitlines() or [""])[0][:300],
+                remedy="let the model's code not depend on the values of tensors (mixtures of experts in Transformers: "
+                'experts_implementation="batched_mm"), or use layout.pipeline = 1',
+            ) from error
+        return tracer.trace
+
+    def leaks(self, function: Function, batch: Any, trace: StageTrace, first: str) -> bool:
+        """Whether a value crosses a cut before this module other than as its argument."""
+        try:
+            self._check(function, batch, programs(trace, [first]))
+        except LeakError:
+            return True
+        return False
+
+    def _check(self, function: Function, batch: Any, made: list[StageProgram]) -> None:
+        """Runs each stage without data and sees that nothing that it gives comes from a stub. Raises: LeakError."""
+        for program in made[1:]:
+            with without_modes(), without_data(self._model, self._device) as (mode, named):
+                watch = StubWatch(named)
+                run = _StageRun(program, watch.stub, _emptied, _Modules(self._followers, {}, {}))
+                watch.follow(run)
+                given = fake_of(mode, batch, self._device)
+                try:
+                    with mode, watch, self._handling(watch.call):
+                        result = tree_leaves(function(self._model, given))
+                except _Left as left:
+                    result = left.values
+            watch.judge(program.steps[-1].name, result)
+
+
+def _emptied(blanks: list[Blank]) -> list[Tensor]:
+    return [blank.empty() for blank in blanks]
+
+
+def _diverged(program: StageProgram, place: int, name: str) -> UserCodeError:
+    expected = program.steps[place].name if 0 <= place < len(program.steps) else program.ends_before
+    return UserCodeError(
+        given=f"stage {program.stage} of a pipeline",
+        conflict=f"the model called {name!r} where it had called {expected!r} when it was cut",
+        remedy="let the order of the model's calls not depend on the data, or use layout.pipeline = 1",
+    )
+
+
+def _recomputes_another(name: str, first: str) -> JobError:
+    return JobError(
+        given=f"a stage that begins at {first}, within what torch.utils.checkpoint computes again: {name} is before it",
+        conflict="that part is on another rank",
+        remedy='leave checkpoint out and write memory.recompute = "full", or call it within the forward of a block',
+    )

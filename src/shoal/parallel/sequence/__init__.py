@@ -1,0 +1,1 @@
+"""Sequence and context parallelism: positions divided over ranks."""

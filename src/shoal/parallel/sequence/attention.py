@@ -1,0 +1,252 @@
+"""Attention over sequences of which each rank has some positions: all-to-all to some heads of all positions, and back.
+
+As in DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). Each rank attends from all positions for its heads, so that
+causal attention is as much work on each. Positions are cut into pieces of one size; the last ones may stand for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shoal.errors import JobError, PlanError, ShoalError
+from shoal.parallel.axis_collectives import TensorAxis, slice_of
+from shoal.plans.accounting.partition import Heads, num_positions
+from shoal.plans.legal import AT_LEAST_A_HEAD, heads_suffice
+
+DROPOUTS = (F.dropout, torch.dropout)
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The positions of a sequence of `length` that the rank at `place` has: `size`, from `start`."""
+
+    length: int
+    degree: int
+    place: int
+
+    @property
+    def size(self) -> int:
+        """Positions on each rank; those behind the sequence's end are copies of its last."""
+        return num_positions(self.length, self.degree)
+
+    @property
+    def start(self) -> int:
+        """The first of them."""
+        return self.place * self.size
+
+    def padded(self, tensor: Tensor, dim: int) -> Tensor:
+        """`tensor`, of `length` along `dim`, with its last position repeated so that all ranks have as many."""
+        missing = self.size * self.degree - self.length
+        if not missing:
+            return tensor
+        shape = [missing if d == dim % tensor.ndim else -1 for d in range(tensor.ndim)]
+        return torch.cat([tensor, tensor.narrow(dim, self.length - 1, 1).expand(shape)], dim)
+
+    def own(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's positions of a whole tensor."""
+        return self.padded(tensor, dim).narrow(dim, self.start, self.size)
+
+    def scatter(self, tensor: Tensor, dim: int, axis: TensorAxis) -> Tensor:
+        """This rank's positions, a copy. Collective in the backward: the axis, an all-gather of its gradient."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return self.own(tensor, dim).clone()
+        return slice_of(self.padded(tensor, dim), axis, dim % tensor.ndim, (self.size,) * self.degree)
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of one flat tensor; backward: the same of the gradient, the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, axis: TensorAxis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+        ctx.rest = axis, given, taken
+        found = flat.new_empty(sum(taken))
+        width = flat.element_size()  # bytes, because Gloo does not know every dtype
+        sizes = [n * width for n in taken], [n * width for n in given]
+        dist.all_to_all_single(found.view(torch.uint8), flat.contiguous().view(torch.uint8), *sizes, group=axis.group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        axis, given, taken = ctx.rest
+        return _apply(gradient, axis, taken, given), None, None, None
+
+
+def _apply(flat: Tensor, axis: TensorAxis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+    found: Tensor = _Exchange.apply(flat, axis, given, taken)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _exchange(pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]], axis: TensorAxis) -> Any:
+    """To rank i the tensors `pieces[i]`; from it tensors of `shapes[i]`. Collective: the axis, one all-to-all."""
+    flat = torch.cat([tensor.reshape(-1) for to in pieces for tensor in to])
+    given = [sum(tensor.numel() for tensor in to) for to in pieces]
+    taken = [sum(shape.numel() for shape in of) for of in shapes]
+    found = _apply(flat, axis, given, taken).split([shape.numel() for of in shapes for shape in of])
+    parts = iter(found)
+    return [[next(parts).view(shape) for shape in of] for of in shapes]
+
+
+def attend(span: Span, axis: TensorAxis, block: str, args: Any, kwargs: Any) -> Tensor:
+    """scaled_dot_product_attention of slices [B, H, size, d], a mask for all positions; gives [B, H, size, d].
+
+    Collective: the axis, an all-to-all of query, key and value and one of what is found; as much in the backward.
+    Raises: JobError for what is not attention within the sequence.
+    """
+    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    query, key, value = (_narrowed(given.pop(name)) for name in _NAMES[:3])
+    mask = given.pop("attn_mask", None)
+    if given.get("dropout_p", 0.0):
+        raise dropout_refusal(block, given["dropout_p"])
+    _refuse(span, block, query, key, value)
+    heads = Heads(query.shape[1], key.shape[1], axis.degree)
+    refuse_degree(heads.num_query, axis.degree, block)
+    query, key, value = _to_heads(span, axis, heads, (query, key, value))
+    repeats = heads.repeats(axis.place)
+    if repeats is not None:
+        index = torch.tensor(repeats, device=key.device)
+        key, value = key.index_select(1, index), value.index_select(1, index)
+    given.pop("enable_gqa", None)
+    mask = _own_mask(span, heads, block, mask, axis.place)
+    found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **given)
+    return _to_positions(span, axis, heads, found)
+
+
+def _narrowed(tensor: Tensor) -> Tensor:
+    """As autocast would have it, before it is sent."""
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind) and tensor.dtype == torch.float32:
+        return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor
+
+
+def _to_heads(span: Span, axis: TensorAxis, heads: Heads, tensors: Sequence[Tensor]) -> list[Tensor]:
+    bounds = [[heads.bounds(i), heads.read(i), heads.read(i)] for i in range(axis.degree)]
+    pieces = [[t[:, a:b] for t, (a, b) in zip(tensors, to, strict=True)] for to in bounds]
+    shapes = [piece.shape for piece in pieces[axis.place]]
+    parts = _exchange(pieces, [shapes] * axis.degree, axis)
+    wholes = [torch.cat([of[i] for of in parts], 2).narrow(2, 0, span.length) for i in range(len(tensors))]
+    return [whole.to(tensor.dtype) for whole, tensor in zip(wholes, tensors, strict=True)]
+
+
+def _to_positions(span: Span, axis: TensorAxis, heads: Heads, found: Tensor) -> Tensor:
+    full = F.pad(found, (0, 0, 0, span.size * span.degree - span.length))
+    pieces = [[piece] for piece in full.split(span.size, 2)]
+    shapes = []
+    for i in range(axis.degree):
+        start, stop = heads.bounds(i)
+        shapes.append([torch.Size((found.shape[0], stop - start, span.size, found.shape[3]))])
+    return torch.cat([of[0] for of in _exchange(pieces, shapes, axis)], 1)
+
+
+def _own_mask(span: Span, heads: Heads, block: str, mask: Tensor | None, place: int) -> Tensor | None:
+    """This rank's heads of a mask for all positions, [.., H or 1, T or 1, T or 1]."""
+    if mask is None:
+        return None
+    if any(size not in (1, span.length) for size in mask.shape[-2:]):
+        raise refusal(
+            block,
+            f"its attention mask is of shape {list(mask.shape)} where the sequence has {span.length} positions",
+            "make the mask outside of the blocks and hand it to them, or use is_causal=True",
+        )
+    if mask.ndim < 3 or mask.shape[-3] == 1:
+        return mask
+    start, stop = heads.bounds(place)
+    return mask.narrow(-3, start, stop - start)
+
+
+def _refuse(span: Span, block: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+        raise refusal(
+            block,
+            f"it attends with a query of shape {list(query.shape)}, which has no dim of heads",
+            "give scaled_dot_product_attention tensors of shape [batch, heads, positions, width]",
+        )
+    if {query.shape[2], key.shape[2], value.shape[2]} != {span.size}:
+        raise refusal(
+            block,
+            f"it attends from {query.shape[2]} to {key.shape[2]} positions where this rank has {span.size}",
+            "use context = 1: only attention within one sequence is divided",
+        )
+    if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+        raise refusal(
+            block,
+            f"it attends with {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads of query, key and value",
+            "use as many heads of keys as of values, which divide those of the query",
+        )
+
+
+def refusal(block: str, conflict: str, remedy: str) -> ShoalError:
+    """The error for a block whose sequence cannot be divided."""
+    return JobError(given=f"a context axis with the block {block}", conflict=conflict, remedy=remedy)
+
+
+def dropout_refusal(block: str, p: float) -> ShoalError:
+    """The error for attention with dropout."""
+    return refusal(
+        block,
+        f"its attention drops weights (p = {p}), and each rank would have to draw its heads' part of one mask",
+        "use attention dropout 0 (in Transformers attn_pdrop, attention_dropout or attention_probs_dropout_prob), "
+        "or context = 1",
+    )
+
+
+def refuse_degree(num_heads: int, degree: int, block: str) -> None:
+    """Raises: PlanError where there are fewer heads than ranks."""
+    if not heads_suffice(degree, num_heads):
+        raise PlanError(
+            given=f"context = {degree} with {num_heads} attention heads in {block}",
+            conflict=AT_LEAST_A_HEAD,
+            remedy=f"use a context of at most {num_heads}",
+        )
+
+
+def dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+) -> tuple[Tensor, float, bool, bool]:
+    """Of a call of dropout: the tensor, the share, whether anything is dropped, and whether in place."""
+    return input, p, (training if train is None else train) and p > 0.0, inplace
+
+
+class Sliced(TorchFunctionMode):
+    """A context in which tensors are slices of sequences: attention is over all positions, dropout of the whole's mask.
+
+    `dropouts` has for tensors of so many dims which of them is the sequence's, if any.
+    """
+
+    def __init__(self, span: Span, axis: TensorAxis, block: str, dropouts: Mapping[int, int | None]) -> None:
+        super().__init__()
+        self._span, self._axis, self._block, self._dropouts = span, axis, block, dropouts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return attend(self._span, self._axis, self._block, args, kwargs)
+        if func in DROPOUTS:
+            input, p, active, in_place = dropout_arguments(*args, **kwargs)
+            return self._dropout(input, p, in_place) if active else func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float, in_place: bool) -> Tensor:
+        dim = self._dropouts.get(input.ndim, -1)
+        if dim is None:
+            return F.dropout(input, p, True, in_place)
+        if dim < 0 or input.shape[dim] != self._span.size:
+            raise refusal(
+                self._block,
+                f"it drops elements of a tensor of shape {list(input.shape)}, which it did not in the first batch",
+                "use dropout on [batch, positions, features], or p = 0",
+            )
+        shape = list(input.shape)
+        shape[dim] = self._span.length
+        # A copy: autograd keeps no more of the mask than the slice needs.
+        mask = self._span.own(F.dropout(input.new_ones(shape), p, True), dim).clone()
+        return input.mul_(mask) if in_place else input * mask

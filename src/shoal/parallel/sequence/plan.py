@@ -1,0 +1,188 @@
+"""What is to be cut of each block's arguments, decided from traces; what cannot be divided is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.errors import JobError, PlanError
+from shoal.parallel.sequence.attention import dropout_refusal, refusal, refuse_degree
+from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, Path
+from shoal.plans.accounting.model_parallel import SlicedBlock
+from shoal.plans.legal import HOLD_BLOCKS, NO_BLOCKS
+
+# Of the hidden state [batch, positions, ...].
+SEQUENCE = 1
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """How one block is divided.
+
+    `opens`: its hidden state comes in whole, `closes`: it goes out whole. `cuts`: the arguments cut along a dim;
+    `kept`: those that stay whole. `dropouts` and `outputs`: the sequence's dim, of what has so many dims and is dropped
+    from, and of what a module inside gives. None: there is none; -1: it cannot be told.
+    """
+
+    opens: bool
+    closes: bool
+    hidden: Path
+    result: Path
+    cuts: Mapping[Path, int]
+    kept: frozenset[Path]
+    dropouts: Mapping[int, int | None]
+    outputs: Mapping[str, int | None]
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """The blocks by name, those parameters whose gradient is a partial sum, and lines about it all.
+
+    `sliced`: the blocks as the planner's formulas know them, for sequences as long as those of the small batch.
+    """
+
+    blocks: Mapping[str, BlockPlan]
+    partial: tuple[str, ...]
+    notes: tuple[str, ...]
+    sliced: tuple[SlicedBlock, ...] = ()
+
+
+def decide(
+    traces: Sequence[ContextTrace], names: Mapping[str, Sequence[str]], degree: int, num_cuts: int = 1
+) -> ContextPlan:
+    """`names`: each block's parameters; `num_cuts`: into how many parts another axis divides the heads.
+
+    Raises: PlanError, JobError for a model that cannot be divided so.
+    """
+    first, other = traces[0], traces[-1] if len(traces) > 1 else None
+    if not first.blocks:
+        raise PlanError(
+            given=f"context = {degree}",
+            conflict=NO_BLOCKS,
+            remedy=HOLD_BLOCKS,
+        )
+    edges = edges_of(first)
+    blocks = {}
+    for name, block in first.blocks.items():
+        _refuse(name, block, degree, num_cuts)
+        twin = other.blocks.get(name) if other is not None else None
+        blocks[name] = _block(name, block, twin, edges)
+    partial = first.inside | {p for name in first.blocks for p in names[name]}
+    both = sorted(partial & first.outside)
+    if both:
+        raise JobError(
+            given=f"a context axis with a model that uses {both[0]} inside of its blocks and past them",
+            conflict="one use computes with a part of the sequence and the other with all of it",
+            remedy="use context = 1, or a parameter of its own for each",
+        )
+    stacks = [name for name, block in blocks.items() if block.opens]
+    note = f"{len(blocks)} blocks compute with 1/{degree} of the positions each, from {', '.join(stacks)} on"
+    return ContextPlan(blocks, tuple(sorted(partial)), (note,))
+
+
+def edges_of(trace: ContextTrace) -> dict[str, str]:
+    """For each block that takes just what another one gives, which nothing else uses: that other one."""
+    followers: dict[str, set[str]] = {}
+    for name, block in trace.blocks.items():
+        for source in block.sources:
+            followers.setdefault(source or "", set()).add(name)
+    found = {}
+    for name, block in trace.blocks.items():
+        sources = set(block.sources)
+        source = next(iter(sources)) or ""
+        follows = len(sources) == 1 and source not in ("", name)
+        if follows and followers[source] == {name} and not trace.blocks[source].used_elsewhere:
+            found[name] = source
+    return found
+
+
+def _block(name: str, block: BlockTrace, twin: BlockTrace | None, edges: Mapping[str, str]) -> BlockPlan:
+    cuts = {}
+    shapes, others = block.shapes, twin.shapes if twin is not None else {}
+    for path, shape in shapes.items():
+        if path != block.hidden and path not in block.masks:
+            dims = _sequence_dims(shape, others.get(path), block.length)
+            if dims and (twin is None or len(dims) == 1):
+                cuts[path] = dims[0]
+            elif dims:
+                raise refusal(
+                    name,
+                    f"it takes a tensor of shape {list(shape)} that is no attention mask",
+                    "use F.scaled_dot_product_attention with that tensor as attn_mask, or context = 1",
+                )
+    outputs: dict[str, int | None] = {}
+    for inner, found in block.outputs.items():
+        pairs = zip(found, twin.outputs[inner] if twin is not None else found, strict=True)
+        outputs[inner] = _one(_sequence_dims(a, b if twin else None, block.length) for a, b in pairs)
+    return BlockPlan(
+        opens=name not in edges,
+        closes=name not in edges.values(),
+        hidden=block.hidden,
+        result=block.results[0],
+        cuts=cuts,
+        kept=frozenset(shapes) - cuts.keys() - {block.hidden},
+        dropouts=_dropouts(name, block, twin),
+        outputs=outputs,
+    )
+
+
+def _dropouts(name: str, block: BlockTrace, twin: BlockTrace | None) -> dict[int, int | None]:
+    found: dict[int, int | None] = {}
+    for i, shape in enumerate(block.dropouts):
+        dim = _one([_sequence_dims(shape, twin.dropouts[i] if twin is not None else None, block.length)])
+        if found.setdefault(len(shape), dim) != dim or dim == -1 or (dim is not None and shape[dim] != block.length):
+            raise refusal(
+                name,
+                f"it drops elements of a tensor of shape {list(shape)}, whose positions are not a dim of their own",
+                "use dropout on [batch, positions, features], or p = 0",
+            )
+    return found
+
+
+def _sequence_dims(shape: torch.Size, other: torch.Size | None, length: int) -> list[int]:
+    """The dims that are as long as the sequence: those that differ where it does, else those of its size."""
+    if other is not None:
+        return [d for d, (a, b) in enumerate(zip(shape, other, strict=True)) if a != b]
+    found = [d for d, size in enumerate(shape) if size == length]
+    return [SEQUENCE] if len(shape) == 3 and SEQUENCE in found else found
+
+
+def _one(found: object) -> int | None:
+    dims = {tuple(each) for each in found}  # type: ignore[attr-defined]
+    each = dims.pop() if len(dims) == 1 else (-1, -1)
+    return None if not each else each[0] if len(each) == 1 else -1
+
+
+def _refuse(name: str, block: BlockTrace, degree: int, num_cuts: int) -> None:
+    length = block.length
+    if any(len(shape) > 2 and tuple(shape[-2:]) == (length, length) for shape in block.softmaxes):
+        raise refusal(
+            name,
+            "it computes attention by a softmax of its own, which a rank with some of the positions cannot",
+            'use F.scaled_dot_product_attention (in Transformers attn_implementation="sdpa")',
+        )
+    if block.attention_dropout:
+        raise dropout_refusal(name, block.attention_dropout)
+    if "multi_head_attention_forward" in block.operations:
+        raise refusal(
+            name,
+            "it uses nn.MultiheadAttention, whose attention is out of reach",
+            "use F.scaled_dot_product_attention on [batch, heads, positions, width]",
+        )
+    for function, shape in block.random:
+        if function == "batch_norm" or length in shape[1:]:
+            raise refusal(
+                name,
+                f"{function}() of a tensor of shape {list(shape)} would draw or average over a part of the positions",
+                "use dropout or layer norm, or context = 1",
+            )
+    if len(block.results) != 1:
+        raise refusal(
+            name,
+            f"it returns {len(block.results)} tensors",
+            "return the hidden state alone, or use context = 1",
+        )
+    for heads in block.heads:
+        refuse_degree(heads // num_cuts, degree, name)

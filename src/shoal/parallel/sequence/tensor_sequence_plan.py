@@ -1,0 +1,314 @@
+"""Which blocks compute parts of a sequence between their pairs: those that prove right so, on all ranks together."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.errors import ShoalError
+from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.sequence.plan import edges_of
+from shoal.parallel.sequence.proof import FLOOR, OF_PARAMETER, OUTPUT, SEED, computed, narrowed, numbers_for
+from shoal.parallel.sequence.tensor_sequence import SEQUENCE, BlockRole, PairByPositions, Stream, WholeRole, surround
+from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, Path, observe
+from shoal.parallel.tensor.heads import TensorTrial
+from shoal.parallel.tensor.pairs import PairCandidate, ProvenPair
+from shoal.parallel.tensor.plan import TensorPlan
+from shoal.parallel.tensor.proof import is_same, materialised
+from shoal.parallel.tensor.tensor_parallel import apply
+
+
+@dataclass(frozen=True)
+class SequenceBlock:
+    """A block as it was found, and proven: `wholes` are modules inside that compute all positions on each rank.
+
+    `partial` parameters get the gradient of this rank's positions; `parts` are modules that give them.
+    """
+
+    hidden: Path
+    result: Path
+    pairs: tuple[PairByPositions, ...]
+    wholes: tuple[str, ...]
+    partial: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    opens: bool = True
+    closes: bool = True
+
+    def give(self, block: nn.Module, name: str, stream: Stream) -> None:
+        """Makes a block that is divided along its features already compute so."""
+        for pair in self.pairs:
+            pair.give(block, stream)
+        for inner in self.wholes:
+            surround(block.get_submodule(inner), WholeRole(stream))
+        surround(block, BlockRole(name, self.hidden, self.result, self.opens, self.closes, stream))
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """The blocks by name, lines about them, and the parameters whose gradients become sums over the axis."""
+
+    blocks: Mapping[str, SequenceBlock]
+    notes: tuple[str, ...]
+    partial: tuple[str, ...] = ()
+
+    def apply(self, model: nn.Module, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Changes blocks of a divided model in place: what makes the whole of what modules give, by name."""
+        outputs: dict[str, Callable[[Tensor], Tensor]] = {}
+        stream = Stream(axis)
+        for name, block in self.blocks.items():
+            if block.opens:
+                stream = Stream(axis)
+            block.give(model.get_submodule(name), name, stream)
+            outputs |= {f"{name}.{inner}": _whole(stream) for inner in block.parts}
+            if not block.closes:
+                outputs[name] = _whole(stream)
+        return outputs
+
+
+def _whole(stream: Stream) -> Callable[[Tensor], Tensor]:
+    def whole(tensor: Tensor) -> Tensor:
+        with torch.no_grad():
+            return stream.whole(tensor)
+
+    return whole
+
+
+def plan_sequence(subject: TensorTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> SequencePlan:
+    """How the blocks of a whole model compute that `plan` is going to divide. Collective: the axis."""
+    try:
+        trace = observe(subject.model, subject.loss, subject.batch, axis.degree, subject.values)[0]
+    except ShoalError as error:
+        return SequencePlan({}, (f"no block computes parts of a sequence: {error.conflict}",))
+    bench = _Bench(subject, plan, axis, device)
+    blocks, failures = {}, dict[str, list[str]]()
+    for name, block in trace.blocks.items():
+        found = bench.prove(name, block)
+        if isinstance(found, str):
+            failures.setdefault(found, []).append(name)
+        else:
+            blocks[name] = found
+    notes = [f"whole sequences in {', '.join(names)}: {why}" for why, names in failures.items()]
+    names = {id(p): name for name, p in subject.model.named_parameters()}
+    partial = {
+        names[id(subject.model.get_submodule(name).get_parameter(inner))]
+        for name, block in blocks.items()
+        for inner in block.partial
+    }
+    shared = sorted(partial & _elsewhere(subject.model, blocks, trace))
+    if shared:
+        return SequencePlan({}, (f"no block computes parts of a sequence: {shared[0]} is used past its block too",))
+    if blocks:
+        notes.insert(0, f"{len(blocks)} blocks compute 1/{axis.degree} of the positions between their pairs")
+    elif not notes:
+        notes.append("no block computes parts of a sequence: the model repeats none that take [batch, positions, ...]")
+    return SequencePlan(_linked(blocks, edges_of(trace)), tuple(notes), tuple(sorted(partial)))
+
+
+def _linked(blocks: dict[str, SequenceBlock], edges: Mapping[str, str]) -> dict[str, SequenceBlock]:
+    """With those that take just what another one gives following it directly."""
+    follows = {name: edges[name] for name in blocks if edges.get(name) in blocks}
+    return {
+        name: replace(block, opens=name not in follows, closes=name not in follows.values())
+        for name, block in blocks.items()
+    }
+
+
+def _elsewhere(model: nn.Module, blocks: Mapping[str, SequenceBlock], trace: ContextTrace) -> set[str]:
+    """The parameters that something else than these blocks computes with, or holds."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = set(trace.outside)
+    for name, module in model.named_modules():
+        if not any(name == block or name.startswith(f"{block}.") for block in blocks):
+            found |= {names[id(p)] for p in module._parameters.values() if p is not None}
+    return found
+
+
+def _obstacle(block: BlockTrace, own: TensorPlan) -> str | None:
+    """Why a block is not even tried."""
+    if not own.pairs:
+        return "it has no pair of layers"
+    if len(block.results) != 1:
+        return f"it returns {len(block.results)} tensors"
+    shape = block.shapes[block.hidden]
+    for dropped in block.dropouts:
+        if len(dropped) < 4 and tuple(dropped[:2]) != tuple(shape[:2]):
+            return f"it drops elements of a tensor of shape {list(dropped)}"
+    for function, drawn in block.random:
+        if function == "batch_norm" or block.length in drawn[1:]:
+            return f"{function}() of a tensor of shape {list(drawn)} would see a part of the positions"
+    return None
+
+
+class _Bench:
+    """Tries blocks; what was found of one holds for others of the same structure."""
+
+    def __init__(self, subject: TensorTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> None:
+        self._subject, self._plan, self._axis, self._device = subject, plan, axis, device
+        self._known: dict[Any, SequenceBlock | str] = {}
+
+    def prove(self, name: str, block: BlockTrace) -> SequenceBlock | str:
+        """The block, or why it computes whole sequences. Collective: the axis."""
+        own = _within(self._plan, name)
+        why = _obstacle(block, own)
+        if why is not None:
+            return why
+        module = self._subject.model.get_submodule(name)
+        key = repr(module), tuple(block.operations), tuple(block.shapes.items()), str(own.to_json())
+        if key not in self._known:
+            for pairs, wholes in itertools.product(_ways(own), _regions(module, own)):
+                found = SequenceBlock(block.hidden, block.results[0], pairs, wholes)
+                self._known[key] = self._tried(name, block, own, found)
+                if not isinstance(self._known[key], str):
+                    break
+        return self._known[key]
+
+    def _tried(self, name: str, block: BlockTrace, own: TensorPlan, found: SequenceBlock) -> SequenceBlock | str:
+        generator = torch.Generator().manual_seed(SEED)
+        module = materialised(self._subject.model, name, self._subject.values, generator).to(self._device)
+        arguments = numbers_for(block, generator, self._device)
+        divided = copy.deepcopy(module)  # before a forward, which may leave in it what cannot be copied
+        try:
+            watched = _Outputs(module)
+            whole = computed(module, arguments)
+        except Exception:  # what makes float32 of its own does not compute in float64
+            divided, arguments = divided.float(), narrowed(arguments)
+            watched = _Outputs(module.float())
+            whole = computed(module, arguments)
+        watched.close()
+        parts = apply(divided, own, self._axis).parts
+        found.give(divided, name, Stream(self._axis))
+        try:
+            seen = _Outputs(divided)
+            split = computed(divided, arguments)
+        except Exception as error:
+            text = next(iter(str(error).strip().splitlines()), "")[:200]
+            return f"it raises {type(error).__name__} on a part of the positions: {text}"
+        partial = self._compare(whole, split, parts)
+        if isinstance(partial, str):
+            return partial
+        return replace(found, partial=partial, parts=_parts(watched.shapes, seen.shapes))
+
+    def _compare(self, whole: dict[str, Tensor], split: dict[str, Tensor], parts: Mapping[str, TensorSlice]) -> Any:
+        """The parameters with partial gradients; or what differs. Collective: the axis, a message a parameter."""
+        floor = FLOOR * max(float(gradient.norm()) for key, gradient in whole.items() if key != OUTPUT)
+        partial = []
+        for key, wanted in whole.items():
+            name = key.removeprefix(OF_PARAMETER).strip()
+            part = parts[name] if key.startswith(OF_PARAMETER) else TensorSlice.whole(wanted.shape)
+            own = split[key]
+            if self._all(is_same(own, part.take(wanted), 0.0 if key == OUTPUT else floor)):
+                continue
+            total = own.clone()
+            dist.all_reduce(total, group=self._axis.group)
+            if not key.startswith(OF_PARAMETER) or not part.is_whole or not self._all(is_same(total, wanted, floor)):
+                return f"{key} is another where each rank has a part of the positions"
+            partial.append(name)
+        return tuple(partial)
+
+    def _all(self, right: bool) -> bool:
+        told = torch.tensor([float(right)], device=self._device)
+        dist.all_reduce(told, dist.ReduceOp.MIN, group=self._axis.group)
+        return bool(told)
+
+
+def _within(plan: TensorPlan, block: str) -> TensorPlan:
+    """What a plan does with the modules of a block, by their names in it."""
+    prefix = f"{block}."
+
+    def inside(names: Any) -> tuple[str, ...]:
+        return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    def pair(found: ProvenPair) -> ProvenPair:
+        chosen = found.candidate
+        owner = chosen.owner.removeprefix(prefix) if chosen.owner != block else ""
+        return ProvenPair(
+            PairCandidate(inside(chosen.columns), chosen.row.removeprefix(prefix), owner),
+            {name.removeprefix(prefix): runs for name, runs in found.runs.items()},
+            {name.removeprefix(prefix): cut for name, cut in found.slices.items()},
+            inside(found.partial),
+            tuple(tuple((n.removeprefix(prefix), a, v) for n, a, v in place) for place in found.attributes),
+        )
+
+    pairs = tuple(pair(p) for p in plan.pairs if f"{p.candidate.owner}.".startswith(prefix))
+    return TensorPlan(pairs, inside(plan.gathered), inside(plan.rows))
+
+
+def _ways(own: TensorPlan) -> list[tuple[PairByPositions, ...]]:
+    """Gathering where columns begin; and before the modules around them, whose code may look at its input's shape."""
+    found = [p.candidate for p in own.pairs]
+    plain = tuple(PairByPositions(c.columns, c.row) for c in found)
+    around = tuple(PairByPositions(c.columns, c.row, _around(c.columns)) for c in found)
+    return [plain] if plain == around else [plain, around]
+
+
+def _around(columns: tuple[str, ...]) -> str:
+    """The smallest module that holds several columns."""
+    parents = {name.rpartition(".")[0] for name in columns}
+    return parents.pop() if len(columns) > 1 and len(parents) == 1 else ""
+
+
+def _regions(block: nn.Module, own: TensorPlan) -> list[tuple[str, ...]]:
+    """Modules inside that compute all positions: around layers that are cut and in no pair; and around whole ones."""
+    paired = [name for p in own.pairs for name in (*p.candidate.columns, p.candidate.row)]
+    cut = [*own.gathered, *own.rows]
+    wide = [
+        name for name, m in block.named_modules() if any(p is not None and p.ndim > 1 for p in m._parameters.values())
+    ]
+    first = _tops(block, cut, paired)
+    second = _tops(block, [name for name in wide if name and name not in paired], paired)
+    return [first] if first == second else [first, second]
+
+
+def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, ...]:
+    """The largest modules that hold these, and none of a pair."""
+    found: list[str] = []
+    for name in names:
+        steps = name.split(".")
+        tops = (".".join(steps[: n + 1]) for n in range(len(steps)))
+        top = next(t for t in tops if not any(f"{p}.".startswith(f"{t}.") for p in paired))
+        if isinstance(block.get_submodule(top), nn.ModuleList | nn.ModuleDict):
+            top = name
+        if top not in found:
+            found.append(top)
+    return tuple(found)
+
+
+class _Outputs:
+    """The shapes that the modules inside of one give, by name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.shapes: dict[str, list[torch.Size]] = {}
+        self._handles = [m.register_forward_hook(self._hook(name)) for name, m in module.named_modules() if name]
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self.shapes.setdefault(name, []).extend(t.shape for t in tree_leaves(output) if isinstance(t, Tensor))
+
+        return hook
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _parts(wholes: Mapping[str, list[torch.Size]], found: Mapping[str, list[torch.Size]]) -> tuple[str, ...]:
+    """The modules whose outputs are shorter along the sequence, and nowhere else."""
+
+    def is_part(whole: torch.Size, own: torch.Size) -> bool:
+        return len(whole) == len(own) and [d for d in range(len(own)) if own[d] != whole[d]] == [SEQUENCE]
+
+    def all_parts(name: str) -> bool:
+        pairs = list(zip(wholes[name], found.get(name, []), strict=False))
+        return bool(pairs) and len(pairs) == len(wholes[name]) and all(is_part(*pair) for pair in pairs)
+
+    return tuple(name for name in wholes if all_parts(name))

@@ -1,0 +1,84 @@
+"""What a divided model sends in a step, by the planner's formulas, from the shapes that a run of the loss has shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+from shoal.parallel.sequence.tensor_sequence_plan import SequencePlan
+from shoal.parallel.tensor.heads import sizes
+from shoal.parallel.tensor.plan import TensorPlan
+from shoal.parallel.tensor.trace import LayerShapes
+from shoal.plans.accounting.collectives import LayerPair, Positions, Volumes, sharded_loss, stream, tensor_parallel
+
+# Everything is float32.
+_ITEMSIZE = 4
+
+
+def num_rows(batch: Any) -> int:
+    """The samples of a batch."""
+    return next((int(leaf.shape[0]) for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0)), 1)
+
+
+@dataclass(frozen=True)
+class TensorTraffic:
+    """Of a model divided by `plan`, which was found with a batch of `rows` samples; all batches are of its lengths."""
+
+    plan: TensorPlan
+    sequences: SequencePlan
+    rows: int
+    degree: int
+
+    def __call__(self, microbatches: Sequence[int]) -> Volumes | None:
+        """Of microbatches of so many samples each; None where modules compute whole sequences inside of blocks."""
+        blocks = self.sequences.blocks.values()
+        if any(block.wholes for block in blocks):
+            return None
+        return Volumes().plus(*(self._of(samples) for samples in microbatches))
+
+    def _of(self, samples: int) -> Volumes:
+        volumes, opened = Volumes(), 0
+        for pair in self.plan.pairs:
+            block = next((b for b in self.sequences.blocks if pair.candidate.row.startswith(f"{b}.")), None)
+            for into, out in self._calls(pair.candidate.columns[0], pair.candidate.row):
+                sent = LayerPair(
+                    self._bytes(into.input, samples), self._bytes(out.output, samples), into.needs_gradient
+                )
+                where = Positions(into.input[1], self.degree) if block is not None else None
+                volumes = volumes.plus(tensor_parallel([sent], [], 1, positions=where))
+                if where is not None and block is not None and opened < self._num_streams(block):
+                    opened += 1
+                    volumes = volumes.plus(stream(sent.output_bytes, where, 1))
+        return volumes.plus(*self._others(samples))
+
+    def _num_streams(self, block: str) -> int:
+        """How many rows of blocks have begun up to this one."""
+        names = list(self.sequences.blocks)
+        return sum(self.sequences.blocks[name].opens for name in names[: names.index(block) + 1])
+
+    def _others(self, samples: int) -> Iterator[Volumes]:
+        """Of embeddings, and of layers that are in no pair."""
+        for name in self.plan.rows:
+            for call in self.plan.shapes[name]:
+                yield tensor_parallel([LayerPair(0, self._bytes(call.output, samples), False)], [], 1)
+        for name in self.plan.gathered:
+            for call in self.plan.shapes[name]:
+                entry = LayerPair(self._bytes(call.input, samples), 0, call.needs_gradient)
+                size = call.output[call.feature_dim]
+                largest = self._bytes(call.output, samples) // size * max(sizes(size, self.degree))
+                gathered = [] if name in self.plan.kept else [largest * self.degree]
+                yield tensor_parallel([entry], gathered, 1)
+        for targets, smoothed in self.plan.losses:
+            yield sharded_loss(targets * samples // self.rows, 1, smoothed, _ITEMSIZE)
+
+    def _calls(self, column: str, row: str) -> Iterator[tuple[LayerShapes, LayerShapes]]:
+        yield from zip(self.plan.shapes[column], self.plan.shapes[row], strict=True)
+
+    def _bytes(self, shape: tuple[int, ...], samples: int) -> int:
+        """Of a tensor of that shape in the first batch: one of more samples has more rows, if it had one for each."""
+        scales = shape[0] % self.rows == 0 if len(shape) != 2 else shape[0] == self.rows
+        return prod(shape) * _ITEMSIZE * (samples if scales else self.rows) // self.rows

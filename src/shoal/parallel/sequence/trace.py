@@ -1,0 +1,323 @@
+"""What runs of the loss show of the blocks that a model repeats: what goes into them, and what in them is as long.
+
+The runs are on the meta device where the model allows it: shapes, no numbers. Two runs with sequences of two lengths
+tell which dims are the sequence's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.errors import PlanError
+from shoal.numerics.grain_randomness import draws
+from shoal.parallel.model.repeated_blocks import repeated_blocks
+from shoal.parallel.sequence.attention import DROPOUTS, dropout_arguments
+from shoal.parallel.tensor.trace import twin
+from shoal.plans.accounting.model_parallel import Attention, SlicedBlock
+
+# A model that does not run without values is run with them, if it is no larger than this.
+_REAL_BYTES = 8 << 30
+# What tells of a tensor without using it.
+_METADATA = frozenset("__get__ size dim stride numel __len__ is_floating_point is_contiguous".split())  # noqa: SIM905
+
+# Where a tensor is in the arguments [args, kwargs] of a call.
+Path = tuple[Any, ...]
+Loss = Callable[[nn.Module, Any], Any]
+
+
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors in tuples, lists and dicts, with their places; not those within other objects."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif type(value) in (tuple, list):
+        for i, item in enumerate(value):
+            yield from tensors_in(item, (*path, i))
+    elif type(value) is dict:
+        for key, item in value.items():
+            yield from tensors_in(item, (*path, key))
+
+
+def with_tensors(value: Any, found: dict[Path, Tensor], path: Path = ()) -> Any:
+    """The same with other tensors at the places in `found`."""
+    if isinstance(value, Tensor):
+        return found.get(path, value)
+    if type(value) in (tuple, list):
+        return type(value)(with_tensors(item, found, (*path, i)) for i, item in enumerate(value))
+    if type(value) is dict:
+        return {key: with_tensors(item, found, (*path, key)) for key, item in value.items()}
+    return value
+
+
+@dataclass
+class BlockTrace:
+    """What one block was seen to do, over all its calls; arguments and operations of the first."""
+
+    arguments: Any = None  # [args, kwargs]
+    hidden: Path = ()
+    results: list[Path] = field(default_factory=list)
+    sources: list[str | None] = field(default_factory=list)  # by call: the block whose output the hidden state is
+    used_elsewhere: bool = False  # its output, by other than the block that comes next
+    masks: set[Path] = field(default_factory=set)
+    operations: list[str] = field(default_factory=list)
+    heads: list[int] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
+    attention_dropout: float = 0.0
+    softmaxes: list[torch.Size] = field(default_factory=list)
+    dropouts: list[torch.Size] = field(default_factory=list)
+    random: list[tuple[str, torch.Size]] = field(default_factory=list)
+    outputs: dict[str, list[torch.Size]] = field(default_factory=dict)  # by module inside
+
+    @property
+    def shapes(self) -> dict[Path, torch.Size]:
+        """Of the tensors that came in."""
+        return {path: tensor.shape for path, tensor in tensors_in(self.arguments)}
+
+    @property
+    def length(self) -> int:
+        """How many positions came in."""
+        return self.shapes[self.hidden][1]
+
+
+@dataclass
+class ContextTrace:
+    """One run. `inside` and `outside`: the parameters that blocks use, and that are used past them, by name."""
+
+    blocks: dict[str, BlockTrace] = field(default_factory=dict)
+    inside: set[str] = field(default_factory=set)
+    outside: set[str] = field(default_factory=set)
+
+
+def observe(
+    model: nn.Module, loss: Loss, batch: Any, degree: int, values: Callable[[str], Tensor]
+) -> list[ContextTrace]:
+    """Traces of one or two runs on copies, sequences of the first not of a multiple of `degree` if that can be.
+
+    Raises: PlanError where the loss does not run.
+    """
+    small = sum(p.numel() * p.itemsize for p in model.parameters()) <= _REAL_BYTES
+    error: Exception | None = None
+    for given in (None, values) if small else (None,):
+        for batches in (_shortened(batch, degree), [batch]):
+            try:
+                return [_run(model, loss, each, given) for each in batches]
+            except Exception as caught:
+                error = caught
+    assert error is not None
+    text = next(iter(str(error).strip().splitlines()), "")[:300]
+    raise PlanError(
+        given=f"context = {degree}",
+        conflict=f"how this model computes its loss cannot be followed: {type(error).__name__}: {text}",
+        remedy="use context = 1, or a model and a loss that run on the CPU",
+    ) from error
+
+
+def sliced(
+    trace: ContextTrace, length: int, opens: Collection[str], closes: Collection[str]
+) -> tuple[SlicedBlock, ...]:
+    """A trace's blocks as the planner's formulas know them, each call of one, for sequences of `length`."""
+    found = []
+    for name, block in trace.blocks.items():
+        hidden = dict(tensors_in(block.arguments))[block.hidden]
+        width = prod(hidden.shape[2:])
+        ends = name in opens, name in closes
+        one = SlicedBlock(name, length, width, *ends, tuple(block.attentions), hidden.requires_grad)
+        found += [one] * len(block.sources)
+    return tuple(found)
+
+
+def _shortened(batch: Any, degree: int) -> list[Any]:
+    """The batch with sequences of two lengths; itself alone where it does not look like one of sequences."""
+    if length_of(batch) < 3:
+        return [batch]
+    first = shortened_to(batch, degree)
+
+    def cut(length: int) -> Any:
+        return tree_map(lambda v: v[:, :length] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
+
+    return [cut(first), cut(first + 1)]
+
+
+def length_of(batch: Any) -> int:
+    """The length of a batch's sequences; 0 where it does not look like one of sequences."""
+    lengths = {leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def shortened_to(batch: Any, degree: int) -> int:
+    """The shorter one of the two lengths that are run, not of a multiple of `degree` if that can be."""
+    return min(4 * degree + 1, length_of(batch) - 1)
+
+
+def _run(model: nn.Module, loss: Loss, batch: Any, values: Callable[[str], Tensor] | None) -> ContextTrace:
+    shown = twin(model, values).train()
+    device = "meta" if values is None else "cpu"
+    watcher = _Watcher(shown)
+    given = tree_map(lambda v: v.detach().to(device) if isinstance(v, Tensor) else v, batch)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), watcher:
+            loss(shown, given)
+    finally:
+        watcher.close()
+    return watcher.trace
+
+
+class _Watcher(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.trace = ContextTrace()
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._block: str | None = None
+        self._first = False  # whether this is the block's first call
+        self._came_out: dict[int, str] = {}
+        self._sources: dict[int, frozenset[Path]] = {}  # the block's arguments that a tensor is made of
+        self._alive: list[Any] = []
+        self._handles: list[Any] = []
+        for block in repeated_blocks(model):
+            if block.children is not None:
+                continue
+            hooks = self._before(block.name), self._after(block.name)
+            self._handles.append(block.module.register_forward_pre_hook(hooks[0], with_kwargs=True, prepend=True))
+            self._handles.append(block.module.register_forward_hook(hooks[1]))
+            for name, module in block.module.named_modules():
+                if name:
+                    self._handles.append(module.register_forward_hook(self._inner(block.name, name)))
+
+    def close(self) -> None:
+        """Forgets all tensors but the arguments of the blocks."""
+        for handle in self._handles:
+            handle.remove()
+        self._alive.clear()
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            with torch._C.DisableTorchFunction():
+                self._enter(name, [args, kwargs])
+
+        return hook
+
+    def _enter(self, name: str, arguments: Any) -> None:
+        found = list(tensors_in(arguments))
+        hidden = next((p for p, t in found if t.is_floating_point() and t.ndim >= 3), None)
+        if hidden is None:
+            return
+        self._first = name not in self.trace.blocks
+        block = self.trace.blocks.setdefault(name, BlockTrace())
+        if self._first:
+            block.hidden, block.arguments = hidden, _kept(arguments)
+        source = None
+        for path, tensor in found:
+            origin = self._came_out.get(id(tensor))
+            if path == hidden:
+                source = origin
+            elif origin is not None:
+                self.trace.blocks[origin].used_elsewhere = True
+            self._note(tensor, frozenset((path,)))
+        block.sources.append(source)
+        self._block = name
+
+    def _after(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._block != name:
+                return
+            self._block = None
+            found = list(tensors_in(output))
+            self.trace.blocks[name].results = [path for path, _ in found]
+            self._sources.clear()
+            for _, tensor in found:
+                self._came_out[id(tensor)] = name
+                self._alive.append(tensor)
+
+        return hook
+
+    def _inner(self, block: str, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._block == block and self._first:
+                shapes = [leaf.shape for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+                self.trace.blocks[block].outputs.setdefault(name, []).extend(shapes)
+
+        return hook
+
+    def _note(self, tensor: Tensor, sources: frozenset[Path]) -> None:
+        self._alive.append(tensor)
+        self._sources[id(tensor)] = sources
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name in _METADATA:
+            return found
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        used = {self._names[id(t)] for t in given if id(t) in self._names}
+        (self.trace.outside if self._block is None else self.trace.inside).update(used)
+        if self._block is None:
+            for tensor in given:
+                if id(tensor) in self._came_out:
+                    self.trace.blocks[self._came_out[id(tensor)]].used_elsewhere = True
+            return found
+        sources = frozenset[Path]().union(*(self._sources.get(id(t), ()) for t in given))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                self._note(leaf, sources)
+        if self._first:
+            self.trace.blocks[self._block].operations.append(name)
+            self._facts(self.trace.blocks[self._block], func, args, kwargs)
+        return found
+
+    def _facts(self, block: BlockTrace, func: Any, args: Any, kwargs: Any) -> None:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = block.operations[-1]
+        if func is F.scaled_dot_product_attention:
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            block.masks |= self._sources.get(id(mask), frozenset())
+            query = args[0] if args else kwargs["query"]
+            block.heads.append(query.shape[1] if query.ndim == 4 else 0)
+            if query.ndim == 4:
+                named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+                block.attentions.append(_attention(named["query"], named["key"], named["value"]))
+            block.attention_dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        elif func in DROPOUTS:
+            if dropout_arguments(*args, **kwargs)[2]:
+                block.dropouts.append(given[0].shape)
+        elif draws(func):
+            sizes = torch.Size(s for s in args if isinstance(s, int)) if not given else given[0].shape
+            block.random.append((name, sizes))
+        elif name == "softmax":
+            block.softmaxes.append(given[0].shape)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> Attention:
+    needs_gradient = query.requires_grad or key.requires_grad or value.requires_grad
+    return Attention(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], needs_gradient)
+
+
+def _kept(arguments: Any) -> Any:
+    """As they are now: what a block changes in place is copied."""
+    found = {
+        path: tensor.detach().clone().requires_grad_(tensor.requires_grad) for path, tensor in tensors_in(arguments)
+    }
+    return copied(with_tensors(arguments, found))
+
+
+def copied(value: Any) -> Any:
+    """The same tensors in copies of what they are in; what cannot be copied is left out."""
+    if isinstance(value, Tensor):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(copied(item) for item in value)
+    if type(value) is dict:
+        return {key: copied(item) for key, item in value.items()}
+    with contextlib.suppress(Exception):
+        return copy.deepcopy(value)
+    return None

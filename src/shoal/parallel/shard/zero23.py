@@ -1,0 +1,302 @@
+"""Fully sharded data parallelism: gradients (ZeRO stage 2) or parameters too (stage 3) divided over the shard axis.
+
+On torch's fully_shard (Zhao et al., arXiv 2304.11277): each unit's parameters are cut along their first dim; a unit's
+forward gathers them, its backward leaves the sum of the gradients over the ranks, cut the same way. With a data axis
+beside it the cut gradients are summed over that axis too (hybrid sharding).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from shoal.data.microbatch import Microbatch
+from shoal.distributed.mesh import Mesh
+from shoal.errors import JobError, PlanError
+from shoal.numerics.precision import Precision
+from shoal.parallel.base import Flags, Mark, Replicated, StepSums
+from shoal.parallel.data.replicated import all_sums, run_backward
+from shoal.parallel.model.repeated_blocks import repeated_blocks
+from shoal.plans.plan import Plan
+
+# Where a model repeats nothing, a module of so many bytes of parameters is a unit: smaller ones travel together.
+UNIT_BYTES = 1 << 20
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def shard(
+    model: nn.Module, plan: Plan, mesh: Mesh, precision: Precision, absent: Container[str] = ()
+) -> list[nn.Module]:
+    """Cuts the parameters of a model (on the meta device, or real) in place; the units that are gathered as one.
+
+    Names do not change; `absent` ones are of other stages. Collective: none; each unit's forward and backward are.
+    Raises: PlanError; JobError for what fully_shard does not cut.
+    """
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise PlanError(
+            given=f"shard.level = {plan.shard.level!r} with torch {torch.__version__}",
+            conflict="before 2.13 its fully_shard adds other parameters' gradients to those that a rank has none of",
+            remedy='use torch 2.13 or newer, or shard.level = "optimizer"',
+        )
+    keep = plan.shard.level == "gradients"
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if plan.shard.offload else OffloadPolicy()
+    wide = None if precision.reduce == precision.parameters else precision.reduce
+    _refuse_sparse(model)
+    kept = {p for name, p in model.named_parameters() if not _is_cut(p.shape) or name in absent}
+    found = [*(unit for unit in units(model) if not kept.issuperset(unit.parameters())), model]
+    _refuse_mixed(found, kept, plan)
+    for unit in found:
+        unit.register_forward_hook(_no_views)
+        fully_shard(
+            unit,
+            mesh=_device_mesh(mesh),
+            reshard_after_forward=not keep,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False),
+            offload_policy=offload,
+            ignored_params=kept,
+        )
+    for unit in found:
+        assert isinstance(unit, FSDPModule)
+        unit.set_gradient_divide_factor(1.0)  # sums over grains, not means over ranks
+        unit.set_reduce_scatter_unused_params(True)  # what the grains of a rank do not touch those of another may
+        if mesh.device.type == "cpu":
+            unit.set_force_sum_reduction_for_comms(True)
+        _give_homes(unit)
+    return found
+
+
+def _refuse_mixed(found: Iterable[nn.Module], kept: set[nn.Parameter], plan: Plan) -> None:
+    """Raises: JobError for trainable parameters of several dtypes in one unit; a unit within another comes before."""
+    seen = set(kept)
+    for unit in found:
+        own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in own})
+        if len(kinds) > 1:
+            raise JobError(
+                given=f"shard.level = {plan.shard.level!r} for a model with parameters in {' and '.join(kinds)}",
+                conflict="torch's fully_shard cuts parameters of one dtype together",
+                remedy='use shard.level = "optimizer", or one dtype for all parameters',
+            )
+        seen.update(own)
+
+
+def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
+    """Copies of outputs that are views of something, as a linear layer gives with a bias over sequences.
+
+    A change in place of a view would drop the hook that gathers the unit's parameters for its backward.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    return tree_map(lambda leaf: leaf.clone() if _is_view(leaf) else leaf, output)
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and value._base is not None
+
+
+def _give_homes(unit: FSDPModule) -> None:
+    """Lets torch find the parameters of modules whose attributes of these names are something else."""
+    homes: dict[nn.Module, _Home] = {}
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            place = parameter._module_info
+            if getattr(place.module, place.param_name) is not parameter.sharded_param:
+                place.module = cast(nn.Module, homes.setdefault(place.module, _Home(place.module)))
+
+
+class _Home:
+    """A module for fully_shard, which reads parameters as attributes, where those are Keras' variables."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__dict__["_module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        parameters = self._module._parameters
+        return parameters[name] if name in parameters else getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._module, name, value)
+
+
+def scalars(model: nn.Module) -> list[str]:
+    """The parameters without dims or elements, which fully_shard does not take.
+
+    They stay whole, and their gradients partial.
+    """
+    return [name for name, parameter in model.named_parameters() if not _is_cut(parameter.shape)]
+
+
+def _is_cut(shape: tuple[int, ...]) -> bool:
+    return len(shape) > 0 and math.prod(shape) > 0
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    """Raises: JobError for an embedding with sparse gradients, which fully_shard's sums do not take."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise JobError(
+                given=f"{name or 'the model'}: {type(module).__name__}(sparse=True), with sharded gradients",
+                conflict="torch's fully_shard cuts and sums dense gradients only",
+                remedy='build it with sparse=False, or use shard.level = "optimizer" or the data axis',
+            )
+
+
+def rows(mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what this rank has of a parameter that fully_shard cuts: of its rows, as torch.chunk deals them."""
+    if not _is_cut(shape):
+        return shape
+    each = -(-shape[0] // mesh.layout.shard)
+    start = mesh.layout.coordinate(mesh.rank).shard * each
+    return (max(0, min(each, shape[0] - start)), *shape[1:])
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters travel together, inner ones first; what is in none of them is the model's own unit.
+
+    The blocks that the model repeats, else what is large enough; none that shares a parameter with what is outside.
+    """
+    blocks = [_outermost(model, block.name) for block in repeated_blocks(model) if block.children is None]
+    found = list(dict.fromkeys(blocks)) or list(_large(model))
+    # It calls those of its clusters that the batch has a class of: not the same ones on each rank.
+    adaptive = [m for m in model.modules() if isinstance(m, nn.AdaptiveLogSoftmaxWithLoss)]
+    clusters = {inner for module in adaptive for inner in module.modules()}
+    found = [unit for unit in found if unit not in clusters]
+    homes: dict[int, set[int]] = {}
+    for number, module in enumerate(model.modules()):
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), set()).add(number)
+    places = {module: number for number, module in enumerate(model.modules())}
+    kept = []
+    for unit in found:
+        inside = {places[m] for m in unit.modules()}
+        if all(homes[id(p)] <= inside for p in unit.parameters()):
+            kept.append(unit)
+    return kept
+
+
+def _outermost(model: nn.Module, name: str) -> nn.Module:
+    """The repeated module around a block, or the block: an expert is not called by each rank, what holds it is."""
+    keys = name.split(".")
+    for end in range(1, len(keys)):
+        parent, child = model.get_submodule(".".join(keys[: end - 1])), model.get_submodule(".".join(keys[:end]))
+        siblings = sum(type(other) is type(child) for other in parent.children())
+        if isinstance(parent, _CONTAINERS) and not isinstance(child, _CONTAINERS) and siblings > 1:
+            return child
+    return model.get_submodule(name)
+
+
+def _large(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        inner = list(_large(child))
+        size = sum(p.numel() * p.itemsize for p in child.parameters())
+        if len(inner) > 1 or size < UNIT_BYTES or isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from inner
+        else:
+            yield child
+
+
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The axes that fully_shard works on: data, where it has more than one rank, and shard."""
+    axes = [axis for axis in ("data", "shard") if mesh.layout.degree(axis) > 1 or axis == "shard"]
+    ranks = torch.tensor(next(r for r in mesh.layout.groups("data", "shard") if mesh.rank in r))
+    shaped = ranks.view([mesh.layout.degree(axis) for axis in axes])
+    groups = [mesh.groups[axis] for axis in axes]
+    if len(axes) == 1:
+        return DeviceMesh.from_group(groups[0], mesh.device.type, mesh_dim_names=("shard",))
+    return DeviceMesh.from_group(groups, mesh.device.type, mesh=shaped, mesh_dim_names=tuple(axes))
+
+
+class FullySharded(Replicated):
+    """The gradient is summed by the units as the backward comes to them; what is left are the sums."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, mark: Mark, *, late: bool = False) -> None:
+        """`late`: gradients are scattered with the last microbatch only, and added up whole before."""
+        self._mesh, self._mark, self._late = mesh, mark, late
+        self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        every = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = [p for p in every if not p.is_meta]
+        # Told of over all ranks, and so by numbers that all have: those of other stages too, and not the scalars.
+        self._cut = dict(enumerate(p for p in every if _is_cut(p.shape)))
+        self._used = torch.zeros(len(self._cut), dtype=torch.float64)
+        self._cut = {number: p for number, p in self._cut.items() if not p.is_meta}
+        self._handles: dict[int, RemovableHandle] = {}
+
+    def begin(self, step: int = 0, factor: float = 1.0) -> None:
+        """No gradients, no sums, and nothing gathered that a forward without a backward has left."""
+        self.rest()
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._used.zero_()
+        self._sums: Tensor | None = None
+
+    def rest(self) -> None:
+        """Gives back what a forward without a backward has gathered, and would stay as it was then."""
+        for unit in self._units:
+            unit.reshard()
+
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        """Adds a microbatch. Collective: the data and shard axes, a reduce-scatter a unit; late, with the last only."""
+        self.add(sums)
+        if self._late:
+            for unit in self._units:
+                unit.set_requires_gradient_sync(last, recurse=False)
+        run_backward(total)
+
+    def add(self, sums: Tensor) -> None:
+        """Adds a microbatch's sums, after its forward."""
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        if len(self._handles) < len(self._cut):
+            self._watch()
+
+    def arm(self) -> None:
+        """The units need not be told."""
+
+    def _watch(self) -> None:
+        """Hooks that tell which parameters got a gradient here: the units sum zeros of those that did not."""
+        numbers = {id(p): i for i, p in self._cut.items()}
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    number = numbers.get(id(parameter.sharded_param))
+                    gathered = getattr(parameter, "_unsharded_param", None)
+                    if number is not None and gathered is not None and number not in self._handles:
+                        hook = functools.partial(self._note, number)
+                        self._handles[number] = gathered.register_post_accumulate_grad_hook(hook)
+
+    def _note(self, number: int, gathered: Tensor) -> None:
+        self._used[number] = 1.0
+
+    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """The sums over all ranks; the gradients are complete. Collective: all ranks, one all-reduce."""
+        self._mark("exposed_communication")
+        sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
+        found = all_sums(torch.cat([sums.cpu(), self._used]), flags)
+        used = found.sums[num_sums:]
+        for number, parameter in self._cut.items():
+            if not used[number]:
+                parameter.grad = None
+        return replace(found, sums=found.sums[:num_sums])
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """None that outlive a backward."""
+        return []
+
+    @property
+    def syncs_every_microbatch(self) -> bool:
+        """Yes: each unit gathers its parameters from all ranks."""
+        return True
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles.values():
+            handle.remove()

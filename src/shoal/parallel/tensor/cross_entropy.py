@@ -1,0 +1,151 @@
+"""Cross entropy of logits whose classes are cut over the ranks of the tensor axis: two small sums, no gathering.
+
+As in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): what crosses is the largest logit of each row, and then
+the row's sums, and the backward is local. What it computes is what torch's F.cross_entropy does of class indices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.parallel.axis_collectives import TensorAxis
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes [start, stop) of `size` that a rank has."""
+
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Targets int64 [N] with what torch does of each: `weights` [C] or None, and the share of label smoothing."""
+
+    targets: Tensor
+    ignored: int
+    smoothing: float = 0.0
+    weights: Tensor | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        """Which rows count, bool [N]."""
+        return self.targets != self.ignored
+
+    def row_weights(self, dtype: torch.dtype) -> Tensor:
+        """The weight of each row's target, [N]; zero where it does not count."""
+        if self.weights is None:
+            return self.counts.to(dtype)
+        known = self.targets.masked_fill(~self.counts, 0)
+        return torch.where(self.counts, self.weights.to(dtype)[known], 0.0)
+
+    def class_weights(self, classes: Classes, dtype: torch.dtype) -> tuple[Tensor | float, float]:
+        """Of a rank's classes, [C of the rank], and the sum over all of them."""
+        if self.weights is None:
+            return 1.0, float(classes.size)
+        wide = self.weights.to(dtype)
+        return wide[classes.start : classes.stop], float(wide.sum())
+
+    def own(self, classes: Classes) -> tuple[Tensor, Tensor]:
+        """Whether each row's target is among a rank's classes, and its place there; else 0."""
+        here = self.counts & (self.targets >= classes.start) & (self.targets < classes.stop)
+        return here, torch.where(here, self.targets - classes.start, 0)
+
+    def check(self, size: int) -> None:
+        """Raises: IndexError for a target that is no class, as torch does."""
+        right = ~self.counts | ((self.targets >= 0) & (self.targets < size))
+        if self.targets.device.type == "cuda":
+            torch._assert_async(right.all())  # the device is not waited for
+        elif type(self.targets) is Tensor and not self.targets.is_meta and not bool(right.all()):  # nor a fake one
+            raise IndexError(f"Target {int(self.targets[~right][0])} is out of bounds.")
+
+
+def wide(logits: Tensor) -> Tensor:
+    """In float32 at least."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def highest(logits: Tensor) -> Tensor:
+    """The largest of a rank's logits [N, C of the rank] in each row, to be taken the largest of over ranks."""
+    return wide(logits).amax(1)
+
+
+def row_sums(logits: Tensor, largest: Tensor, rows: Rows, classes: Classes) -> Tensor:
+    """What is summed over ranks, [2 or 3, N]: of exponentials, of the target's logit, and of all, weighted."""
+    values = wide(logits)
+    here, place = rows.own(classes)
+    exponentials = (values - largest.unsqueeze(1)).exp_().sum(1)
+    target = values.gather(1, place.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
+    found = [exponentials, target]
+    if rows.smoothing:
+        weights, _ = rows.class_weights(classes, values.dtype)
+        found.append((values * weights).sum(1))
+    return torch.stack(found)
+
+
+def losses(sums: Tensor, largest: Tensor, rows: Rows, classes: Classes) -> tuple[Tensor, Tensor]:
+    """The loss of each row [N], and the logarithm of its sum of exponentials."""
+    logarithm = sums[0].log() + largest
+    found = (logarithm - sums[1]) * rows.row_weights(sums.dtype)
+    if rows.smoothing:
+        _, total = rows.class_weights(classes, sums.dtype)
+        smooth = (total * logarithm - sums[2]).masked_fill(~rows.counts, 0.0)
+        found = (1 - rows.smoothing) * found + rows.smoothing / classes.size * smooth
+    return found.masked_fill(~rows.counts, 0.0), logarithm
+
+
+def gradient(logits: Tensor, logarithm: Tensor, given: Tensor, rows: Rows, classes: Classes) -> Tensor:
+    """Of a rank's logits, [N, C of the rank], where `given` [N] is that of the losses."""
+    found = (wide(logits) - logarithm.unsqueeze(1)).exp_()
+    dtype = found.dtype
+    here, place = rows.own(classes)
+    scale = (1 - rows.smoothing) * rows.row_weights(dtype) * given
+    factor = scale
+    if rows.smoothing:
+        weights, total = rows.class_weights(classes, dtype)
+        smooth = (rows.smoothing / classes.size * given).masked_fill(~rows.counts, 0.0)
+        factor = scale + total * smooth
+    found.mul_(factor.unsqueeze(1))
+    if rows.smoothing:
+        found.sub_(smooth.unsqueeze(1) * weights)
+    found.scatter_add_(1, place.unsqueeze(1), -torch.where(here, scale, 0.0).unsqueeze(1))
+    # A row that does not count may hold infinities, times zero.
+    return found.masked_fill_(~rows.counts.unsqueeze(1), 0.0).to(logits.dtype)
+
+
+class _Losses(torch.autograd.Function):
+    """Forward: the rows' losses, the same on every rank. Backward: local."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, rows: Rows, classes: Classes, axis: TensorAxis) -> Tensor:
+        largest = axis.all_reduce(highest(logits), dist.ReduceOp.MAX)
+        sums = axis.all_reduce(row_sums(logits, largest, rows, classes))
+        found, logarithm = losses(sums, largest, rows, classes)
+        ctx.save_for_backward(logits, logarithm)
+        ctx.rest = rows, classes
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, logarithm = ctx.saved_tensors
+        return gradient(logits, logarithm, given, *ctx.rest), None, None, None
+
+
+def cross_entropy(logits: Tensor, rows: Rows, classes: Classes, axis: TensorAxis, reduction: str) -> Tensor:
+    """F.cross_entropy of [N, C of the rank] and targets [N], in float32 at least: a number, or [N] where not reduced.
+
+    Collective: the axis, an all-reduce of N numbers and one of 2 N (3 N with label smoothing).
+    Raises: IndexError for a target that is no class.
+    """
+    rows.check(classes.size)
+    found: Tensor = _Losses.apply(logits, rows, classes, axis)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return found
+    return found.sum() if reduction == "sum" else found.sum() / rows.row_weights(found.dtype).sum()

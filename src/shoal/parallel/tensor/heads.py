@@ -1,0 +1,166 @@
+"""Output heads whose logits need not be gathered: found in a run of the loss, and proven.
+
+In the run a candidate gives `Logits`, on the meta device where the model allows it, which note what asks for the whole.
+A head that only cross entropies take stays cut, if each of these, as it is asked for, proves right in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.tensor.cross_entropy import Classes, Rows, gradient, highest, losses, row_sums
+from shoal.parallel.tensor.layers import give_role, kind, num_features, product
+from shoal.parallel.tensor.logits import Entropy, Head, divided
+from shoal.parallel.tensor.plan import TensorPlan
+from shoal.parallel.tensor.proof import Values, is_same
+from shoal.parallel.tensor.trace import TensorTrace, twin
+
+KEPT = "cut along its outputs, of which a cross entropy takes slices"
+_ROWS = 16
+_SEED = 20205198
+
+
+@dataclass(frozen=True)
+class TensorTrial:
+    """A whole model with its loss, a small batch for it, and the initial values by name."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Any]
+    batch: Any
+    values: Values
+
+
+def sizes(size: int, degree: int) -> tuple[int, ...]:
+    """How many of `size` features each of `degree` places has."""
+    return tuple(size * (place + 1) // degree - size * place // degree for place in range(degree))
+
+
+def with_kept(plan: TensorPlan, subject: TensorTrial, trace: TensorTrace, degree: int) -> TensorPlan:
+    """The plan with those heads in `kept` whose logits only cross entropies take; with notes on the others'."""
+    heads = [name for name in plan.gathered if is_lost(name, subject.model, trace)]
+    if not heads:
+        return plan
+    notes, kept, taken = dict(plan.notes), [], list[tuple[int, bool]]()
+    for name, uses in _uses(heads, subject, trace, degree).items():
+        size = num_features(subject.model.get_submodule(name))[1]
+        why = uses.obstacle or next((f"{e} differs" for e in set(uses.entropies) if not is_proven(e, size, degree)), "")
+        if not why and uses.entropies:
+            kept.append(name)
+            taken += [(targets, e.smoothing > 0) for targets, e in zip(uses.targets, uses.entropies, strict=True)]
+        notes[name] = KEPT if name in kept else f"cut along its outputs, gathered ({why})" if why else notes[name]
+    return replace(plan, kept=tuple(kept), notes=notes, losses=tuple(taken))
+
+
+def is_lost(name: str, model: nn.Module, trace: TensorTrace) -> bool:
+    """Whether a linear module's output comes to a cross entropy, and to no other linear module."""
+    output = trace.outputs.get(name)
+    is_linear = kind(model.get_submodule(name)) in ("linear", "transposed")
+    return is_linear and output is not None and not output.feeds and any("cross_entropy" in w for w in output.leaks)
+
+
+# ------------------------------------------------------------------------------------------------------- found
+
+
+@dataclass
+class _Uses:
+    """What took the logits of one head."""
+
+    entropies: list[Entropy] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)  # how many each of them has
+    obstacle: str = ""  # the first function that asked for the whole
+
+
+@dataclass(frozen=True)
+class _Noting(Head):
+    """A head without other ranks, whose whole has no numbers."""
+
+    uses: _Uses = field(default_factory=_Uses)
+
+    def whole(self, local: Tensor, dim: int, why: str) -> Tensor:
+        """Zeros, that depend on the slice."""
+        self.uses.obstacle = self.uses.obstacle or f"{why.strip('_')}() takes all of them"
+        shape = list(local.shape)
+        shape[dim] = self.classes.size
+        return (local.sum() * 0.0).expand(shape)
+
+    def lost(self, local: Tensor, rows: Rows, entropy: Entropy) -> Tensor:
+        """Of the slice alone."""
+        self.uses.entropies.append(entropy)
+        self.uses.targets.append(len(local))
+        found = local.sum(1) * 0.0
+        return found if entropy.reduction == "none" else found.sum()
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """The role of a whole layer that shows a slice of its outputs."""
+
+    head: _Noting
+
+    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+        whole = product(module, input, module.weight, module.bias)  # type: ignore[arg-type]
+        return divided(whole.narrow(-1, 0, self.head.sizes[0]), whole.ndim - 1, self.head)
+
+
+def _uses(heads: Iterable[str], subject: TensorTrial, trace: TensorTrace, degree: int) -> dict[str, _Uses]:
+    """What one run of the loss does with the logits of each head."""
+    values = subject.values if trace.has_values else None
+    model, found = twin(subject.model, values), {}
+    for name in heads:
+        module, found[name] = model.get_submodule(name), _Uses()
+        head = _Noting(TensorAxis(degree, 0), sizes(num_features(module)[1], degree), found[name])
+        give_role(module, _Shown(head))
+    device = "meta" if values is None else "cpu"
+    batch = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, subject.batch)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            subject.loss(model, batch)
+    except Exception as error:
+        for uses in found.values():
+            uses.obstacle = f"the loss raises {type(error).__name__} on slices"
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ proven
+
+
+def is_proven(entropy: Entropy, size: int, degree: int) -> bool:
+    """Whether a cross entropy of `size` classes, cut, is torch's: its value and gradient, place after place."""
+    generator = torch.Generator().manual_seed(_SEED)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    logits = (3 * random(_ROWS, size)).requires_grad_()
+    targets = torch.randint(size, (_ROWS,), generator=generator)
+    targets[-1] = entropy.ignored
+    weights = random(size).abs() if entropy.weighted else None
+    wanted = F.cross_entropy(
+        logits,
+        targets,
+        weights,
+        ignore_index=entropy.ignored,
+        reduction="none",
+        label_smoothing=entropy.smoothing,
+    )
+    given = random(_ROWS)
+    (whole,) = torch.autograd.grad(wanted, logits, given)
+    rows, parts = Rows(targets, entropy.ignored, entropy.smoothing, weights), sizes(size, degree)
+    own = list(logits.detach().split(parts, 1))
+    places = [Classes(sum(parts[:i]), sum(parts[: i + 1]), size) for i in range(degree)]
+    largest = torch.stack([highest(part) for part in own]).amax(0)
+    pairs = list(zip(own, places, strict=True))
+    sums = torch.stack([row_sums(part, largest, rows, place) for part, place in pairs]).sum(0)
+    found, logarithm = losses(sums, largest, rows, places[0])
+    cut = torch.cat([gradient(part, logarithm, given, rows, place) for part, place in pairs], 1)
+    means = F.cross_entropy(logits, targets, weights, ignore_index=entropy.ignored, label_smoothing=entropy.smoothing)
+    mean = found.sum() / rows.row_weights(found.dtype).sum()
+    return is_same(found, wanted.detach(), 0.0) and is_same(cut, whole, 0.0) and is_same(mean, means.detach(), 0.0)

@@ -1,0 +1,289 @@
+"""Layers of which each rank of the tensor axis holds a slice: the user's own modules, which keep names and hooks.
+
+A divided module keeps its class as far as anybody asks (a subclass of it with the same name) and computes as its
+*role* says. Its parameters are plain and of the slice's shape.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.parallel.axis_collectives import TensorAxis, enter, gather, leave
+from shoal.parallel.model.tensor_slice import Outputs, Runs
+from shoal.parallel.tensor.logits import Head, divided
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
+
+
+def foreign(module: nn.Module) -> Outputs | None:
+    """What a layer that is none of torch's says of itself."""
+    told: Any = getattr(type(module), "tensor_outputs", None)
+    found: Outputs | None = told(module) if told is not None else None
+    return found
+
+
+def kind(module: nn.Module) -> str | None:
+    """What a module is to this axis, if it computes as its class does: linear, transposed, convolution, embedding...
+
+    `transposed` is a Linear that keeps its weight [in, out], as GPT-2's Conv1D in transformers; `foreign` says itself.
+    """
+    forward = type(module).forward
+    if isinstance(module, nn.Linear):
+        return "linear" if forward is nn.Linear.forward else None
+    if isinstance(module, _CONVOLUTIONS):
+        return "convolution" if forward in {c.forward for c in _CONVOLUTIONS} else None
+    if isinstance(module, nn.Embedding):
+        return "embedding" if forward is nn.Embedding.forward else None
+    if isinstance(module, nn.Dropout):
+        return "dropout" if forward is nn.Dropout.forward else None
+    if foreign(module) is not None:
+        return "foreign"
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx"):
+        return "transposed"
+    return None
+
+
+def num_features(module: nn.Module) -> tuple[int, int]:
+    """Input and output features (channels) of a linear, transposed or convolution module."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    first, second = weight.shape[:2]
+    return (first, second) if kind(module) == "transposed" else (second, first)
+
+
+def output_dim(module: nn.Module) -> int:
+    """The dim of its weight along which its outputs lie."""
+    return 1 if kind(module) == "transposed" else 0
+
+
+def num_outputs(module: nn.Module) -> int:
+    """How many outputs a layer has that is cut along them; of an embedding the rows."""
+    told = foreign(module)
+    if told is not None:
+        return told.size
+    return module.num_embeddings if isinstance(module, nn.Embedding) else num_features(module)[1]
+
+
+def output_dims(module: nn.Module) -> dict[str, int]:
+    """By parameter: its dim along which a layer's outputs lie."""
+    told = foreign(module)
+    return told.dims if told is not None else {"weight": output_dim(module), "bias": 0}
+
+
+def feature_dim(module: nn.Module, output: Tensor) -> int:
+    """The dim of a layer's output along which its features lie."""
+    told = foreign(module)
+    if told is not None:
+        return output.ndim + told.feature_dim
+    return 1 if kind(module) == "convolution" else output.ndim - 1
+
+
+def product(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What the module's class computes, of other tensors than its own."""
+    if kind(module) == "transposed":
+        flat = value.reshape(-1, value.shape[-1])
+        product = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+        return product.view(*value.shape[:-1], weight.shape[1])
+    if isinstance(module, _CONVOLUTIONS):
+        found: Tensor = module._conv_forward(value, weight, bias)
+        return found
+    return F.linear(value, weight, bias)
+
+
+class DividedLayer:
+    """The first base of a divided module's class."""
+
+    tensor_role: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the role says."""
+        found: Tensor = self.tensor_role(self, *args, **kwargs)
+        return found
+
+
+def _divided(base: type[nn.Module]) -> type[nn.Module]:
+    return type(base.__name__, (DividedLayer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def give_role(module: nn.Module, role: Any) -> None:
+    """Makes a module compute as `role` says."""
+    module.__class__ = _divided(type(module))  # a class of its own, as fully_shard gives it
+    module.tensor_role = role
+
+
+@dataclass
+class Entry:
+    """Where a whole activation enters the slices of several modules: one all-reduce in the backward for all of them."""
+
+    axis: TensorAxis
+    num_users: int = 1
+    _seen: Any = field(default=None, repr=False)
+    _entered: Tensor | None = field(default=None, repr=False)
+    _uses: int = 0
+    _version: int = 0
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """`value`, the same one for users that follow each other with the same tensor."""
+        if self.num_users == 1 or not self.shares(value):
+            return self.into(value)
+        if self._entered is None or self._seen() is not value or self._version != value._version:
+            self._seen, self._entered, self._uses = weakref.ref(value), self.into(value), 0
+            self._version = value._version
+        found = self._entered
+        assert found is not None
+        self._uses += 1
+        if self._uses == self.num_users:  # the graph alone keeps it from here
+            self._seen, self._entered = None, None
+        return found
+
+    def shares(self, value: Tensor) -> bool:
+        """Whether it is worth while to remember what became of a value."""
+        return value.requires_grad and torch.is_grad_enabled()
+
+    def into(self, value: Tensor) -> Tensor:
+        """What the slices are computed of."""
+        return enter(value, self.axis)
+
+    def __deepcopy__(self, memo: Any) -> Entry:
+        """A new one, which remembers nothing."""
+        return Entry(self.axis, self.num_users)
+
+
+@dataclass
+class Column:
+    """Output features are cut; the output stays a slice."""
+
+    entry: Entry
+
+    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+        """This rank's output features."""
+        return product(module, self.entry(input), _weight(module), _bias(module))
+
+
+@dataclass
+class GatheredLayer:
+    """Output features are cut, `sizes[i]` on rank i, and gathered: right wherever the module itself is."""
+
+    axis: TensorAxis
+    sizes: tuple[int, ...]
+
+    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+        """All output features. Collective: the axis, an all-gather; in the backward an all-reduce of the input's."""
+        own = product(module, enter(input, self.axis), _weight(module), _bias(module))
+        spatial = {nn.Conv1d: 1, nn.Conv2d: 2}
+        trailing = next((n for base, n in spatial.items() if isinstance(module, base)), 0)
+        return gather(own, self.axis, own.ndim - 1 - trailing, self.sizes)
+
+
+@dataclass
+class SlicedOutputLayer(GatheredLayer):
+    """As Gathered, where what takes the output needs no more than slices of it: a cross entropy."""
+
+    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+        """This rank's classes, as `Logits`. Collective: in the backward the axis, an all-reduce of the input's.
+
+        Without gradients, as in an evaluation, all of them: metrics look at them in any way.
+        """
+        if not torch.is_grad_enabled():
+            return super().__call__(module, input)
+        own = product(module, enter(input, self.axis), _weight(module), _bias(module))
+        return divided(own, own.ndim - 1, Head(self.axis, self.sizes))
+
+
+@dataclass
+class Foreign(GatheredLayer):
+    """As Gathered, of a layer that is none of torch's: its own forward, with slices for parameters.
+
+    `forward` is its class's, `dim` its output's of features, counted from the end.
+    """
+
+    forward: Any
+    dim: int
+
+    def __call__(self, module: nn.Module, input: Tensor, **kwargs: Any) -> Tensor:
+        """All outputs. Collective: as Gathered."""
+        own: Tensor = self.forward(module, enter(input, self.axis), **kwargs)
+        return gather(own, self.axis, own.ndim + self.dim, self.sizes)
+
+
+@dataclass
+class Row:
+    """Input features are cut, as the input is; the bias is added once, after the sum."""
+
+    axis: TensorAxis
+
+    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+        """All output features. Collective: the axis, an all-reduce."""
+        weight, bias = _weight(module), _bias(module)
+        narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
+            found = self.sum(product(module, input, weight, None))
+            return found if bias is None else found + bias.to(found.dtype)
+        # Rounded once, after the sum, as in the whole: there products are computed in float32 anyway (see
+        # numerics/wide_products.py).
+        with torch.autocast("cpu", enabled=False):
+            found = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
+            found = self.sum(found)
+            return (found if bias is None else found + bias.to(narrow).float()).to(narrow)
+
+    def sum(self, term: Tensor) -> Tensor:
+        """The sum of the ranks' terms."""
+        return leave(term, self.axis)
+
+
+@dataclass
+class Vocabulary:
+    """Rows [start, stop) of an embedding's table of `size`."""
+
+    axis: TensorAxis
+    start: int
+    stop: int
+    size: int
+
+    def __call__(self, module: nn.Embedding, input: Tensor) -> Tensor:
+        """Whole embeddings. Collective: the axis, an all-reduce; exact, for all but one of its terms are zero."""
+        own = self.stop - self.start
+        elsewhere = (input < self.start) | (input >= self.stop)
+        # What is in no rank's rows stays out of range, so that torch says so as ever.
+        local = torch.where(elsewhere, torch.where((input < 0) | (input >= self.size), own, 0), input - self.start)
+        padding = module.padding_idx
+        own_padding = padding - self.start if padding is not None and self.start <= padding < self.stop else None
+        found = F.embedding(local, module.weight, own_padding)
+        return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis)
+
+
+@dataclass
+class SlicedDropout:
+    """Dropout of a slice: its part of the mask that the whole would get. `dim` is counted from the end."""
+
+    dim: int
+    runs: Runs
+    size: int
+
+    def __call__(self, module: nn.Dropout, input: Tensor) -> Tensor:
+        """The slice times its part of a mask that is drawn whole, by whatever draws masks here."""
+        if not module.training or module.p == 0.0:
+            return input
+        shape = list(input.shape)
+        shape[self.dim] = self.size
+        mask = F.dropout(input.new_ones(shape), module.p, True)
+        pieces = [mask.narrow(self.dim, start, stop - start) for start, stop in self.runs]
+        own = torch.cat(pieces, self.dim)  # a copy: autograd keeps no more of the mask than the slice needs
+        return input.mul_(own) if module.inplace else input * own
+
+
+def _weight(module: nn.Module) -> Tensor:
+    assert isinstance(module.weight, Tensor)
+    return module.weight
+
+
+def _bias(module: nn.Module) -> Tensor | None:
+    bias = module.bias
+    assert bias is None or isinstance(bias, Tensor)
+    return bias

@@ -1,0 +1,270 @@
+"""Logits of which each rank has some classes, until something asks for all of them.
+
+To the user's code they are a tensor of the whole's shape. What regroups rows, changes the dtype or scales leaves them
+cut, a cross entropy is computed of the slices, and everything else gets the whole, gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.parallel.axis_collectives import TensorAxis, gather
+from shoal.parallel.tensor.cross_entropy import Classes, Rows, cross_entropy
+
+
+@dataclass(frozen=True)
+class Entropy:
+    """How a cross entropy was asked for: F.cross_entropy's own options."""
+
+    ignored: int
+    reduction: str
+    smoothing: float
+    weighted: bool
+
+
+@dataclass(frozen=True)
+class Head:
+    """The layer whose outputs these are: `sizes[i]` classes on rank i of the axis."""
+
+    axis: TensorAxis
+    sizes: tuple[int, ...]
+
+    @property
+    def classes(self) -> Classes:
+        """Those of this rank."""
+        start = sum(self.sizes[: self.axis.place])
+        return Classes(start, start + self.sizes[self.axis.place], sum(self.sizes))
+
+    def whole(self, local: Tensor, dim: int, why: str) -> Tensor:
+        """All classes, for the function `why`. Collective: the axis, an all-gather."""
+        return gather(local, self.axis, dim, self.sizes)
+
+    def lost(self, local: Tensor, rows: Rows, entropy: Entropy) -> Tensor:
+        """The cross entropy of slices [N, C of the rank]. Collective: the axis, two all-reduces."""
+        return cross_entropy(local, rows, self.classes, self.axis, entropy.reduction)
+
+
+class _Show(torch.autograd.Function):
+    """Forward: logits around a slice. Backward: of a whole gradient, which comes past this file, the slice."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, dim: int, head: Head) -> Tensor:
+        ctx.rest = dim, head.classes
+        return Logits(local.detach(), dim, head)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        dim, classes = ctx.rest
+        return gradient.narrow(dim, classes.start, classes.stop - classes.start).contiguous(), None, None
+
+
+class Logits(Tensor):
+    """A tensor of all classes along `dim`, of which only a slice is here: `local`."""
+
+    local: Tensor
+    dim_: int
+    head: Head
+    _data: Tensor | None
+
+    @staticmethod
+    def __new__(cls, local: Tensor, dim: int, head: Head) -> Logits:
+        """Without history; `divided` gives one with it."""
+        shape = list(local.shape)
+        shape[dim] = sum(head.sizes)
+        found: Logits = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        found.local, found.dim_, found.head, found._data = local, dim, head, None
+        return found
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Without gathering."""
+        return f"Logits(shape={list(self.shape)}, local={list(self.local.shape)})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(getattr(func, "__name__", ""))
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _FACTS or name == "__repr__":
+                return func(*args, **kwargs)
+            if name == "register_hook":  # of what the backward goes through
+                return args[0].local.register_hook(*args[1:], **kwargs)
+            # Without gradients, as in the forward of a function of autograd, what stays cut would have no history.
+            rule = _RULES.get(func) if torch.is_grad_enabled() else None
+            found = rule(func, *args, **kwargs) if rule is not None else NotImplemented
+            if found is NotImplemented:
+                found = func(*_wholes(args, name), **_wholes(kwargs, name))
+            return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Code that torch functions do not show gets the whole's values; gradients go through `_Show`."""
+        return func(*_values(args), **_values(kwargs or {}))
+
+    def values(self) -> Tensor:
+        """The whole, without history. Collective: the axis, an all-gather; the first time."""
+        if self._data is None:
+            with torch.no_grad():
+                self._data = self.head.whole(self.local.detach(), self.dim_, "a function of its own")
+        return self._data
+
+
+def divided(local: Tensor, dim: int, head: Head) -> Tensor:
+    """Logits around the slice `local`, which has a history."""
+    found: Any = _Show.apply(local, dim % local.ndim, head)  # type: ignore[no-untyped-call]
+    found.local = local
+    return found  # type: ignore[no-any-return]
+
+
+def _wholes(value: Any, why: str) -> Any:
+    if isinstance(value, Logits):
+        return value.head.whole(value.local, value.dim_, why)
+    if isinstance(value, dict):
+        return {key: _wholes(item, why) for key, item in value.items()}
+    return type(value)(_wholes(item, why) for item in value) if type(value) in (tuple, list) else value
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, Logits):
+        return value.values()
+    if isinstance(value, dict):
+        return {key: _values(item) for key, item in value.items()}
+    return type(value)(_values(item) for item in value) if type(value) in (tuple, list) else value
+
+
+# ------------------------------------------------------------------------------------------------------------- rules
+
+
+def _each(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    """What treats every number alike."""
+    others = [*args, *kwargs.values()]
+    if not isinstance(logits, Logits) or any(isinstance(other, Tensor) for other in others):
+        return NotImplemented
+    found = func(logits.local, *args, **kwargs)
+    same = isinstance(found, Tensor) and found.shape == logits.local.shape
+    return divided(found, logits.dim_, logits.head) if same else NotImplemented
+
+
+def _regrouped(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    """A view of whole rows, where each row's classes are last."""
+    if not isinstance(logits, Logits) or logits.dim_ != logits.ndim - 1:
+        return NotImplemented
+    shown = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
+    if not shown.ndim or shown.shape[-1] != logits.shape[-1] or shown.dtype != logits.dtype:
+        return NotImplemented
+    shape = (*shown.shape[:-1], logits.local.shape[-1])
+    return divided(logits.local.reshape(shape), len(shape) - 1, logits.head)
+
+
+def _moved(func: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dims in another order."""
+    if not isinstance(logits, Logits):
+        return NotImplemented
+    sizes = range(2, 2 + logits.ndim)
+    shown = func(torch.empty(tuple(sizes), device="meta"), *args, **kwargs)
+    return divided(func(logits.local, *args, **kwargs), list(shown.shape).index(sizes[logits.dim_]), logits.head)
+
+
+def _picked(func: Any, logits: Any, index: Any) -> Any:
+    """Some rows, where each row's classes are last and not picked from."""
+    if not isinstance(logits, Logits) or logits.dim_ != logits.ndim - 1:
+        return NotImplemented
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, bool | Logits) or not isinstance(i, _INDICES) for i in items) or not items:
+        return NotImplemented
+    # The last item is about the classes where all dims are named, or where an ellipsis comes before it.
+    named = sum(map(_dims, items)) >= logits.ndim or any(item is Ellipsis for item in items[:-1])
+    last = items[-1]
+    if last is None or (named and not (isinstance(last, slice) and last == slice(None))):
+        return NotImplemented
+    found = func(logits.local, index)
+    return divided(found, found.ndim - 1, logits.head)
+
+
+_INDICES = (int, slice, Tensor, type(None), type(Ellipsis))
+
+
+def _dims(item: Any) -> int:
+    """How many dims one item of an index is about."""
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
+
+
+_OPTIONS: dict[str, Any] = {
+    "input": None,
+    "target": None,
+    "weight": None,
+    "size_average": None,
+    "ignore_index": -100,
+    "reduce": None,
+    "reduction": "mean",
+    "label_smoothing": 0.0,
+}
+
+
+def _entropy(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """F.cross_entropy of class indices; probabilities and what torch refuses are for the whole."""
+    given = {**_OPTIONS, **dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+    logits, target, weight = given["input"], given["target"], given["weight"]
+    if not isinstance(logits, Logits) or logits.dim_ != min(1, logits.ndim - 1) or not _is_usual(logits, given):
+        return NotImplemented
+    local = logits.local.movedim(logits.dim_, -1)
+    rows = Rows(target.reshape(-1), given["ignore_index"], given["label_smoothing"], weight)
+    entropy = Entropy(rows.ignored, given["reduction"], rows.smoothing, weight is not None)
+    found = logits.head.lost(local.reshape(target.numel(), local.shape[-1]), rows, entropy)
+    narrow = logits.dtype not in (torch.float32, torch.float64) and not torch.is_autocast_enabled(logits.device.type)
+    found = found.to(logits.dtype) if narrow else found
+    return found.view(target.shape) if entropy.reduction == "none" else found
+
+
+def _is_usual(logits: Logits, given: dict[str, Any]) -> bool:
+    """Whether a cross entropy is one that slices can compute."""
+    target, weight = given["target"], given["weight"]
+    if not isinstance(target, Tensor) or isinstance(target, Logits) or target.dtype != torch.int64:
+        return False
+    rows = [size for d, size in enumerate(logits.shape) if d != logits.dim_]
+    weighs = weight is None or (not weight.requires_grad and list(weight.shape) == [logits.shape[logits.dim_]])
+    asked = given["reduction"] in ("none", "sum", "mean") and 0.0 <= given["label_smoothing"] <= 1.0
+    old = given["size_average"] is not None or given["reduce"] is not None
+    return list(target.shape) == rows and weighs and asked and not old
+
+
+def _methods(*names: str) -> list[Any]:
+    """The functions of these names, of Tensor and of torch."""
+    return [f for name in names for owner in (Tensor, torch) if (f := getattr(owner, name, None)) is not None]
+
+
+def _properties(*names: str) -> list[Any]:
+    return [getattr(Tensor, name).__get__ for name in names]
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _entropy,
+    Tensor.__getitem__: _picked,
+    **dict.fromkeys(_methods("float", "double", "half", "bfloat16", "to", "type"), _each),
+    **dict.fromkeys(_methods("contiguous", "clone", "detach", "mul", "div", "true_divide", "tanh", "neg"), _each),
+    **dict.fromkeys(_methods("__mul__", "__rmul__", "__truediv__", "__neg__"), _each),
+    **dict.fromkeys(_methods("view", "reshape", "flatten", "unflatten"), _regrouped),
+    **dict.fromkeys(
+        _methods("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "unsqueeze"), _moved
+    ),
+    **dict.fromkeys(_properties("mT", "T"), _moved),
+}
+# What tells of a tensor without its numbers.
+_FACTS = frozenset(
+    [
+        *_properties("shape", "dtype", "device", "requires_grad", "ndim", "layout", "is_cuda", "is_meta", "is_leaf"),
+        *_properties("is_sparse", "grad_fn", "_version", "itemsize", "output_nr", "is_nested", "is_quantized"),
+        *_methods("size", "dim", "ndimension", "numel", "nelement", "__len__", "is_floating_point", "is_complex"),
+        *_methods("get_device"),
+        *_methods("element_size", "is_contiguous", "stride", "__hash__"),
+    ]
+)

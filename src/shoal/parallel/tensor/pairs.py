@@ -1,0 +1,206 @@
+"""Pairs: linear modules whose outputs can stay slices until another one takes them in, found in a trace of the loss.
+
+{query, key, value} -> out, {gate, up} -> down. What is found here are candidates; `tensor_proof` tries them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shoal.parallel.model.tensor_slice import Runs
+from shoal.parallel.tensor.layers import kind, num_features
+from shoal.parallel.tensor.trace import OPAQUE, TensorTrace
+
+# Of a module's own integers, these count layers and are never widths.
+_PLACES = re.compile(r"idx|index|layer_id|layer_number|^training$")
+
+
+@dataclass(frozen=True)
+class PairCandidate:
+    """Modules by name: `columns` may be cut along their outputs, `row` along its inputs; `owner` holds them all."""
+
+    columns: tuple[str, ...]
+    row: str
+    owner: str
+
+
+@dataclass(frozen=True)
+class SectionCut:
+    """How a candidate is cut: each section of each output into as many units, dealt to the places in order.
+
+    `attributes` of modules count heads or features and are set to the slice's: (module, attribute, whole value).
+    """
+
+    sections: Mapping[str, tuple[int, ...]]
+    units: int
+    degree: int
+    attributes: tuple[tuple[str, str, int], ...] = ()
+
+    def bounds(self, size: int, place: int) -> tuple[int, int]:
+        """What one place has of `size` features that are `units` in a row."""
+        step = size // self.units
+        return step * (self.units * place // self.degree), step * (self.units * (place + 1) // self.degree)
+
+    def runs(self, name: str, place: int) -> Runs:
+        """The outputs of a column module that one place has."""
+        found, start = [], 0
+        for size in self.sections[name]:
+            low, high = self.bounds(size, place)
+            found.append((start + low, start + high))
+            start += size
+        return tuple(found)
+
+    def values(self, place: int) -> Iterator[tuple[str, str, int]]:
+        """The attributes as one place has them."""
+        for module, attribute, value in self.attributes:
+            low, high = self.bounds(value, place)
+            yield module, attribute, high - low
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What a module gives on each place: `runs` of the whole `size` along `dim`, which is counted from the end."""
+
+    dim: int
+    size: int
+    runs: tuple[Runs, ...]
+
+
+@dataclass(frozen=True)
+class ProvenPair:
+    """A candidate that was proven right, as plain values: `runs` by module and place, of a row module its inputs.
+
+    `slices` says which modules give slices, None where in a way that cannot be told. `partial` parameters are whole on
+    every place and get a part of their gradient there. `attributes` by place: (module, attribute, value).
+    """
+
+    candidate: PairCandidate
+    runs: Mapping[str, tuple[Runs, ...]]
+    slices: Mapping[str, Slice | None] = field(default_factory=dict)
+    partial: tuple[str, ...] = ()
+    attributes: tuple[tuple[tuple[str, str, int], ...], ...] = ()
+
+
+def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that can be in a pair, each under its first name."""
+    return {name: module for name, module in model.named_modules() if kind(module) in ("linear", "transposed")}
+
+
+def candidates(model: nn.Module, trace: TensorTrace, usable: Iterable[str]) -> list[PairCandidate]:
+    """What a trace and the model's own `tp_plan` propose, each module once, in the order of the calls."""
+    free = set(usable)
+    found = []
+    for row, calls in trace.inputs.items():
+        columns = calls[0]
+        if row not in free or not columns or OPAQUE in columns or any(sources != columns for sources in calls):
+            continue
+        outputs = [trace.outputs[name] for name in columns]
+        if not columns <= free or any(output.feeds != {row} or output.leaks for output in outputs):
+            continue
+        found.append(_candidate([name for name in trace.inputs if name in columns], row, trace))
+        free -= {row, *columns}
+    for near, row in _planned(model, free):
+        found.append(_candidate(near, row, trace))
+    return found
+
+
+def obstacle(name: str, trace: TensorTrace) -> str | None:
+    """Why the output of a linear module cannot stay a slice, where that is for a dropout and not for the model."""
+    output = trace.outputs.get(name)
+    return next((why for why in output.leaks if "mask" in why), None) if output is not None else None
+
+
+def _candidate(columns: list[str], row: str, trace: TensorTrace) -> PairCandidate:
+    split = [name.split(".") for name in (*columns, row)]
+    common = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    while common and ".".join(common) not in trace.calls:
+        common.pop()
+    return PairCandidate(tuple(columns), row, ".".join(common))
+
+
+def styles(model: nn.Module) -> dict[str, str]:
+    """By module: what a `tp_plan` says of it, on the model or on one inside, in the convention of transformers."""
+    found: dict[str, str] = {}
+    names = [name for name, _ in model.named_modules()]
+    for prefix, module in model.named_modules():
+        plan = getattr(module, "_tp_plan", None) or getattr(module, "tp_plan", None)
+        plan = plan or getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+        if not isinstance(plan, Mapping):
+            continue
+        for pattern, style in plan.items():
+            whole = re.escape(f"{prefix}.{pattern}" if prefix else pattern).replace(r"\*", r"[^.]+")
+            found |= {name: str(style) for name in names if re.fullmatch(whole, name)}
+    return found
+
+
+def _planned(model: nn.Module, free: set[str]) -> Iterator[tuple[list[str], str]]:
+    """Pairs that a plan names: the "rowwise" module with the "colwise" ones nearest to it."""
+    said = {name: style for name, style in styles(model).items() if name in free}
+    columns = [name for name, style in said.items() if style == "colwise"]
+    for row in [name for name, style in said.items() if style == "rowwise"]:
+        owner = row
+        near: list[str] = []
+        while owner and not near:
+            owner = owner.rpartition(".")[0]
+            near = [name for name in columns if name.startswith(f"{owner}.")]
+        if near:
+            columns = [name for name in columns if name not in near]
+            yield near, row
+
+
+def cuts(model: nn.Module, trace: TensorTrace, candidate: PairCandidate, degree: int) -> Iterator[SectionCut]:
+    """Ways to cut a candidate, the likeliest first; none where there are fewer heads than places."""
+    outputs = {name: trace.outputs[name] for name in candidate.columns if name in trace.outputs}
+    sizes = {name: num_features(model.get_submodule(name))[1] for name in candidate.columns}
+    told = {name: _sections(size, outputs.get(name)) for name, size in sizes.items()}
+    plain = {name: (size,) for name, size in sizes.items()}
+    heads = {h for output in outputs.values() for h in output.heads}
+    taken = num_features(model.get_submodule(candidate.row))[0]
+    first: list[SectionCut] = []
+    for sections in (told, plain) if told != plain else (plain,):
+        parts = [size for found in sections.values() for size in found]
+        units = math.gcd(*heads) if heads else math.gcd(*parts, taken)
+        if units >= degree and not any(size % units for size in (*parts, taken)):
+            first.append(SectionCut(sections, units, degree))
+    yield from first
+    for cut in first:
+        for attributes in _attributes(model.get_submodule(candidate.owner), cut, heads):
+            yield SectionCut(cut.sections, cut.units, degree, attributes)
+
+
+def _sections(size: int, output: Any) -> tuple[int, ...]:
+    if output is None:
+        return (size,)
+    for found in sorted(output.sections):
+        if sum(found) == size:
+            return tuple(found)
+    slices = sorted(output.slices)
+    ends = [0, *(start + length for start, length in slices)]
+    if len(slices) > 1 and ends[-1] == size and [start for start, _ in slices] == ends[:-1]:
+        return tuple(length for _, length in slices)
+    return (size,)
+
+
+def _attributes(owner: nn.Module, cut: SectionCut, heads: set[int]) -> Iterator[tuple[tuple[str, str, int], ...]]:
+    """Attributes that may count what is cut: one by one, then all that count heads, or sections, or either."""
+    sections = {size for found in cut.sections.values() if len(found) > 1 for size in found}
+    counts: list[tuple[str, str, int]] = []
+    for name, module in owner.named_modules():
+        if kind(module) is None:
+            for attribute, value in vars(module).items():
+                if type(value) is int and value in heads | sections and not _PLACES.search(attribute):
+                    counts.append((name, attribute, value))
+    counts = [entry for entry in counts if entry[2] % cut.units == 0]
+    yield from ((entry,) for entry in counts)
+    groups = [tuple(e for e in counts if e[2] in kinds) for kinds in (heads, sections, heads | sections)]
+    yield from (group for i, group in enumerate(groups) if len(group) > 1 and group not in groups[:i])

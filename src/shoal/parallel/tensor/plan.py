@@ -1,0 +1,309 @@
+"""What each module of a model becomes on the tensor axis: decided on one rank, proven, told as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.errors import PlanError
+from shoal.parallel.tensor.layers import kind, num_outputs, output_dims
+from shoal.parallel.tensor.pairs import (
+    PairCandidate,
+    ProvenPair,
+    Slice,
+    candidates,
+    cuts,
+    linear_modules,
+    obstacle,
+    styles,
+)
+from shoal.parallel.tensor.proof import Bench, NotProvenError, Values
+from shoal.parallel.tensor.trace import LayerShapes, TensorTrace, observe
+
+# A model that does not run without values is followed with them, if it is no larger than this.
+_REAL_BYTES = 8 << 30
+_FEW_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """`gathered` modules are cut along their outputs and `rows` embeddings along the vocabulary; `notes` by module.
+
+    `kept` are those of `gathered` whose output is needed by cross entropies alone, which take slices: `losses`, of so
+    many targets, with label smoothing or not. `shapes`: the calls of the modules that send.
+    """
+
+    pairs: tuple[ProvenPair, ...] = ()
+    gathered: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=dict)
+    losses: tuple[tuple[int, bool], ...] = ()
+    shapes: Mapping[str, tuple[LayerShapes, ...]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON value."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> TensorPlan:
+        """From `to_json`."""
+        pairs = tuple(_pair(_frozen(pair)) for pair in document["pairs"])
+        gathered, rows, kept = (tuple(document[key]) for key in ("gathered", "rows", "kept"))
+        shapes = {n: tuple(LayerShapes(**_frozen(call)) for call in calls) for n, calls in document["shapes"].items()}
+        return cls(pairs, gathered, rows, kept, document["notes"], _frozen(document["losses"]), shapes)
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, all the way down."""
+    if isinstance(value, dict):
+        return {key: _frozen(found) for key, found in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _pair(facts: dict[str, Any]) -> ProvenPair:
+    slices = {name: None if s is None else Slice(**s) for name, s in facts["slices"].items()}
+    return ProvenPair(**{**facts, "candidate": PairCandidate(**facts["candidate"]), "slices": slices})
+
+
+def follow(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any, values: Values, degree: int
+) -> TensorTrace:
+    """The trace of one run of the loss on copies. Raises: PlanError where it does not run."""
+    errors: list[Exception] = []
+    small = sum(p.numel() * p.itemsize for p in model.parameters()) <= _REAL_BYTES
+    for given in (None, values) if small else (None,):
+        try:
+            trace = observe(model, loss, batch, given)
+        except Exception as error:
+            errors.append(error)
+            continue
+        short = _short(batch)
+        if short is not None:
+            with contextlib.suppress(Exception):
+                other = observe(model, loss, short, given)
+                if other.inputs == trace.inputs:
+                    trace.calls, trace.real = other.calls, other.real
+        return trace
+    raise PlanError(
+        given=f"tensor = {degree}",
+        conflict=f"how this model computes its loss cannot be followed: {type(errors[0]).__name__}: "
+        + _first_line(errors[0]),
+        remedy="use tensor = 1, or a model and a loss that run on the CPU",
+    ) from errors[-1]
+
+
+def _short(batch: Any) -> Any:
+    """The first tokens of a batch of longer sequences, for the proofs; None where it is another kind of batch."""
+    wide = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1]
+    lengths = {leaf.shape[1] for leaf in wide}
+    if len(lengths) != 1 or lengths.pop() <= _FEW_TOKENS or any(leaf.is_floating_point() for leaf in wide):
+        return None
+    return tree_map(lambda v: v[:, :_FEW_TOKENS] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
+
+
+def decide(model: nn.Module, trace: TensorTrace, values: Values, degree: int) -> TensorPlan:
+    """What becomes of each module. Raises: PlanError where nothing can be cut into so many parts."""
+    notes = _whole(model, trace, degree)
+    usable = [name for name, module in linear_modules(model).items() if name not in notes and not _tied(model, module)]
+    pairs, failures = [], dict[str, str]()
+    prover = _Prover(model, trace, values, degree)
+    for candidate in candidates(model, trace, usable):
+        found: ProvenPair | str = f"what {trace.decided_by_values} computes depends on values"
+        if trace.decided_by_values is None:
+            found = prover.prove(candidate)
+        if isinstance(found, ProvenPair):
+            pairs.append(found)
+        else:
+            failures |= dict.fromkeys((*candidate.columns, candidate.row), found)
+    for pair in pairs:
+        row = pair.candidate.row
+        notes |= dict.fromkeys(pair.candidate.columns, f"cut along its outputs, which {row} takes")
+        notes[row] = "cut along its inputs"
+    rest = [n for n, m in model.named_modules() if n not in notes and kind(m) not in (None, "dropout")]
+    rows = tuple(name for name in rest if kind(model.get_submodule(name)) == "embedding")
+    gathered = tuple(name for name in rest if name not in rows)
+    for name in gathered:
+        why = failures.get(name) or obstacle(name, trace)
+        notes[name] = "cut along its outputs, gathered" + (f" ({why})" if why else "")
+    notes |= dict.fromkeys(rows, "cut along its rows")
+    if not (pairs or rest):
+        raise _nothing_to_cut(model, degree)
+    order = [name for name, _ in model.named_modules() if name in notes]
+    sending = {name for p in pairs for name in (*p.candidate.columns, p.candidate.row)}.union(gathered, rows)
+    shapes = {name: tuple(calls) for name, calls in trace.shapes.items() if name in sending}
+    return TensorPlan(tuple(pairs), gathered, rows, notes={name: notes[name] for name in order}, shapes=shapes)
+
+
+def _whole(model: nn.Module, trace: TensorTrace, degree: int) -> dict[str, str]:
+    """The modules with parameters of their own that stay whole, each with the reason."""
+    said, holders = styles(model), _holders(model)
+    found = {}
+    for name, module in model.named_modules():
+        if not _own(module) or (kind(module) is None and _held_by_layers(module, holders)):
+            continue  # a second name for what a layer holds does not decide
+        why = "as its tp_plan says" if said.get(name) == "replicated" else _obstacle(name, module, trace, degree)
+        if why is not None:
+            found[name] = f"whole: {why}"
+    changed = True
+    while changed:  # what shares a parameter with a module that stays whole stays whole
+        kept = {id(p): name for name in found for p in _own(model.get_submodule(name))}
+        changed = False
+        for name, module in model.named_modules():
+            shared = [kept[id(p)] for p in _own(module) if id(p) in kept]
+            if kind(module) is not None and shared and name not in found:
+                found[name] = f"whole: it shares a parameter with {shared[0]}"
+                changed = True
+    return found
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None]
+
+
+def _obstacle(name: str, module: nn.Module, trace: TensorTrace, degree: int) -> str | None:
+    what = kind(module)
+    if what is None:
+        return f"no rule to cut a {type(module).__name__}"
+    tensors = _own(module)
+    if not isinstance(module._parameters.get(next(iter(output_dims(module)))), Tensor):
+        return "its weight is computed from others"
+    if not trace.is_called(name):
+        return "the loss does not call it"
+    used = [trace.foreign_uses[id(p)] for p in tensors if id(p) in trace.foreign_uses]
+    if used:
+        return f"its parameter is used by {used[0]}"
+    if what == "convolution" and module.groups != 1:
+        return "its channels are in groups"
+    if isinstance(module, nn.Embedding):
+        odd = {"max_norm": module.max_norm, "sparse": module.sparse, "scale_grad_by_freq": module.scale_grad_by_freq}
+        given = [option for option, value in odd.items() if value]
+        if given:
+            return f"{given[0]} needs the whole table"
+        return None if module.num_embeddings >= degree else f"{module.num_embeddings} rows are too few"
+    num = num_outputs(module)
+    return None if num >= degree else f"{num} outputs are too few"
+
+
+def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """The modules that hold each parameter, by its id."""
+    found: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in _own(module):
+            found.setdefault(id(parameter), []).append(module)
+    return found
+
+
+def _held_by_layers(module: nn.Module, holders: Mapping[int, list[nn.Module]]) -> bool:
+    """Whether all of a module's own parameters are those of layers that can be cut, under a second name."""
+    return all(any(kind(m) is not None for m in holders[id(p)]) for p in _own(module))
+
+
+def _tied(model: nn.Module, module: nn.Module) -> bool:
+    holders = _holders(model)
+    return any(len(holders[id(p)]) > 1 for p in _own(module))
+
+
+class _Prover:
+    """Tries candidates; what was found of a module holds for others of the same structure."""
+
+    def __init__(self, model: nn.Module, trace: TensorTrace, values: Values, degree: int) -> None:
+        self._model, self._trace, self._values, self._degree = model, trace, values, degree
+        self._known: dict[Any, tuple[str, ProvenPair | str]] = {}
+
+    def prove(self, candidate: PairCandidate) -> ProvenPair | str:
+        """The pair, or why not."""
+        key = _structure(self._model, self._trace, candidate)
+        if key not in self._known:
+            self._known[key] = candidate.owner, self._try(candidate)
+        owner, found = self._known[key]
+        return found if isinstance(found, str) else _renamed(found, owner, candidate)
+
+    def _try(self, candidate: PairCandidate) -> ProvenPair | str:
+        why, bench = f"no heads or features for {self._degree} ranks", None
+        for cut in cuts(self._model, self._trace, candidate, self._degree):
+            try:
+                bench = bench or Bench(self._model, self._trace, candidate, self._values)
+            except Exception as error:
+                return f"cannot be tried by itself: {_first_line(error)}"
+            try:
+                return bench.prove(cut)
+            except Exception as error:
+                if not cut.attributes:
+                    what = "differs" if isinstance(error, NotProvenError) else "raises"
+                    why = f"{what} as a slice: {_first_line(error)}"
+        return why
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
+_SIMPLE = (int, float, bool, str, type(None))
+
+
+def _structure(model: nn.Module, trace: TensorTrace, candidate: PairCandidate) -> Any:
+    """Equal for candidates in modules that compute the same, as far as classes, shapes and plain attributes tell."""
+    owner, prefix = model.get_submodule(candidate.owner), f"{candidate.owner}."
+    inside = [
+        (name, type(m), tuple((k, v) for k, v in vars(m).items() if isinstance(v, _SIMPLE) and "idx" not in k))
+        for name, m in owner.named_modules()
+    ]
+    shapes = tuple((name, p.shape) for name, p in owner.named_parameters())
+    call = trace.calls[candidate.owner]
+    arguments = str([tuple(a.shape) if isinstance(a, Tensor) else type(a) for a in (*call.args, *call.kwargs.values())])
+    names = tuple(name.removeprefix(prefix) for name in (*candidate.columns, candidate.row))
+    return str(inside), shapes, arguments, names
+
+
+def _renamed(pair: ProvenPair, before: str, candidate: PairCandidate) -> ProvenPair:
+    def name(old: str) -> str:
+        return candidate.owner + old.removeprefix(before)
+
+    return ProvenPair(
+        candidate,
+        {name(n): runs for n, runs in pair.runs.items()},
+        {name(n): found for n, found in pair.slices.items()},
+        tuple(map(name, pair.partial)),
+        tuple(tuple((name(n), a, v) for n, a, v in place) for place in pair.attributes),
+    )
+
+
+def _nothing_to_cut(model: nn.Module, degree: int) -> PlanError:
+    sizes = [num_outputs(m) for m in model.modules() if kind(m) not in (None, "dropout")]
+    widest = max(sizes, default=1)
+    return PlanError(
+        given=f"tensor = {degree}",
+        conflict=f"no module of this model can be cut into {degree} parts"
+        + (f": the widest has {widest} outputs" if 1 < widest < degree else ""),
+        remedy=f"use tensor = {widest} at most" if 1 < widest < degree else "use tensor = 1 and more data ranks",
+    )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What `decide` would try and, where all of it is proven, choose; modules by name."""
+
+    pairs: tuple[PairCandidate, ...]
+    gathered: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+def propose(model: nn.Module, trace: TensorTrace, degree: int) -> Proposal:
+    """The same as `decide` from structure alone, for a model without values."""
+    whole, holders = _whole(model, trace, degree), _holders(model)
+    single = {name: all(len(holders[id(p)]) == 1 for p in _own(m)) for name, m in linear_modules(model).items()}
+    usable = [name for name, alone in single.items() if alone and name not in whole]
+    pairs: tuple[PairCandidate, ...] = ()
+    if trace.decided_by_values is None:
+        pairs = tuple(c for c in candidates(model, trace, usable) if next(cuts(model, trace, c, degree), None))
+    taken = {*whole, *(name for pair in pairs for name in (*pair.columns, pair.row))}
+    rest = [n for n, m in model.named_modules() if n not in taken and kind(m) not in (None, "dropout")]
+    rows = tuple(name for name in rest if kind(model.get_submodule(name)) == "embedding")
+    return Proposal(pairs, tuple(name for name in rest if name not in rows), rows)

@@ -1,0 +1,317 @@
+"""Proof that a pair may be cut: the module around it, whole against divided, in float64 and on random numbers.
+
+No communication: each place's share is computed here, one after the other. A place's row module is handed the whole's
+output, so that all that follows is as in the whole, and what has to hold can be said of each place by itself:
+
+- the input of its row module is its slice of the whole's;
+- its gradients of the weights are its slices of the whole's, and those of the inputs of the column modules add up;
+- every other parameter gets either the whole gradient on each place or terms that add up (`Pair.partial`);
+- what the module returns is what the whole returns.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.parallel.tensor.layers import kind, num_features, output_dim, product
+from shoal.parallel.tensor.pairs import PairCandidate, ProvenPair, SectionCut, Slice
+from shoal.parallel.tensor.trace import TensorTrace
+
+# In float64 both agree to some 1e-13, and where the user's code goes through float32 to some 1e-6. What is cut at a
+# wrong place differs in the first digits.
+TOLERANCE = 1e-4
+# A gradient that is zero but for rounding (of a bias before a softmax) is compared on the scale of the largest.
+_FLOOR = 1e-2
+# Initial values are often zeros and ones, behind which an error would hide.
+_NOISE = 0.05
+_SEED = 20205198
+_WHOLE = Slice(0, 0, ())
+
+Values = Callable[[str], Tensor]
+
+
+class NotProvenError(Exception):
+    """The divided module is not the whole one."""
+
+
+@dataclass
+class _ProofRun:
+    """What a run of the module left, by module name and call."""
+
+    entries: dict[str, list[Tensor]] = field(default_factory=dict)
+    inputs: list[Tensor] = field(default_factory=list)
+    results: list[Tensor] = field(default_factory=list)
+    seen: dict[str, list[list[Tensor]]] = field(default_factory=dict)  # what each module inside gave, by call
+    outputs: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Bench:
+    """One candidate's module with its values, ready to be run whole and cut."""
+
+    def __init__(self, model: nn.Module, trace: TensorTrace, candidate: PairCandidate, values: Values) -> None:
+        self._candidate = candidate
+        self._prefix = f"{candidate.owner}." if candidate.owner else ""
+        self._columns = [name.removeprefix(self._prefix) for name in candidate.columns]
+        self._row = candidate.row.removeprefix(self._prefix)
+        generator = torch.Generator().manual_seed(_SEED)
+        self._module = materialised(model, candidate.owner, values, generator)
+        call = trace.calls[candidate.owner]
+        real = functools.partial(_argument, trace=trace, generator=generator)
+        self._args, self._kwargs = tree_map(real, (call.args, call.kwargs))
+        self._whole = self._run(None, 0)
+
+    def prove(self, cut: SectionCut) -> ProvenPair:
+        """The pair, cut so. Raises: NotProvenError, or what the user's module raises on slices."""
+        runs = [self._run(cut, place) for place in range(cut.degree)]
+        partial = self._compare(cut, runs)
+        names = {name: tuple(cut.runs(name, place) for place in range(cut.degree)) for name in self._candidate.columns}
+        taken = num_features(self._module.get_submodule(self._row))[0]
+        names[self._candidate.row] = tuple((cut.bounds(taken, place),) for place in range(cut.degree))
+        attributes = tuple(
+            tuple((f"{self._candidate.owner}.{name}".strip("."), a, v) for name, a, v in cut.values(place))
+            for place in range(cut.degree)
+        )
+        slices = self._slices(cut, runs)
+        for name, found in slices.items():
+            if found is None and kind(self._module.get_submodule(name)) == "dropout":
+                raise NotProvenError(f"what {name} sees")
+        return ProvenPair(
+            self._candidate,
+            names,
+            {self._prefix + name: found for name, found in slices.items()},
+            tuple(self._prefix + name for name in partial),
+            attributes,
+        )
+
+    def _run(self, cut: SectionCut | None, place: int) -> _ProofRun:
+        """One run, whole where there is no cut; the module and its arguments stay as they are."""
+        module = copy.deepcopy(self._module)
+        run = _ProofRun()
+        for name, layer in module.named_modules():
+            if name in self._columns:
+                layer.forward = functools.partial(self._column, run, (name, layer), cut, place)
+            elif name == self._row:
+                layer.forward = functools.partial(self._taken, run, layer, cut, place)
+            elif kind(layer) == "dropout":
+                layer.forward = _skipped
+            if name:
+                layer.register_forward_hook(functools.partial(_watch, run.seen.setdefault(name, [])))
+        for name, attribute, value in cut.values(place) if cut is not None else ():
+            setattr(module.get_submodule(name), attribute, value)
+        args, kwargs = tree_map(fresh, (self._args, self._kwargs))
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _Still():
+            torch.manual_seed(_SEED)
+            outputs = module(*args, **kwargs)
+        run.outputs = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        self._backward(module, run, (args, kwargs))
+        return run
+
+    def _column(
+        self, run: _ProofRun, named: tuple[str, nn.Module], cut: SectionCut | None, place: int, /, input: Tensor
+    ) -> Tensor:
+        name, layer = named
+        leaf = input.detach().requires_grad_()
+        run.entries.setdefault(name, []).append(leaf)
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(weight, Tensor)
+        if cut is not None:
+            runs = cut.runs(self._prefix + name, place)
+            weight = _taken(weight, output_dim(layer), runs)
+            bias = None if bias is None else _taken(bias, 0, runs)  # type: ignore[arg-type]
+        return product(layer, leaf, weight, bias)  # type: ignore[arg-type]
+
+    def _taken(self, run: _ProofRun, layer: nn.Module, cut: SectionCut | None, place: int, input: Tensor) -> Tensor:
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(weight, Tensor)
+        run.inputs.append(input.detach())
+        if cut is not None:
+            bounds = cut.bounds(num_features(layer)[0], place)
+            weight = _taken(weight, 1 - output_dim(layer), (bounds,))
+        found = product(layer, input, weight, None)
+        if cut is None:
+            run.results.append(found.detach())
+        elif len(run.inputs) > len(self._whole.results):
+            raise NotProvenError("the slice is computed with more calls than the whole")
+        else:
+            found = self._whole.results[len(run.inputs) - 1] + (found - found.detach())
+        return found if bias is None else found + bias  # type: ignore[operator]
+
+    def _backward(self, module: nn.Module, run: _ProofRun, given: Any) -> None:
+        generator = torch.Generator().manual_seed(_SEED)
+        total: Tensor | float = 0.0
+        for output in run.outputs:
+            if output.requires_grad:
+                weights = torch.randn(output.shape, dtype=torch.float64, generator=generator)
+                total = total + (output * weights).sum()
+        if not isinstance(total, Tensor):
+            raise NotProvenError("what it returns has no gradient")
+        leaves: dict[str, Tensor] = {f"parameter {name}": p for name, p in module.named_parameters()}
+        inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves |= {f"argument {i}": leaf for i, leaf in enumerate(inputs)}
+        leaves |= {f"input {name} {i}": leaf for name, found in run.entries.items() for i, leaf in enumerate(found)}
+        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        pairs = zip(leaves.items(), gradients, strict=True)
+        run.gradients = {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in pairs}
+
+    def _compare(self, cut: SectionCut, runs: list[_ProofRun]) -> list[str]:
+        """The parameters with partial gradients. Raises: NotProvenError."""
+        whole = self._whole
+        taken = num_features(self._module.get_submodule(self._row))[0]
+        floor = _FLOOR * max(float(g.norm()) for g in whole.gradients.values())
+        for place, run in enumerate(runs):
+            if len(run.inputs) != len(whole.inputs) or len(run.outputs) != len(whole.outputs):
+                raise NotProvenError("the slice is computed with other calls than the whole")
+            bounds = (cut.bounds(taken, place),)
+            for a, b in zip(run.inputs, whole.inputs, strict=True):
+                _same(a, _taken(b, b.ndim - 1, bounds), 0.0, f"the input of {self._row}")
+            for a, b in zip(run.outputs, whole.outputs, strict=True):
+                _same(a.detach(), b.detach(), 0.0, "what it returns")
+        partial = []
+        for name, wanted in whole.gradients.items():
+            found = [run.gradients.get(name) for run in runs]
+            if any(g is None or g.shape != wanted.shape for g in found):
+                raise NotProvenError(f"the gradient of {name}")
+            gradients = [g for g in found if g is not None]
+            if name in self._cut_parameters():
+                # The gradient of what is not a place's own is zero there.
+                _same(_sum(gradients), wanted, floor, f"the gradient of {name}")
+                if not float(wanted.norm()) and name.endswith("weight"):
+                    raise NotProvenError(f"the gradient of {name} is zero")
+            elif name.startswith("input "):
+                _same(_sum(gradients), wanted, floor, f"the gradient of the {name}")
+            elif not all(is_same(g, wanted, floor) for g in gradients):
+                _same(_sum(gradients), wanted, floor, f"the gradient of {name}")
+                if name.startswith("argument "):
+                    raise NotProvenError("an argument gets a part of its gradient")
+                partial.append(name.removeprefix("parameter "))
+        return partial
+
+    def _cut_parameters(self) -> set[str]:
+        found = {f"parameter {name}.{kind}" for name in self._columns for kind in ("weight", "bias")}
+        return found | {f"parameter {self._row}.weight"}
+
+    def _slices(self, cut: SectionCut, runs: list[_ProofRun]) -> dict[str, Slice | None]:
+        """The modules inside that give slices, and which; None where that is in no way that can be told."""
+        found: dict[str, Slice | None] = {}
+        for name, wholes in self._whole.seen.items():
+            others = [run.seen[name] for run in runs]
+            if any([len(call) for call in seen] != [len(call) for call in wholes] for seen in others):
+                found[name] = None
+                continue
+            told = set()
+            for i, call in enumerate(wholes):
+                for j, whole in enumerate(call):
+                    told.add(self._slice(cut, name, whole, [seen[i][j] for seen in others]))
+            if told - {_WHOLE}:
+                found[name] = next(iter(told)) if len(told) == 1 else None
+        return found
+
+    def _slice(self, cut: SectionCut, name: str, whole: Tensor, slices: list[Tensor]) -> Slice | None:
+        differ = [d for d in range(whole.ndim) if any(own.shape[d : d + 1] != whole.shape[d : d + 1] for own in slices)]
+        if not differ and all(is_same(own, whole, 0.0) for own in slices):
+            return _WHOLE
+        if len(differ) != 1 or whole.shape[differ[0]] % cut.units:
+            return None
+        dim, size = differ[0], whole.shape[differ[0]]
+        if name in self._columns:
+            places = tuple(cut.runs(self._prefix + name, place) for place in range(cut.degree))
+        else:
+            places = tuple((cut.bounds(size, place),) for place in range(cut.degree))
+        if all(is_same(own, _taken(whole, dim, at), 0.0) for own, at in zip(slices, places, strict=True)):
+            return Slice(dim - whole.ndim, size, places)
+        return None
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    """Their sum."""
+    return torch.stack(tensors).sum(0)
+
+
+class _Still(TorchFunctionMode):
+    """Nothing is dropped."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.dropout, torch.dropout):
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+
+def materialised(model: nn.Module, owner: str, values: Values, generator: torch.Generator) -> nn.Module:
+    """A copy of one module of the model in float64, with the model's values and some noise."""
+    module = model.get_submodule(owner)
+    named = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        value = values(named[id(parameter)]).detach().to("cpu", torch.float64)
+        noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
+        scale = _NOISE + float(value.std()) * _NOISE if value.numel() > 1 else _NOISE
+        memo[id(parameter)] = nn.Parameter(value + scale * noise)
+    for buffer in module.buffers():
+        value = values(named[id(buffer)]).detach().to("cpu")
+        memo[id(buffer)] = value.double() if value.is_floating_point() else value.clone()
+    return copy.deepcopy(module, memo)
+
+
+def _argument(leaf: Any, trace: TensorTrace, generator: torch.Generator) -> Any:
+    """Numbers for an argument of the trace: those of the batch where it is of the batch, else random ones."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if id(leaf) in trace.real:
+        value = trace.real[id(leaf)].detach().cpu()
+        return value.double() if value.is_floating_point() else value
+    if leaf.is_complex():
+        return torch.randn(leaf.shape, dtype=torch.complex128, generator=generator)
+    if not leaf.is_floating_point():
+        return torch.ones(leaf.shape, dtype=leaf.dtype)
+    value = torch.randn(leaf.shape, dtype=torch.float64, generator=generator)
+    return value.requires_grad_(leaf.requires_grad)
+
+
+def fresh(leaf: Any) -> Any:
+    """A copy that knows no history."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    return copy.deepcopy(leaf)
+
+
+def _skipped(input: Tensor) -> Tensor:
+    return input
+
+
+def _watch(seen: list[list[Tensor]], module: nn.Module, args: Any, output: Any) -> None:
+    seen.append([leaf.detach() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)])
+
+
+def _taken(tensor: Tensor, dim: int, runs: Any) -> Tensor:
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
+
+
+def is_same(found: Tensor, wanted: Tensor, floor: float) -> bool:
+    """Whether they agree but for rounding; what is smaller than `floor` is compared on that scale."""
+    if found.shape != wanted.shape:
+        return False
+    if not found.is_floating_point():
+        return bool(torch.equal(found, wanted))
+    distance, size = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
+    return math.isfinite(distance) and distance <= TOLERANCE * max(size, floor)
+
+
+def _same(found: Tensor, wanted: Tensor, floor: float, what: str) -> None:
+    if not is_same(found, wanted, floor):
+        raise NotProvenError(f"{what} differs")

@@ -1,0 +1,247 @@
+"""Tensor parallelism: the layers of one model divided over the ranks of the tensor axis, in place.
+
+Each rank holds slices of the weights as plain parameters under the user's own names; what is not cut is whole on every
+rank and gets the same gradient there. See docs/decisions/0011-tensor-parallel.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.distributed.failures import as_shoal_error, to_json
+from shoal.errors import ShoalError, from_json
+from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.model.tensor_slice import Runs, TensorSlice
+from shoal.parallel.tensor.heads import TensorTrial, sizes, with_kept
+from shoal.parallel.tensor.layers import (
+    Column,
+    DividedLayer,
+    Entry,
+    Foreign,
+    GatheredLayer,
+    Row,
+    SlicedDropout,
+    SlicedOutputLayer,
+    Vocabulary,
+    foreign,
+    give_role,
+    kind,
+    num_outputs,
+    output_dim,
+    output_dims,
+)
+from shoal.parallel.tensor.pairs import ProvenPair, Slice
+from shoal.parallel.tensor.plan import TensorPlan, decide, follow
+from shoal.parallel.tensor.proof import Values
+
+# A module's number among its like.
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A divided model: `parts` of the parameters held here, whole ones too, under their names in the whole model.
+
+    `partial` names whole parameters whose gradient is a term of a sum over the axis. `slices` says which modules give
+    slices of what they give in the whole model; None: in a way that cannot be told.
+    """
+
+    parts: dict[str, TensorSlice]
+    partial: tuple[str, ...]
+    slices: dict[str, Slice | None]
+    notes: dict[str, str]
+
+    def describe(self) -> list[str]:
+        """What was done with each module and why, a line for those that only differ by their numbers."""
+        found: dict[tuple[str, str], int] = {}
+        for name, note in self.notes.items():
+            key = _NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)
+            found[key] = found.get(key, 0) + 1
+        return [f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in found.items()]
+
+
+def divide_model(
+    model: nn.Module,
+    axis: TensorAxis,
+    loss: Callable[[nn.Module, Any], Any],
+    batch: Callable[[], Any],
+    values: Values | None = None,
+) -> TensorParallel:
+    """Divides `model` in place; on the meta device too, where `values` gives initial values by name.
+
+    `batch()` is a small one for which `loss(model, batch)` is followed, see `plan_model`. Collective: the axis, two
+    broadcasts. Raises: as `plan_model`.
+    """
+    given = values if values is not None else own_values(model)
+    return apply(model, plan_model(TensorTrial(model, loss, batch(), given), axis), axis)
+
+
+def plan_model(subject: TensorTrial, axis: TensorAxis) -> TensorPlan:
+    """How a model is going to be divided: the loss is followed without computing anything, on the axis's first place.
+
+    Collective: the axis, two broadcasts.
+    Raises: on every rank, PlanError where the loss cannot be followed or nothing can be cut.
+    """
+
+    def make() -> TensorPlan:
+        trace = follow(subject.model, subject.loss, subject.batch, subject.values, axis.degree)
+        plan = decide(subject.model, trace, subject.values, axis.degree)
+        return with_kept(plan, subject, trace, axis.degree)
+
+    return _told(axis, make)
+
+
+def own_values(model: nn.Module) -> Values:
+    """A model's own values by name."""
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return lambda name: held[name].detach()
+
+
+def _told(axis: TensorAxis, make: Callable[[], TensorPlan]) -> TensorPlan:
+    """What the axis's first rank makes, on all of them. Raises: on every rank, what it raised there."""
+    document: dict[str, Any] = {}
+    error: ShoalError | None = None
+    if axis.place == 0:
+        try:
+            document = {"plan": make().to_json()}
+        except Exception as caught:
+            error = as_shoal_error(caught)
+            document = {"error": to_json(error, 0, "")}
+    if axis.degree > 1:
+        document = _broadcast(document, axis)
+    if error is not None:
+        raise error
+    if "error" in document:
+        raise from_json(document["error"])
+    return TensorPlan.from_json(document["plan"])
+
+
+def _broadcast(document: dict[str, Any], axis: TensorAxis) -> dict[str, Any]:
+    text = bytearray(json.dumps(document).encode()) if axis.place == 0 else bytearray()
+    length = torch.tensor([len(text)])
+    dist.broadcast(length, group=axis.group, group_src=0)
+    data = torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(data, group=axis.group, group_src=0)
+    found: dict[str, Any] = json.loads(bytes(data.numpy().tobytes()))
+    return found
+
+
+def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParallel:
+    """Divides `model` as a plan says."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    parts = {name: TensorSlice.whole(p.shape) for name, p in model.named_parameters()}
+
+    def cut(module: nn.Module, parameter: str, dim: int, runs: Runs) -> None:
+        held = module._parameters.get(parameter)
+        if held is not None:
+            name = names[id(held)]
+            parts[name] = TensorSlice.whole(held.shape).select(dim, runs)
+
+    slices: dict[str, Slice | None] = {}
+    partial: list[str] = []
+    for pair in plan.pairs:
+        for name in (*pair.candidate.columns, pair.candidate.row):
+            module, runs = model.get_submodule(name), pair.runs[name][axis.place]
+            if name == pair.candidate.row:
+                cut(module, "weight", 1 - output_dim(module), runs)
+            else:
+                cut(module, "weight", output_dim(module), runs)
+                cut(module, "bias", 0, runs)
+        partial += [names[id(model.get_parameter(name))] for name in pair.partial]
+        slices |= pair.slices
+    for name in (*plan.gathered, *plan.rows):
+        module = model.get_submodule(name)
+        bounds = (_bounds(num_outputs(module), axis.degree, axis.place),)
+        for parameter, dim in output_dims(module).items():
+            cut(module, parameter, dim, bounds)
+    _give_roles(model, plan, axis)
+    _replace(model, names, parts)
+    return TensorParallel(parts, tuple(dict.fromkeys(partial)), slices, dict(plan.notes))
+
+
+def _bounds(size: int, degree: int, place: int) -> tuple[int, int]:
+    before = sizes(size, degree)[: place + 1]
+    return sum(before[:-1]), sum(before)
+
+
+def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
+    for pair in plan.pairs:
+        _give_pair(model, pair, axis)
+    for name in plan.gathered:
+        _give_gathered(model.get_submodule(name), SlicedOutputLayer if name in plan.kept else GatheredLayer, axis)
+    for name in plan.rows:
+        module = model.get_submodule(name)
+        size = num_outputs(module)
+        give_role(module, Vocabulary(axis, *_bounds(size, axis.degree, axis.place), size))
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(
+            isinstance(m, DividedLayer) for m in module.modules()
+        ):
+            # In evaluation it hands its layers' weights to one kernel, past their forwards, unless there are hooks.
+            module.register_forward_pre_hook(_leave_as_it_is)
+
+
+def _give_gathered(module: nn.Module, role: type[GatheredLayer], axis: TensorAxis) -> None:
+    parts, told = sizes(num_outputs(module), axis.degree), foreign(module)
+    if told is None:
+        give_role(module, role(axis, parts))
+    else:
+        give_role(module, Foreign(axis, parts, type(module).forward, told.feature_dim))
+        module.keep_outputs(parts[axis.place])  # type: ignore[operator]
+
+
+def _leave_as_it_is(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing."""
+
+
+def _give_pair(model: nn.Module, pair: ProvenPair, axis: TensorAxis) -> None:
+    entry = Entry(axis, len(pair.candidate.columns))
+    for name in pair.candidate.columns:
+        give_role(model.get_submodule(name), Column(entry))
+    give_role(model.get_submodule(pair.candidate.row), Row(axis))
+    for name, found in pair.slices.items():
+        module = model.get_submodule(name)
+        if kind(module) == "dropout" and found is not None:
+            give_role(module, SlicedDropout(found.dim, found.runs[axis.place], found.size))
+    if pair.attributes:
+        for name, attribute, value in pair.attributes[axis.place]:
+            setattr(model.get_submodule(name), attribute, value)
+
+
+def _replace(model: nn.Module, names: dict[int, str], parts: dict[str, TensorSlice]) -> None:
+    """Puts parameters of the parts' shapes in the place of whole ones; a shared one stays shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for attribute, held in list(module._parameters.items()):
+            if held is None or parts[names[id(held)]].is_whole:
+                continue
+            if id(held) not in made:
+                own = parts[names[id(held)]].take(held.detach()).clone()
+                made[id(held)] = nn.Parameter(own, requires_grad=held.requires_grad)
+            module._parameters[attribute] = made[id(held)]
+
+
+def wholes(division: TensorParallel, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor] | None]:
+    """For each module that gives slices: what makes the whole of one, if anything does."""
+    return {
+        name: None if found is None else functools.partial(whole_slice, found=found, axis=axis)
+        for name, found in division.slices.items()
+    }
+
+
+def whole_slice(tensor: Tensor, found: Slice, axis: TensorAxis) -> Tensor:
+    """What a module gives in the whole model, from what it gives here. Collective: the axis, an all-gather."""
+    sizes = [sum(stop - start for start, stop in runs) for runs in found.runs]
+    dim = tensor.ndim + found.dim
+    gathered = axis.all_gather(tensor, dim, sizes)
+    order = [index for runs in found.runs for start, stop in runs for index in range(start, stop)]
+    return gathered.index_select(dim, torch.tensor(order, device=tensor.device).argsort())

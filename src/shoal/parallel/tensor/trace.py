@@ -1,0 +1,329 @@
+"""What one run of the loss shows of a model: which linear layers feed which, through what, and who uses a parameter.
+
+The run is on the meta device: shapes, no numbers. Every tensor carries the names of the linear modules that it is made
+of through operations that may act on slices, each slice by itself; whether they do is for `tensor_proof` to say.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.parallel.tensor.layers import feature_dim, kind
+
+# Among a tensor's sources: something that is not a linear layer's output, or was made of one in an unknown way.
+OPAQUE = "*"
+
+# What acts on each feature, or each head, by itself; by the functions' names without underscores around them.
+_LOCAL = frozenset(
+    """
+    add radd iadd sub rsub isub mul rmul imul div truediv rtruediv itruediv true_divide neg abs pow rpow square sqrt
+    rsqrt exp log sin cos tanh sigmoid erf clamp clamp_min clamp_max minimum maximum where masked_fill tril triu
+    relu relu6 leaky_relu elu selu celu gelu silu mish hardswish hardsigmoid hardtanh softplus softsign logsigmoid glu
+    dropout view reshape flatten unflatten transpose permute swapaxes swapdims movedim moveaxis t contiguous clone
+    squeeze unsqueeze expand expand_as broadcast_to repeat repeat_interleave cat concat concatenate stack split chunk
+    tensor_split split_with_sizes unbind getitem narrow select index_select roll flip view_as reshape_as
+    matmul rmatmul bmm baddbmm einsum softmax log_softmax scaled_dot_product_attention sum mean var std amax amin norm
+    rms_norm addcmul addcdiv lerp to type float bfloat16 half double type_as T.get mT.get H.get
+    """.split()  # noqa: SIM905
+)
+_READS = frozenset("item tolist bool float int index numpy equal allclose repr str format".split())  # noqa: SIM905
+_IN_PLACE = frozenset("add_ mul_ sub_ div_ relu_ __iadd__ __imul__ __isub__ __itruediv__ tanh_ sigmoid_".split())  # noqa: SIM905
+_VIEWS = frozenset(("view", "reshape", "unflatten"))
+_SPLITS = frozenset(("split", "chunk", "tensor_split", "split_with_sizes"))
+_DROPOUTS = (F.dropout, torch.dropout)
+
+Sources = frozenset[str]
+_NOTHING: Sources = frozenset()
+
+
+@dataclass
+class Output:
+    """What became of the output of one linear module, over all of its calls."""
+
+    feeds: set[str] = field(default_factory=set)  # linear modules whose input is made of it
+    leaks: list[str] = field(default_factory=list)  # operations after which it is a slice no more
+    heads: set[int] = field(default_factory=set)
+    sections: set[tuple[int, ...]] = field(default_factory=set)
+    slices: set[tuple[int, int]] = field(default_factory=set)  # (start, size) taken out of it
+
+
+@dataclass
+class FirstCall:
+    """The arguments of a module's first call, tensors on the meta device."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LayerShapes:
+    """Of one call of a layer: what it took and gave, along which dim its features lie, and whether the input learns."""
+
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+    feature_dim: int
+    needs_gradient: bool
+
+
+@dataclass
+class TensorTrace:
+    """What the run showed."""
+
+    outputs: dict[str, Output] = field(default_factory=dict)
+    inputs: dict[str, list[Sources]] = field(default_factory=dict)  # of linear modules, by call
+    calls: dict[str, FirstCall] = field(default_factory=dict)  # of modules with linear ones inside
+    dropouts: dict[str, list[Sources]] = field(default_factory=dict)
+    foreign_uses: dict[int, str] = field(default_factory=dict)  # by id of a parameter: what used it past its module
+    decided_by_values: str | None = None  # a module that looked at values: other batches may go another way
+    shapes: dict[str, list[LayerShapes]] = field(default_factory=dict)  # of linear modules and their like, by call
+    has_values: bool = False  # whether the run needed the model's values
+    real: dict[int, Tensor] = field(default_factory=dict)  # by id of a tensor of the batch: its values
+
+    def is_called(self, name: str) -> bool:
+        """Whether a module's forward ran."""
+        return name in self.inputs
+
+
+def twin(model: nn.Module, values: Callable[[str], Tensor] | None) -> nn.Module:
+    """A copy on the meta device, or on the CPU with `values`; what is shared stays shared."""
+
+    def shown(name: str, tensor: Tensor) -> Tensor:
+        if values is None:
+            return tensor.detach().to("meta")
+        return values(name).detach().to("cpu", tensor.dtype, copy=True)
+
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        memo[id(parameter)] = nn.Parameter(shown(name, parameter), requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        memo[id(buffer)] = shown(name, buffer)
+    return copy.deepcopy(model, memo)
+
+
+def observe(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    values: Callable[[str], Tensor] | None = None,
+) -> TensorTrace:
+    """Runs `loss(model, batch)` on copies, on the meta device or with `values` by name on the CPU.
+
+    Raises: what the model or the loss raises there.
+    """
+    shown_model = twin(model, values)
+    own = {id(a): b for a, b in zip(_tensors(shown_model), _tensors(model), strict=True)}
+    tracer = _Tracer(shown_model, own)
+    tracer.trace.has_values = values is not None
+    device = "meta" if values is None else "cpu"
+    shown = tree_map(lambda leaf: tracer.of_batch(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), tracer:
+            found = loss(shown_model, shown)
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                tracer.leak(leaf, "the loss")
+    finally:
+        tracer.close()
+    return tracer.trace
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters, each once."""
+    return list(model.parameters())
+
+
+class _Tracer(TorchFunctionMode):
+    def __init__(self, model: nn.Module, own: dict[int, Tensor]) -> None:
+        super().__init__()
+        self.trace = TensorTrace()
+        self._own = own
+        self._sources: dict[int, tuple[Tensor, Sources]] = {}
+        self._stack: list[tuple[str, nn.Module]] = []
+        self._owners: dict[int, set[str]] = {}
+        self._handles: list[Any] = []
+        for tensor in model.buffers():
+            self._mark(tensor, _NOTHING)
+        for name, module in model.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._mark(parameter, _NOTHING)
+                    self._owners.setdefault(id(parameter), set()).add(name)
+            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(self._after(name)))
+
+    def close(self) -> None:
+        """Forgets all tensors."""
+        for handle in self._handles:
+            handle.remove()
+        self._sources.clear()
+
+    def of_batch(self, tensor: Tensor, device: str) -> Tensor:
+        """A tensor of the batch as it is shown to the model."""
+        shown = tensor.detach().to(device)
+        self._mark(shown, _NOTHING)
+        self.trace.real[id(shown)] = tensor
+        return shown
+
+    def leak(self, tensor: Tensor, why: str) -> None:
+        """Notes that all the sources of a tensor are used in a way that slices cannot be."""
+        for source in self._of(tensor) - {OPAQUE}:
+            self.trace.outputs[source].leaks.append(why)
+
+    def _of(self, tensor: Tensor) -> Sources:
+        held = self._sources.get(id(tensor))
+        return held[1] if held is not None else frozenset((OPAQUE,))
+
+    def _mark(self, tensor: Tensor, sources: Sources) -> None:
+        self._sources[id(tensor)] = tensor, sources
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._stack.append((name, module))
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            what = kind(module)
+            if what == "dropout" and given:
+                self.trace.dropouts.setdefault(name, []).append(self._of(given[0]))
+            elif what is not None and given:
+                sources = self._of(given[0])
+                self.trace.inputs.setdefault(name, []).append(sources)
+                for source in sources - {OPAQUE}:
+                    self.trace.outputs[source].feeds.add(name)
+            elif what is None and name not in self.trace.calls and _num_linear(module) > 1:
+                self.trace.calls[name] = FirstCall(*tree_map(_kept, (args, kwargs)))
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._stack.pop()
+            if kind(module) not in (None, "dropout") and isinstance(output, Tensor) and args:
+                dim = feature_dim(module, output)
+                found = LayerShapes(tuple(args[0].shape), tuple(output.shape), dim, args[0].requires_grad)
+                self.trace.shapes.setdefault(name, []).append(found)
+            if kind(module) in ("linear", "transposed") and isinstance(output, Tensor):
+                self.trace.outputs.setdefault(name, Output())
+                self._mark(output, frozenset((name,)))
+
+        return hook
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = _name(func)
+        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        if not made:
+            if name in _READS and given:
+                if self._stack:
+                    self.trace.decided_by_values = self._stack[-1][0] or "the model"
+                for tensor in given:
+                    self.leak(tensor, f"{name}()")
+            return found
+        for tensor in given:
+            self._used(tensor, name)
+        sources = self._outcome(func, name, given, args, kwargs)
+        if name in _VIEWS or name in _SPLITS or name == "getitem":
+            self._shapes(name, given[0], made)
+        for tensor in made:
+            if not (isinstance(tensor, nn.Parameter) and id(tensor) in self._sources):
+                self._mark(tensor, sources)
+        return found
+
+    def _outcome(self, func: Any, name: str, given: list[Tensor], args: Any, kwargs: Any) -> Sources:
+        """The sources of what an operation makes of `given`."""
+        sources: Sources = _NOTHING.union(*map(self._of, given))
+        inside = bool(self._stack) and kind(self._stack[-1][1]) in ("linear", "transposed", "dropout")
+        why = None if inside else self._objection(func, name, given, args, kwargs)
+        if why is None:
+            return sources
+        for tensor in given:
+            self.leak(tensor, why)
+        has_parameters = any(isinstance(tensor, nn.Parameter) for tensor in given)
+        return frozenset((OPAQUE,)) if sources or has_parameters else _NOTHING
+
+    def _objection(self, func: Any, name: str, given: list[Tensor], args: Any, kwargs: Any) -> str | None:
+        """Why an operation does not act on slices, if so."""
+        if name not in _LOCAL:
+            return f"{name}()"
+        raw = getattr(func, "__name__", "")
+        if (raw in _IN_PLACE or kwargs.get("inplace")) and len({self._of(tensor) for tensor in given}) > 1:
+            return f"{raw}() in place"
+        if raw.endswith("_") and not raw.endswith("__") and raw not in _IN_PLACE:
+            return f"{raw}() in place"
+        if func in _DROPOUTS and _is_active(*args, **kwargs):
+            return "dropout by a function, whose mask cannot be cut"
+        dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) if "attention" in name else 0.0
+        return "dropout inside of the attention, whose mask cannot be cut" if dropped else None
+
+    def _used(self, tensor: Tensor, name: str) -> None:
+        owners = self._owners.get(id(tensor))
+        if owners is None or name == "get":
+            return
+        where, module = self._stack[-1] if self._stack else (None, None)
+        if where not in owners or module is None or kind(module) is None:
+            by = f"{name}() in {where or 'the model'}" if where is not None else f"{name}() in the loss"
+            self.trace.foreign_uses.setdefault(id(self._own[id(tensor)]), by)
+
+    def _shapes(self, name: str, whole: Tensor, made: list[Tensor]) -> None:
+        """Notes how the output of a single linear module is told apart into sections and heads."""
+        sources = self._of(whole)
+        if len(sources) != 1 or OPAQUE in sources or not whole.ndim:
+            return
+        output = self.trace.outputs[next(iter(sources))]
+        width = whole.shape[-1]
+        if name in _SPLITS and all(part.ndim == whole.ndim for part in made):
+            if sum(part.shape[-1] for part in made) == width:
+                output.sections.add(tuple(part.shape[-1] for part in made))
+        elif name == "getitem":
+            part = made[0]
+            if part.ndim == whole.ndim and part.shape[:-1] == whole.shape[:-1] and part.shape[-1] < width:
+                output.slices.add((int(part.storage_offset() - whole.storage_offset()), part.shape[-1]))
+        elif name in _VIEWS:
+            extras = _divided(width, made[0].shape)
+            if len(extras) == 3:
+                output.sections.add((extras[1] * extras[2],) * extras[0])
+            if len(extras) >= 2:
+                output.heads.add(extras[-2])
+
+
+def _divided(width: int, shape: torch.Size) -> tuple[int, ...]:
+    """The last dims of `shape` that a dim of `width` became."""
+    for k in range(1, len(shape) + 1):
+        if math.prod(shape[-k:]) == width:
+            return tuple(shape[-k:])
+    return ()
+
+
+def _name(func: Any) -> str:
+    raw = getattr(func, "__name__", str(func))
+    if raw == "__get__":  # of a property
+        return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.get"
+    return str(raw).strip("_")
+
+
+def _is_active(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = False) -> bool:
+    return (training or train) and p > 0.0
+
+
+def _num_linear(module: nn.Module) -> int:
+    return sum(kind(m) in ("linear", "transposed") for m in module.modules())
+
+
+def _kept(value: Any) -> Any:
+    """An argument as it is now: what a module may change is copied. A cache that cannot be copied is left out."""
+    if isinstance(value, Tensor | int | float | str | bool | None):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return None

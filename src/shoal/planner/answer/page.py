@@ -1,0 +1,86 @@
+"""The answer of `shoal plan` as an HTML page."""
+
+from __future__ import annotations
+
+from markupsafe import Markup
+
+from shoal.planner.answer import words
+from shoal.planner.answer.answer import Answer
+from shoal.planner.search.choice import gib
+from shoal.plans.toml import write as plan_text
+from shoal.plans.words import described
+from shoal.report.html import Page, Section, Table, render
+from shoal.report.svg import Bar, Spot, curve, waterfall
+
+
+def page(answer: Answer) -> str:
+    """The page as HTML."""
+    case, chosen = answer.question.case, answer.chosen
+    lead = [
+        f"Chosen: {described(chosen.plan)} on {chosen.devices} of {words.several(case.cluster.num_devices, 'device')}, "
+        f"{words.seconds(chosen.seconds)} a step. {words.verdict(answer)}",
+        f"{case.work.profile.num_parameters:,} parameters; {case.work.global_batch} samples a step. "
+        f"{words.summary(answer)}.",
+        *case.cluster.notes,
+        *case.work.profile.notes,
+    ]
+    parts = [
+        Section("The best", table=Table(words.BEST_HEAD, words.best_rows(answer))),
+        Section(
+            "A step",
+            drawing=_terms(answer),
+            table=Table(["term", "time", "share", "what it is"], words.term_rows(answer)),
+        ),
+        Section(
+            "Memory of the fullest device",
+            drawing=_memory(answer),
+            table=Table(["category", "bytes", "share", "what it is"], words.memory_rows(answer)),
+        ),
+        Section(
+            "By number of devices",
+            [words.verdict(answer), *words.hints(answer), "Dashed: throughput growing as the devices."],
+            drawing=_curve(answer),
+            table=Table(words.CURVE_HEAD, words.curve_rows(answer)),
+        ),
+        Section("What would change it", table=Table(["change", "step", "effect"], words.change_rows(answer))),
+    ]
+    failures = words.goodput_lines(answer)
+    if failures:
+        parts.append(Section("Failures", failures))
+    rejected = Table(["layout", "reason"], words.rejected_rows(answer))
+    parts += [Section("Why not", table=rejected, folded=True), Section("The plan", code=plan_text(answer.plan))]
+    return render(Page(f"Plan of {answer.job} on {case.cluster.name}", lead, parts))
+
+
+def _terms(answer: Answer) -> Markup:
+    prediction = answer.chosen.prediction
+    bars = [
+        Bar(name, value / prediction.step_seconds, words.seconds(value))
+        for name, value in prediction.terms.items()
+        if value > 0
+    ]
+    return waterfall("Seconds of a step by term", bars)
+
+
+def _memory(answer: Answer) -> Markup:
+    prediction = answer.chosen.prediction
+    bars = [
+        Bar(name, value / prediction.peak_bytes, gib(value)) for name, value in prediction.memory.items() if value > 0
+    ]
+    return waterfall("Bytes of the fullest device by category", bars)
+
+
+def _curve(answer: Answer) -> Markup:
+    batch, chosen = answer.question.case.work.global_batch, answer.chosen.devices
+    spots = [
+        Spot(
+            point.devices,
+            batch / point.best.seconds,
+            f"{words.several(point.devices, 'device')}: {words.seconds(point.best.seconds)} a step, "
+            f"{described(point.best.plan)}",
+            point.devices == chosen,
+        )
+        for point in answer.curve.points
+        if point.best is not None
+    ]
+    return curve("Samples a second by devices", spots, ("devices", "samples a second"))

@@ -1,0 +1,1 @@
+"""Corrections of predictions by what runs took."""

@@ -1,0 +1,119 @@
+"""Comparison: a prediction beside what a run measured, part by part.
+
+The only place where the planner's terms meet the spans of a step's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from shoal.planner.predict.workload import Prediction
+
+# By part of a step: the planner's terms, and the spans in which the clock of a rank finds them. Exchanges and waits
+# inside of a forward or backward cannot be told from computing there.
+PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "compute": (
+        ("compute", "launch", "recompute", "tensor", "context", "pipeline", "bubble", "parameters"),
+        ("forward", "backward"),
+    ),
+    "communication": (("gradients",), ("exposed_communication",)),
+    "optimizer": (("optimizer",), ("optimizer",)),
+    "data": (("data",), ("data_wait", "host_to_device")),
+    "host": (("host",), ("other",)),
+}
+_WARM_UP = 2
+_TIMES = 2.0  # from here on a ratio is told as times, not as per cent
+
+
+def section(prediction: Prediction, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `[prediction]` of a plan; `about` names the cluster, the planner's version and the like."""
+    found: dict[str, Any] = {
+        **about,
+        "step_seconds": prediction.step_seconds,
+        "bubble": prediction.bubble,
+        "flops_per_device": prediction.flops_per_device,
+        "peak_bytes": int(prediction.peak_bytes),
+        "terms": dict(prediction.terms),
+        "memory": {name: int(value) for name, value in prediction.memory.items()},
+        "kept_bytes": list(prediction.kept_bytes),
+    }
+    return found if prediction.mfu is None else {**found, "mfu": prediction.mfu}
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step of a run: its seconds, and rank 0's spans by name."""
+
+    seconds: float
+    spans: Mapping[str, float]
+
+
+def beside(
+    predicted: Mapping[str, Any], steps: Iterable[MeasuredStep], peak_bytes: int | None, device_kind: str
+) -> dict[str, Any]:
+    """What a plan predicted beside what the steps of a run took, as JSON; medians without the first steps.
+
+    `device_kind`: on what it ran, "cpu" or "gpu".
+    """
+    counted = list(steps)
+    counted = counted[_WARM_UP:] if len(counted) > 2 * _WARM_UP else counted
+    terms = predicted.get("terms", {})
+    parts = {
+        part: {
+            "predicted": sum(float(terms.get(name, 0.0)) for name in names),
+            "measured": _median(sum(step.spans.get(span, 0.0) for span in spans) for step in counted if step.spans),
+        }
+        for part, (names, spans) in PARTS.items()
+    }
+    return {
+        "cluster": predicted.get("cluster"),
+        "device_kind": {"predicted": predicted.get("device_kind"), "measured": device_kind},
+        "factors": dict(predicted.get("factors", {})),
+        "host_seconds": float(predicted.get("host_seconds", 0.0)),
+        "terms": {name: float(seconds) for name, seconds in terms.items()},
+        "num_steps": len(counted),
+        "step_seconds": {
+            "predicted": predicted.get("step_seconds"),
+            "measured": _median(step.seconds for step in counted),
+        },
+        "parts": parts,
+        "peak_bytes": {"predicted": predicted.get("peak_bytes"), "measured": peak_bytes},
+    }
+
+
+def told(compared: Mapping[str, Any]) -> str:
+    """A comparison in a line."""
+    step = compared["step_seconds"]
+    parts = ", ".join(
+        f"{part} {values['measured'] * 1e3:.1f} ({values['predicted'] * 1e3:.1f})"
+        for part, values in compared["parts"].items()
+        if values["measured"] is not None
+    )
+    whole = f"a step took {step['measured'] * 1e3:.1f} ms, {against(step['measured'], step['predicted'])}"
+    whole += f" for {compared['cluster']}, which is not what it ran on" if is_elsewhere(compared) else ""
+    return f"{whole}: {parts}" if parts else whole
+
+
+def is_elsewhere(compared: Mapping[str, Any]) -> bool:
+    """Whether a run was on another kind of device than its plan is for."""
+    kinds = compared.get("device_kind") or {}
+    return kinds.get("predicted") not in (None, kinds.get("measured"))
+
+
+def against(measured: float, predicted: float) -> str:
+    """How what was measured differs from what was predicted, in words: 4% longer, 21 times as long."""
+    told = f"the {predicted * 1e3:.1f} predicted"
+    ratio = measured / predicted if predicted else float("inf")
+    if ratio >= _TIMES:
+        return f"{ratio:.3g} times as long as {told}"
+    if ratio <= 1 / _TIMES:
+        return f"{ratio:.1%} of {told}"
+    return f"{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'} than {told}"
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return median(found) if found else None

@@ -1,0 +1,210 @@
+"""`shoal bench collectives`: all-reduces of every algorithm side by side, a table, a plot and the calibration.
+
+Rounds of shoal's own ranks and of MPI's, where there is one, alternate. A figure is the median over the samples of all
+rounds, of the slowest rank; bus bandwidth is nccl-tests': 2 (P - 1) / P of the size by the time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import CommandError
+from shoal.hardware.detect import cores, processor
+from shoal.hardware.fastest_all_reduce import comparison_file
+from shoal.planner.measure.plot import PlottedCurve, plot
+from shoal.planner.measure.processes import found_by
+from shoal.runs.directory import write_file
+
+_SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB to 256 MB
+_ROUNDS, _SAMPLES = 3, 3
+_SAMPLE_SECONDS = 0.03
+_MPI_LIMIT_SECONDS = 300.0
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Samples of seconds by algorithm and size, on so many ranks."""
+
+    ranks: int
+    seconds: Mapping[str, Mapping[int, Sequence[float]]]
+
+    def median(self, name: str, size: int) -> float:
+        """The median of all samples."""
+        return statistics.median(self.seconds[name][size])
+
+    def fastest(self, size: int, names: Iterable[str]) -> str:
+        """Which of these was."""
+        return min((n for n in names if size in self.seconds[n]), key=lambda n: self.median(n, size))
+
+
+def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None, started_at: float) -> int:
+    """Measures, prints the table, writes the calibration, and beside `out` (a JSON file) a plot.
+
+    Raises: CommandError for sizes that are none, or what went wrong on a rank.
+    """
+    sizes = parse_sizes(sizes_text)
+    if ranks < 2:
+        raise CommandError(
+            given=f"shoal bench collectives on {ranks} process",
+            conflict="one process has nobody to exchange anything with",
+            remedy="write --ranks 2",
+        )
+    compared = measured(ranks, sizes, started_at)
+    print(table(compared))
+    document = json.dumps(calibration(compared), indent=1) + "\n"
+    kept = comparison_file(ranks)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    for path in filter(None, (kept, out)):
+        write_file(path, document)
+    if out is not None:
+        write_file(out.with_suffix(".svg"), picture(compared))
+    print(f"written: {kept}" + (f", {out} and {out.with_suffix('.svg')}" if out else ""))
+    return 0
+
+
+def parse_sizes(text: str | None) -> list[int]:
+    """Bytes from `64K,1M,256M`. Raises: CommandError."""
+    if text is None:
+        return list(_SIZES)
+    sizes = []
+    for word in text.lower().replace(",", " ").split():
+        number, unit = word.rstrip("kmgb"), word.lstrip("0123456789").removesuffix("b")
+        if not number.isdecimal() or unit not in _UNITS or int(number) == 0:
+            raise CommandError(
+                given=f"--sizes {text}", conflict=f"{word!r} is no number of bytes", remedy="write --sizes 64K,1M,256M"
+            )
+        sizes.append(int(number) * _UNITS[unit])
+    return sizes
+
+
+def measured(ranks: int, sizes: Sequence[int], started_at: float) -> Compared:
+    """Rounds of everything that is there to be compared. Raises: what went wrong on a rank of shoal's own."""
+    seconds: dict[str, dict[int, list[float]]] = {}
+    libraries = list(_mpi_commands(ranks))
+    print(f"measuring {ranks} processes on {cores()} cores, against {len(libraries)} MPI ...", flush=True)
+    for _ in range(_ROUNDS):
+        for row in _own_round(ranks, sizes, started_at):
+            seconds.setdefault(row["name"], {}).setdefault(row["size"], []).extend(row["seconds"])
+        for command, variables in list(libraries):
+            found = _mpi_round(command, variables, sizes)
+            if found is None:
+                libraries.remove((command, variables))
+                continue
+            for row in found["rows"]:
+                seconds.setdefault(found["library"], {}).setdefault(row["size"], []).extend(row["seconds"])
+    return Compared(ranks, seconds)
+
+
+def _own_round(ranks: int, sizes: Sequence[int], started_at: float) -> list[dict[str, Any]]:
+    """The ranks' rows, each sample of the slowest rank."""
+    arguments = ["collectives", "--seconds", str(_SAMPLE_SECONDS), "--sizes", ",".join(map(str, sizes))]
+    what = f"a comparison of collectives on {ranks} processes"
+    documents = found_by(arguments, ranks, max(1, cores() // ranks), started_at, what)
+    rows: list[dict[str, Any]] = documents[0]["rows"]
+    for number, row in enumerate(rows):
+        row["seconds"] = [max(many) for many in zip(*(d["rows"][number]["seconds"] for d in documents), strict=True)]
+    return rows
+
+
+def _mpi_commands(ranks: int) -> Iterable[tuple[list[str], dict[str, str]]]:
+    """How to start so many ranks under each MPI that is installed, where mpi4py is too."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    for program, kind in (("mpirun.openmpi", "openmpi"), ("mpirun.mpich", "mpich")):
+        if shutil.which(program):
+            more = ["--oversubscribe"] if kind == "openmpi" and ranks > cores() else []
+            yield [program, *more, "-n", str(ranks)], {**root, "MPI4PY_MPIABI": kind}
+    if not shutil.which("mpirun.openmpi") and not shutil.which("mpirun.mpich") and shutil.which("mpirun"):
+        yield ["mpirun", "-n", str(ranks)], root
+
+
+def _mpi_round(command: Sequence[str], variables: Mapping[str, str], sizes: Sequence[int]) -> dict[str, Any] | None:
+    """What MPI's ranks found; None where they did not work."""
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        file = Path(folder) / "mpi.json"
+        words = [str(file), str(_SAMPLES), str(_SAMPLE_SECONDS), *map(str, sizes)]
+        try:
+            subprocess.run(
+                [*command, sys.executable, "-W", "ignore", "-m", "shoal.planner.measure.mpi_worker", *words],
+                env={**os.environ, **variables},
+                check=True,
+                capture_output=True,
+                timeout=_MPI_LIMIT_SECONDS,
+            )
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            print(f"note: {command[0]} did not run: {str(error)[:200]}")
+            return None
+        return found
+
+
+def bus_bandwidth(ranks: int, size: int, seconds: float) -> float:
+    """Bytes a second: what a ring would move of that size."""
+    return 2 * (ranks - 1) / ranks * size / seconds
+
+
+def table(compared: Compared) -> str:
+    """Microseconds and GB/s of each algorithm by size; the fastest of shoal's own is marked."""
+    names = list(compared.seconds)
+    own = [n for n in names if "MPI" not in n and "MPICH" not in n]
+    sizes = list(compared.seconds[names[0]])
+    lines = [f"all-reduce on {compared.ranks} ranks: microseconds (bus GB/s), * fastest"]
+    width = max(len(n) for n in names) + 2
+    for size in sizes:
+        best = compared.fastest(size, own)
+        lines.append(f"{_size(size)}")
+        for name in (n for n in names if size in compared.seconds[n]):
+            median = compared.median(name, size)
+            low, high = min(compared.seconds[name][size]), max(compared.seconds[name][size])
+            lines.append(
+                f"  {name:<{width}}{median * 1e6:>12,.1f}  ({bus_bandwidth(compared.ranks, size, median) / 1e9:6.2f})"
+                f"  {low * 1e6:,.1f} to {high * 1e6:,.1f}{' *' if name == best else ''}"
+            )
+    return "\n".join(lines)
+
+
+def calibration(compared: Compared) -> dict[str, Any]:
+    """What `catalogue.sums.fastest` reads: the median seconds of each algorithm by size."""
+    medians = {
+        name: {str(size): compared.median(name, size) for size in sizes} for name, sizes in compared.seconds.items()
+    }
+    spreads = {name: {str(s): [min(v), max(v)] for s, v in sizes.items()} for name, sizes in compared.seconds.items()}
+    return {
+        "schema": 1,
+        "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "processor": processor(),
+        "cores": cores(),
+        "ranks": compared.ranks,
+        "all_reduce_seconds": medians,
+        "spread_seconds": spreads,
+    }
+
+
+def picture(compared: Compared) -> str:
+    """Bus bandwidth over size, as SVG."""
+    curves = [
+        PlottedCurve(name, [(s, bus_bandwidth(compared.ranks, s, compared.median(name, s)) / 1e9) for s in sizes])
+        for name, sizes in compared.seconds.items()
+    ]
+    return plot(f"all-reduce on {compared.ranks} ranks of {cores()} cores", "bytes", "bus bandwidth, GB/s", curves)
+
+
+def _size(size: int) -> str:
+    for unit, factor in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if size >= factor and size % factor == 0:
+            return f"{size // factor} {unit}"
+    return f"{size} B"

@@ -1,0 +1,107 @@
+"""One rank of `shoal bench collectives`: every algorithm in turn, each size, each sample of a few calls."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shoal.distributed.collectives.base import Collective, Team
+from shoal.distributed.collectives.choose import open_collective
+from shoal.distributed.failures import as_shoal_error
+from shoal.distributed.mesh import Mesh, open_mesh
+from shoal.distributed.process_setup import prepare_process
+from shoal.distributed.worker_process import die_with_launcher, tell
+from shoal.errors import ExitCode, ShoalError
+from shoal.hardware.fastest_all_reduce import ALGORITHMS
+from shoal.launch.environment import Environment
+from shoal.plans.layout import Layout
+from shoal.runs.directory import write_file
+
+COPIED = "shared_memory, copied"  # tensors from anywhere: through the staging areas
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What to measure: sizes in bytes, samples of each, about how long one lasts; and the folder for the result."""
+
+    folder: Path
+    sizes: Sequence[int]
+    samples: int
+    sample_seconds: float = 0.03
+
+
+def measure(sampling: Sampling, threads: int, environment: Environment) -> ExitCode:
+    """Leaves `rank-N.json`: rows of name, size and seconds of a call by sample. Errors go to the launcher."""
+    die_with_launcher()
+    error: ShoalError | None = None
+    try:
+        prepare_process(exact=False, num_threads=threads)
+        with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
+            rows = _rows(mesh, sampling)
+            facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+            document = json.dumps({"rows": rows, "facts": facts})
+            write_file(sampling.folder / f"rank-{environment.rank}.json", document)
+    except Exception as caught:
+        error = as_shoal_error(caught)
+    code = ExitCode.DONE if error is None else error.exit_code
+    tell(environment, code, error)
+    return code
+
+
+def _rows(mesh: Mesh, sampling: Sampling) -> list[dict[str, object]]:
+    """Algorithms take turns within each sample, so that a disturbance meets all of them."""
+    opened = {name: open_collective(name, Team(), mesh.device) for name in ALGORITHMS}
+    rows: list[dict[str, object]] = []
+    for size in sampling.sizes:
+        calls, release = _calls(opened, size)
+        counts = {name: _count(mesh, call, sampling.sample_seconds) for name, call in calls.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(sampling.samples):
+            for name, call in calls.items():
+                dist.barrier()
+                call()
+                began = time.perf_counter()
+                for _ in range(counts[name]):
+                    call()
+                seconds[name].append((time.perf_counter() - began) / counts[name])
+        rows += [{"name": name, "size": size, "seconds": found} for name, found in seconds.items()]
+        release()
+    for collective in opened.values():
+        collective.close()
+    return rows
+
+
+def _calls(opened: dict[str, Collective], size: int) -> tuple[dict[str, Callable[[], object]], Callable[[], None]]:
+    """An all-reduce of zeros by each algorithm, and what gives their memory back."""
+    numel = max(1, size // 4)
+    tensors = {name: collective.allocate(numel, torch.float32) for name, collective in opened.items()}
+    calls: dict[str, Callable[[], object]] = {}
+    for name, collective in opened.items():
+        calls[name] = _bound(collective, tensors[name])
+    calls[COPIED] = _bound(opened["shared_memory"], torch.zeros(numel))
+
+    def release() -> None:
+        for name, tensor in tensors.items():
+            opened[name].release(tensor)
+        tensors.clear()
+
+    return calls, release
+
+
+def _bound(collective: Collective, tensor: torch.Tensor) -> Callable[[], object]:
+    return lambda: collective.all_reduce(tensor)
+
+
+def _count(mesh: Mesh, call: Callable[[], object], seconds: float) -> int:
+    """Calls in a sample, the same on all ranks."""
+    call()
+    began = time.perf_counter()
+    call()
+    once = float(mesh.all_gather([time.perf_counter() - began]).mean())
+    return max(1, min(200, int(seconds / once)))

@@ -1,0 +1,158 @@
+"""Operators: what of a step computes longer than it moves on a CPU's core, as probes whose work is the bytes moved.
+
+A stream through memory says how fast numbers come and go; an activation function, a norm or a pool is slower than that.
+The bytes are those that a profile counts for the operator, so that both mean the same by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from shoal.planner.measure.probes import Call, Probe
+from shoal.planner.profile.events import OperatorTrace
+from shoal.planner.profile.operators import costs
+from shoal.planner.profile.recording import OperatorRecorder
+
+# Rows and columns of a matrix, and images, of as many numbers: in a core's caches, and many times the start of a call.
+_ROWS, _WIDTH = 512, 256
+_IMAGES = (8, 64, 16, 16)
+_aten = torch.ops.aten
+
+
+def operators() -> Iterator[Probe]:
+    """A probe for each operator, named after it; the optimizer's update is called so."""
+    for make in (*_elementwise(), *_rows(), *_images(), *_moves(), _update):
+        name, work = _described(make())
+        yield Probe(f"operator.{name}", work, make, graph=False, operand_bytes=work)
+
+
+def _described(call: Call) -> tuple[str, float]:
+    """The name of the first operator that costs something, and the bytes of all."""
+    trace = OperatorTrace(1)
+    with torch.no_grad(), OperatorRecorder(trace):
+        call()
+    found = [(event.name, cost) for event in trace.events for cost in costs(event)]
+    names = [name for name, _ in found]
+    first = "update" if any("_fused_" in name for name in names) else names[0]
+    return first, sum(cost.read_bytes + cost.written_bytes for _, cost in found)
+
+
+Make = Callable[[], Call]
+
+
+def _matrix() -> Tensor:
+    return torch.randn(_ROWS, _WIDTH)
+
+
+def _bound(operator: Callable[..., object], *arguments: object) -> Call:
+    return lambda: operator(*arguments)
+
+
+def _elementwise() -> Iterator[Make]:
+    for forward in (_aten.gelu, _aten.silu, _aten.sigmoid, _aten.tanh, _aten.exp):
+        yield lambda forward=forward: _bound(forward, _matrix())  # type: ignore[misc]
+    for backward in (_aten.gelu_backward, _aten.silu_backward, _aten.sigmoid_backward, _aten.tanh_backward):
+        yield lambda backward=backward: _bound(backward, _matrix(), _matrix())  # type: ignore[misc]
+    yield lambda: _bound(_aten.threshold_backward, _matrix(), _matrix(), 0)
+    yield lambda: _bound(Tensor.bernoulli_, _matrix(), 0.9)
+    yield lambda: _bound(Tensor.random_, _matrix().long(), -(2**63), None)
+
+
+def _rows() -> Iterator[Make]:
+    """Over the rows of a matrix."""
+    classes = torch.arange(_ROWS) % _WIDTH
+
+    def normed(call: Callable[..., Call]) -> Make:
+        weight, bias = torch.ones(_WIDTH), torch.zeros(_WIDTH)
+        return lambda: call(_matrix(), weight, bias)
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
+        return _bound(_aten.native_layer_norm, x, [_WIDTH], weight, bias, 1e-5)
+
+    def backward(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
+        _, mean, spread = _aten.native_layer_norm(x, [_WIDTH], weight, bias, 1e-5)
+        wanted = [True, True, True]
+        return _bound(_aten.native_layer_norm_backward, x, x, [_WIDTH], mean, spread, weight, bias, wanted)
+
+    yield normed(forward)
+    yield normed(backward)
+    for softmax in (_aten._softmax, _aten._log_softmax):
+        yield lambda softmax=softmax: _bound(softmax, _matrix(), -1, False)  # type: ignore[misc]
+    for backwards in (_aten._softmax_backward_data, _aten._log_softmax_backward_data):
+        yield lambda backwards=backwards: _bound(  # type: ignore[misc]
+            backwards, _matrix(), torch.softmax(_matrix(), -1), -1, torch.float32
+        )
+    yield lambda: _bound(_aten.sum.dim_IntList, _matrix(), [0], True)
+    yield lambda: _bound(_aten.embedding, _matrix(), classes)
+    yield lambda: _bound(_aten.embedding_dense_backward, _matrix(), classes, _WIDTH, -1, False)
+
+
+def _images() -> Iterator[Make]:
+    """Over images in channels."""
+    channels = _IMAGES[1]
+
+    def image() -> Tensor:
+        return torch.randn(*_IMAGES)
+
+    def pooled() -> Tensor:
+        return torch.randn(*_IMAGES[:2], _IMAGES[2] // 2, _IMAGES[3] // 2)
+
+    def norm_backward() -> Call:
+        x, weight, nothing = image(), torch.ones(channels), torch.zeros(channels)
+        _, mean, spread = _aten.native_batch_norm(x, weight, nothing, nothing, weight, True, 0.1, 1e-5)
+        rest = (weight, nothing, weight, mean, spread, True, 1e-5, [True, True, True])
+        return _bound(_aten.native_batch_norm_backward, image(), x, *rest)
+
+    def norm() -> Call:
+        ones, zeros = torch.ones(channels), torch.zeros(channels)
+        return _bound(_aten.native_batch_norm, image(), ones, zeros, zeros.clone(), ones.clone(), True, 0.1, 1e-5)
+
+    def most_backward() -> Call:
+        x = image()
+        places = _aten.max_pool2d_with_indices(x, [2, 2], [2, 2])[1]
+        window = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+        return _bound(_aten.max_pool2d_with_indices_backward, pooled(), x, *window, places)
+
+    yield norm
+    yield norm_backward
+    yield lambda: _bound(_aten.avg_pool2d, image(), [2, 2], [2, 2])
+    yield lambda: _bound(_aten.avg_pool2d_backward, pooled(), image(), [2, 2], [2, 2], [0, 0], False, True, None)
+    yield lambda: _bound(_aten.max_pool2d_with_indices, image(), [2, 2], [2, 2])
+    yield most_backward
+
+
+def _moves() -> Iterator[Make]:
+    """Copies whose order in memory changes, as between an attention's heads and its positions."""
+
+    def turned() -> Call:
+        x = torch.randn(_ROWS // 64, 64, 4, _WIDTH // 4).transpose(1, 2)
+        return lambda: x.clone(memory_format=torch.contiguous_format)
+
+    yield turned
+
+
+def _update() -> Call:
+    """What is done with the gradients: their norm, a factor, and a fused step of an optimizer with a state."""
+    sizes = [1 << 20, 1 << 20, 1 << 18, 1 << 10]
+    parameters, gradients, state = ([torch.randn(n) for n in sizes] for _ in range(3))
+
+    def call() -> None:
+        torch._foreach_norm(gradients)
+        torch._foreach_mul_(gradients, 0.999)
+        torch._fused_sgd_(
+            parameters,
+            gradients,
+            state,
+            weight_decay=0.0,
+            momentum=0.9,
+            lr=1e-6,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+    return call

@@ -1,0 +1,273 @@
+"""Probes: the calls whose seconds tell a device's curves, each with the work that one call does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shoal.hardware.values import intensity
+from shoal.numerics.wide_products import ProductsInFloat32, is_slow
+
+Call = Callable[[], Any]
+
+# Sides of square matmuls.
+_SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# (channels in, channels out, side of the filter, of the image): small to large intensity.
+_IMAGES = (
+    (1, 6, 5, 28),
+    (1, 64, 3, 28),
+    (6, 16, 5, 14),
+    (16, 32, 3, 28),
+    (32, 32, 3, 28),
+    (64, 64, 3, 14),
+    (128, 128, 3, 14),
+    (256, 256, 3, 14),
+)
+# On CPUs: (channels in, channels out, taps a side, side of what comes out, stride), padded as usual.
+_WINDOWS = (
+    (1, 16, 3, 28, 1),
+    (1, 64, 3, 28, 1),
+    (3, 64, 7, 32, 2),
+    (16, 16, 3, 28, 1),
+    (16, 64, 5, 14, 1),
+    (32, 32, 3, 28, 1),
+    (64, 64, 3, 28, 1),
+    (128, 128, 3, 14, 1),
+    (256, 256, 3, 7, 1),
+    (512, 512, 3, 4, 1),
+    (64, 128, 3, 14, 2),
+    (256, 512, 3, 4, 2),
+    (64, 128, 1, 14, 2),
+    (256, 512, 1, 4, 2),
+    (64, 256, 1, 14, 1),
+)
+# Bytes of a stream.
+_STREAMS = {
+    "cpu": tuple(1 << power for power in (13, 15, 17, 19, 21, 23, 25, 26, 27)),
+    "cuda": tuple(1 << power for power in (15, 18, 20, 22, 24, 26, 28, 29, 30)),
+}
+_IMAGES_A_BATCH, _FEW_IMAGES = 32, 16
+# A chain of layers that compute next to nothing shows what starting an operator takes, views and bookkeeping included:
+# of each a profile counts a product, and three operators in its backward.
+LAYER_OPERATORS, _CHAIN, _CHAIN_WIDTH = 4, 8, 8
+# Large enough that each device is past its start-up, small enough for a core: positions of attention, by kind.
+_POSITIONS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (4096,)}
+_TOKENS = {"cpu": 1024, "cuda": 4096}  # of all sequences
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`make` gives the call to time; one call does `work`: FLOPs, bytes, operators.
+
+    `size` is where on a curve it stands. Probes of one `name` come in growing size. `operand_bytes` of a call are not
+    in a core's own caches when a step comes to it: on a CPU many such calls, each on its own, take turns.
+    """
+
+    name: str
+    work: float
+    make: Callable[[], Call]
+    size: float = 0.0  # 0: the work
+    graph: bool = True  # whether a GPU may replay many calls without the host
+    ranks: int = 1 << 30  # the first so many take part; the others' calls do nothing
+    operand_bytes: float = 0.0  # 0: the same operands every time
+
+    @property
+    def place(self) -> float:
+        """The size, or the work."""
+        return self.size or self.work
+
+
+def probes(device: torch.device, quick: bool) -> Iterator[Probe]:
+    """All probes of a device; fewer where it is quick."""
+    every = 2 if quick else 1
+    yield from _overheads(device)
+    for dtype in _dtypes(device):
+        yield from list(_matmuls(device, dtype))[::every]
+    if device.type == "cpu":
+        yield from _windows(device)
+    for dtype in _dtypes(device) if device.type == "cuda" else []:
+        yield from list(_convolutions(device, dtype))[::every]
+    yield from list(_streams(device))[::every]
+    yield from _attentions(device)
+
+
+def _dtypes(device: torch.device) -> list[str]:
+    return ["float32", *(["tf32"] if device.type == "cuda" else []), "bfloat16", "float16"]
+
+
+def _tensor(*shape: int, device: torch.device, dtype: str = "float32") -> torch.Tensor:
+    kind: torch.dtype = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    return torch.randn(*shape, device=device).to(kind)
+
+
+def _overheads(device: torch.device) -> Iterator[Probe]:
+    """What a call costs by itself: bare, and as a part of a forward and a backward."""
+
+    def bare() -> Call:
+        x = _tensor(1, device=device)
+        return lambda: torch.relu(x)
+
+    def product() -> Call:
+        a = _tensor(1, 1, device=device)
+        return lambda: torch.mm(a, a)
+
+    def chain() -> Call:
+        layers = nn.Sequential(*(nn.Linear(_CHAIN_WIDTH, _CHAIN_WIDTH) for _ in range(_CHAIN))).to(device)
+        x = _tensor(1, _CHAIN_WIDTH, device=device).requires_grad_()
+        gradient, held = torch.ones_like(x), [x, *layers.parameters()]
+
+        def call() -> None:
+            layers(x).backward(gradient)
+            for tensor in held:
+                tensor.grad = None
+
+        return call
+
+    yield Probe("overhead.stream", 1.0, bare, graph=False)
+    yield Probe("overhead.matmul", 1.0, product, graph=False)
+    yield Probe("dispatch", float(LAYER_OPERATORS * _CHAIN), chain, graph=False)
+    if device.type == "cuda":
+        yield Probe("launch", 1.0, bare)
+
+
+def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
+    def probe(side: int) -> Probe:
+        def make() -> Call:
+            a, b = (_tensor(side, side, device=device, dtype=dtype) for _ in range(2))
+            return _as(dtype, device, lambda: torch.mm(a, b))
+
+        num_bytes = 3.0 * side * side * _tensor(1, device=device, dtype=dtype).itemsize
+        return Probe(f"matmul.{dtype}", 2.0 * side**3, make, operand_bytes=num_bytes)
+
+    return (probe(side) for side in _SIDES)
+
+
+_PHASES = {"": (), "_backward_input": (True, False, False), "_backward_weight": (False, True, False)}
+
+
+def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
+    """By phase. The implicit product is pixels x (taps x channels in) by that x channels out, in some order."""
+
+    def probe(phase: str, image: tuple[int, int, int, int]) -> Probe:
+        channels, filters, taps, side = image
+
+        def make() -> Call:
+            x = _tensor(_IMAGES_A_BATCH, channels, side, side, device=device, dtype=dtype)
+            w = _tensor(filters, channels, taps, taps, device=device, dtype=dtype)
+            gradient = _tensor(_IMAGES_A_BATCH, filters, side, side, device=device, dtype=dtype)
+            around, wanted = taps // 2, list(_PHASES[phase])
+            if not wanted:
+                return _as(dtype, device, lambda: F.conv2d(x, w, padding=around))
+            rest = (None, [1, 1], [around, around], [1, 1], False, [0, 0], 1, wanted)
+            return _as(dtype, device, lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest))
+
+        pixels, reach = _IMAGES_A_BATCH * side * side, taps * taps * channels
+        size = intensity(pixels, reach, filters)
+        return Probe(f"convolution.{dtype}{phase}", 2.0 * pixels * reach * filters, make, size=size)
+
+    for phase in _PHASES:
+        yield from (probe(phase, image) for image in _IMAGES)
+
+
+def _windows(device: torch.device) -> Iterator[Probe]:
+    """Convolutions by phase, each by itself."""
+
+    def probe(phase: str, window: tuple[int, int, int, int, int]) -> Probe:
+        channels, filters, taps, side, stride = window
+
+        def make() -> Call:
+            x = _tensor(_FEW_IMAGES, channels, side * stride, side * stride, device=device)
+            w = _tensor(filters, channels, taps, taps, device=device)
+            gradient = _tensor(_FEW_IMAGES, filters, side, side, device=device)
+            around, wanted = taps // 2, list(_PHASES[phase])
+            if not wanted:
+                return lambda: F.conv2d(x, w, stride=stride, padding=around)
+            rest = (None, [stride, stride], [around, around], [1, 1], False, [0, 0], 1, wanted)
+            return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)
+
+        work = 2.0 * _FEW_IMAGES * side * side * taps * taps * channels * filters
+        return Probe(f"window.float32{phase}:{'-'.join(map(str, window))}", work, make)
+
+    return (probe(phase, window) for phase in _PHASES for window in _WINDOWS)
+
+
+def _streams(device: torch.device) -> Iterator[Probe]:
+    def probe(num_bytes: int) -> Probe:
+        def make() -> Call:
+            x = _tensor(num_bytes // 8, device=device)
+            return lambda: torch.relu(x)
+
+        return Probe("stream", float(num_bytes), make)
+
+    return (probe(num_bytes) for num_bytes in _STREAMS[device.type])
+
+
+def _attentions(device: torch.device) -> Iterator[Probe]:
+    """Fused attention by its positions, forward, and with its backward (two and a half times the forward's FLOPs).
+
+    Causal on a CPU, as in a language model: how much of the other half its kernel leaves out is a part of its rate.
+    """
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    heads, width, causal = 4, 64, device.type == "cpu"
+
+    def probes(length: int) -> Iterator[Probe]:
+        batch = max(1, _TOKENS[device.type] // length)
+        work = (2.0 if causal else 4.0) * batch * heads * length * length * width
+
+        def inputs() -> list[torch.Tensor]:
+            return [_tensor(batch, heads, length, width, device=device, dtype=dtype) for _ in range(3)]
+
+        def forward() -> Call:
+            q, k, v = inputs()
+            return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        def both() -> Call:
+            q, k, v = (x.requires_grad_() for x in inputs())
+            gradient = torch.randn_like(q)
+            return lambda: torch.autograd.grad(
+                F.scaled_dot_product_attention(q, k, v, is_causal=causal), (q, k, v), gradient
+            )
+
+        yield Probe(f"attention.{dtype}.forward", work, forward, size=length)
+        yield Probe(f"attention.{dtype}.both", 3.5 * work, both, size=length, graph=False)
+
+    found = [probe for length in _POSITIONS[device.type] for probe in probes(length)]
+    yield from sorted(found, key=lambda probe: probe.name)
+
+
+def _as(dtype: str, device: torch.device, call: Call) -> Call:
+    """The call as a run makes it: float32 as tf32 or not, narrow products in float32 where the processor has none."""
+    if device.type == "cuda":
+        if dtype not in ("tf32", "float32"):
+            return call
+
+        def switched() -> Any:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+            return call()
+
+        return switched
+    if not is_slow(getattr(torch, dtype)):
+        return call
+
+    def widened() -> Any:
+        with ProductsInFloat32():
+            return call()
+
+    return widened
+
+
+def copies(device: torch.device, num_bytes: int = 1 << 26) -> Iterator[Probe]:
+    """From pinned host memory to a GPU."""
+
+    def make() -> Call:
+        source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return lambda: target.copy_(source, non_blocking=True)
+
+    if device.type == "cuda":
+        yield Probe("host_copy", float(num_bytes), make, graph=False)

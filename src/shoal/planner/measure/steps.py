@@ -1,0 +1,96 @@
+"""Steps: what the engine does in a step besides the model's operators, seen on models that compute next to nothing."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.distributed.mesh import Mesh
+from shoal.hardware.fastest_all_reduce import shares_memory
+from shoal.hardware.values import SHARED_MEMORY
+from shoal.job import Job, Steps
+from shoal.planner.measure.probes import LAYER_OPERATORS
+from shoal.plans.plan import Plan
+from shoal.training.engine import Options, build
+from shoal.training.metering import StepMeter
+from shoal.training.telemetry import RecordWriter
+from shoal.training.trainer import Surroundings
+
+# Layers of the two models: what a step takes for each parameter is told by their difference.
+FEW, MANY = 1, 25
+_WIDTH, _WARM_UP, _STEPS, _QUICK_STEPS = 8, 5, 60, 15
+
+
+def tensors(layers: int) -> int:
+    """Parameters of a model of so many layers."""
+    return 2 * layers
+
+
+def operators(layers: int) -> int:
+    """What a profile counts of a step: those of its layers, and the loss's sum.
+
+    Not traced here, so that what the process holds afterwards is what a run holds.
+    """
+    return LAYER_OPERATORS * layers + 1
+
+
+def steps(mesh: Mesh, quick: bool) -> Iterator[dict[str, Any]]:
+    """Rows of seconds a step, by the parameters of a model; their work is its operators. Collective: all ranks."""
+    for layers in (FEW, MANY):
+        job = _job(layers)
+        seconds = _measured(job, mesh, _QUICK_STEPS if quick else _STEPS)
+        yield {"name": "step", "size": tensors(layers), "work": float(operators(layers)), "seconds": seconds}
+
+
+def _measured(job: Job, mesh: Mesh, count: int) -> list[float]:
+    ranks = mesh.world_size
+    document: dict[str, Any] = {"layout": {"data": ranks}, "batch": {"grains_per_microbatch": job.grains // ranks}}
+    if shares_memory(ranks):
+        document["collectives"] = {"all_reduce": SHARED_MEMORY}
+    meter = StepMeter()
+    engine = build(job, Plan().with_sections(**document), mesh, Options(observer=meter))
+    around = Surroundings(note=_unheard, on_step=_unheard, stop_requested=lambda: False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # records and meter, as in a run
+            meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, [])
+            records = RecordWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
+            outcome = engine.trainer(None, _WARM_UP + count, around, records).train()
+    finally:
+        meter.close()
+        engine.close()
+    return outcome.step_seconds[_WARM_UP:]
+
+
+def _unheard(*told: object) -> None:
+    """Nobody asks how this training goes."""
+
+
+def _model(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(layers)))
+
+
+def _loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
+    return model(batch[0]).sum(), len(batch[0])
+
+
+def _optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
+
+
+def _job(layers: int) -> Job:
+    grains = 8
+    return Job(
+        model=functools.partial(_model, layers),
+        loss=_loss,
+        optimizer=_optimizer,
+        train_data=torch.utils.data.TensorDataset(torch.zeros(64, _WIDTH)),
+        global_batch=grains,
+        grains=grains,
+        length=Steps(10_000),
+    )

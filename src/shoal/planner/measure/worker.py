@@ -1,0 +1,183 @@
+"""Worker: one rank of a measurement. All ranks measure the same at the same time, so that they share what is shared."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.distributed.failures import as_shoal_error
+from shoal.distributed.mesh import Mesh, open_mesh
+from shoal.distributed.process_setup import prepare_process, versions
+from shoal.distributed.worker_process import die_with_launcher, tell
+from shoal.errors import ExitCode, ShoalError
+from shoal.launch.environment import Environment
+from shoal.planner.measure.clock import sample, sample_together
+from shoal.planner.measure.exchanges import algorithms, exchanges, process_group
+from shoal.planner.measure.probes import Probe, copies, probes
+from shoal.planner.measure.steps import steps
+from shoal.plans.layout import Layout
+from shoal.runs.directory import write_file
+from shoal.training.telemetry import peak_memory_bytes
+
+_EXCHANGE_SECONDS = 0.15  # of one size of one kind, about
+_STORAGE_BYTES = 1 << 26
+# Times what was planned for it, after which no further round is begun.
+_OVERRUN = 1.2
+
+
+@dataclass(frozen=True)
+class MeasureTask:
+    """What a rank measures, and the folder that takes what it found."""
+
+    folder: Path
+    threads: int
+    seconds: float  # of computing, in all
+    quick: bool
+    computes: bool = True  # else the exchanges alone
+
+
+class Budget:
+    """How long each probe may take, and which are not tried, since a smaller one says that they take too long."""
+
+    def __init__(self, total_seconds: float, rounds: int, num_probes: int) -> None:
+        self.slice_seconds = total_seconds / rounds / max(1, num_probes)
+        self._longest_seconds = max(0.2, total_seconds / 40)
+        self._ends = time.monotonic() + _OVERRUN * total_seconds
+        self._seen: dict[str, dict[float, float]] = {}
+
+    def over(self, mesh: Mesh) -> bool:
+        """Whether a rank has used up its time, as where other programs have the cores. Collective: all ranks."""
+        return bool(mesh.all_gather([float(time.monotonic() > self._ends)]).any())
+
+    def allows(self, probe: Probe) -> bool:
+        """Whether a call is likely short enough: from the two largest of its name, by the line through them."""
+        seen = sorted(self._seen.get(probe.name, {}).items())[-2:]
+        if not seen or probe.work <= seen[-1][0]:
+            return True
+        (less, quick), (more, slow) = seen[0], seen[-1]
+        slope = (slow - quick) / (more - less) if more > less else 0.0
+        return slow + slope * (probe.work - more) < self._longest_seconds
+
+    def note(self, probe: Probe, seconds: float) -> None:
+        """A call took so long on the slowest rank."""
+        seen = self._seen.setdefault(probe.name, {})
+        seen[probe.work] = min(seconds, seen.get(probe.work, seconds))
+
+
+def measure(task: MeasureTask, environment: Environment) -> ExitCode:
+    """Measures, writes rank-R.json into the task's folder, and tells the launcher how that ended."""
+    die_with_launcher()
+    error: ShoalError | None = None
+    try:
+        prepare_process(exact=False, num_threads=None)
+        torch.set_num_threads(task.threads)  # whatever OMP_NUM_THREADS says
+        torch.manual_seed(environment.rank)
+        with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
+            found = _measured(task, mesh)
+        write_file(task.folder / f"rank-{environment.rank}.json", json.dumps(found))
+    except Exception as caught:
+        error = as_shoal_error(caught)
+    code = error.exit_code if error else ExitCode.DONE
+    tell(environment, code, error)
+    return code
+
+
+def _measured(task: MeasureTask, mesh: Mesh) -> dict[str, Any]:
+    rows = list(steps(mesh, task.quick)) if mesh.device.type == "cpu" else []
+    facts = _facts(mesh)  # with what a process holds that has trained next to nothing
+    if task.computes:
+        rows += _computing(task, mesh)
+    if mesh.world_size > 1:
+        rows += _exchanging(task, mesh)
+    if mesh.world_size == 1:
+        rows += _storing(task)
+    return {"facts": facts, "rows": rows}
+
+
+def _computing(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:
+    """Every probe in several rounds, so that a disturbance of some seconds does not spoil one of them."""
+    from shoal.planner.measure.operators import operators  # tracing's modules are 50 MB that no run has
+
+    rounds = 1 if task.quick else 3
+    wanted = [*probes(mesh.device, task.quick), *copies(mesh.device)]
+    wanted += operators() if mesh.device.type == "cpu" else ()
+    budget = Budget(task.seconds, rounds, len(wanted))
+    for number in range(rounds):
+        for probe in wanted:
+            if number and budget.over(mesh):
+                return
+            if not budget.allows(probe):
+                continue
+            mesh.all_gather([0.0])  # all ranks begin together
+            seconds, own = sample(probe, mesh.device, budget.slice_seconds)
+            budget.note(probe, float(mesh.all_gather([own]).max()))
+            yield {"name": probe.name, "size": probe.place, "work": probe.work, "seconds": seconds}
+
+
+def _exchanging(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:
+    rounds = 1 if task.quick else 2
+    longest = _EXCHANGE_SECONDS / 2 if task.quick else _EXCHANGE_SECONDS
+    wanted = [*exchanges(mesh, task.quick), *algorithms(mesh, task.quick), *process_group(mesh, task.quick)]
+    budget = Budget(longest * len(wanted) * rounds, 1, 1)
+    refused: set[str] = set()
+    for number in range(rounds):
+        for probe in wanted:
+            if number and budget.over(mesh):
+                return
+            if probe.name in refused or not budget.allows(probe):
+                continue
+            mesh.all_gather([0.0])
+            try:
+                once = max(1e-6, sample_together(probe, mesh.device, 1)[0])
+            except (RuntimeError, NotImplementedError):  # this backend has no such collective, on any rank
+                refused.add(probe.name)
+                continue
+            slowest = float(mesh.all_gather([once]).max())
+            budget.note(probe, slowest)
+            count = max(3, min(200, int(longest / slowest)))
+            seconds = sample_together(probe, mesh.device, count)
+            if mesh.rank < probe.ranks:
+                yield {"name": probe.name, "size": probe.place, "work": probe.work, "seconds": seconds}
+
+
+def _storing(task: MeasureTask) -> Iterator[dict[str, Any]]:
+    """Writing a file where runs are kept, to the medium."""
+    content = os.urandom(1 << 20) * (_STORAGE_BYTES >> (22 if task.quick else 20))
+    seconds = []
+    with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=".", prefix=".shoal-bench-") as file:
+        for _ in range(1 if task.quick else 3):
+            file.seek(0)
+            begun = time.perf_counter()
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            seconds.append(time.perf_counter() - begun)
+    if seconds:
+        yield {"name": "storage", "size": len(content), "work": float(len(content)), "seconds": seconds}
+
+
+def _facts(mesh: Mesh) -> dict[str, Any]:
+    """What the system says of the device, without measuring."""
+    facts: dict[str, Any] = {**versions(), "threads": torch.get_num_threads(), "world_size": mesh.world_size}
+    if mesh.device.type != "cuda":
+        return facts | {"kind": "cpu", "resident_bytes": peak_memory_bytes(mesh.device)}
+    properties = torch.cuda.get_device_properties(mesh.device)
+    torch.cuda.synchronize(mesh.device)
+    free, total = torch.cuda.mem_get_info(mesh.device)
+    held = total - free - torch.cuda.memory_reserved(mesh.device)
+    return facts | {
+        "kind": "gpu",
+        "model": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "resident_bytes": held,
+    }

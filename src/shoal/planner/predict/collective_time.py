@@ -1,0 +1,174 @@
+"""Seconds of a collective: latency and bandwidth of the links that a group of ranks crosses, per algorithm.
+
+A ring takes n - 1 hops a pass and moves (n - 1) / n of the bytes over its slowest link (Thakur, Rabenseifner and
+Gropp 2005); a double binary tree takes 2 log2 n hops and moves all of them (Sanders, Speck and Traeff 2009). Sizes
+are those of nccl-tests: see plans/accounting/collectives.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import ceil, log2
+from typing import NamedTuple
+
+from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, Cluster, Link
+
+_MANY_BYTES = 1e15  # beside which latencies are nothing
+
+
+class RankGroup(NamedTuple):
+    """Ranks that communicate: how many, how many of them on one host, and how many such groups share a host's links."""
+
+    size: int
+    per_host: int
+    neighbours: int = 1  # groups on the same host that communicate at the same time, this one with them
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that the group spans."""
+        return ceil(self.size / self.per_host)
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a cluster, and where ranks sit on it: rank r on host r // devices_per_host."""
+
+    cluster: Cluster
+    _known: dict[tuple[str, float, RankGroup], float] = field(default_factory=dict, compare=False, repr=False)
+
+    def group(self, size: int, stride: int) -> RankGroup:
+        """The ranks r, r + stride, ... of an axis of `size`, whose neighbours on the axis are `stride` ranks apart."""
+        return _group(size, stride, self.cluster.devices_per_host)
+
+    def hop(self, size: int, stride: int) -> RankGroup:
+        """The slowest pair of neighbours on an axis: over the network where the axis leaves a host."""
+        on_host = self.cluster.devices_per_host
+        return self.group(2, stride) if size * stride <= on_host else RankGroup(2, 1, max(1, min(on_host, stride)))
+
+    def _within(self) -> Link:
+        assert self.cluster.within is not None, "a host of several devices has a link"
+        return self.cluster.within
+
+    def rate(self, kind: str, group: RankGroup, num_bytes: float) -> float:
+        """Bytes a second of bus bandwidth that a collective of a group reaches, its latency aside."""
+        return self._narrowest(group, lambda link, count: link.reached(kind, num_bytes, count))
+
+    def _narrowest(self, group: RankGroup, reached: Callable[[Link, int], float]) -> float:
+        rates = []
+        if group.per_host > 1:
+            link = self._within()
+            rate = reached(link, group.per_host)
+            rates.append(rate / (group.per_host * group.neighbours) if link.shared else rate)
+        if group.hosts > 1:
+            # All of a host's rings leave it at once, each through one of its ranks; a ring uses every NIC of its own.
+            rates.append(reached(self._between(), group.hosts) / group.neighbours)
+        return min(rates, default=float("inf"))
+
+    def least_per_byte(self, kind: str, group: RankGroup) -> float:
+        """What every byte adds at least to a collective's seconds, however large it is, and however it is asked for.
+
+        At the best of each link. A tree's bytes travel no faster than a ring's.
+        """
+        own = self._least_per_byte(kind, group)
+        if group.hosts > 1 or self._in_shared_memory is None:
+            return own
+        return min(own, self._in_shared_memory._least_per_byte(kind, group))
+
+    def _least_per_byte(self, kind: str, group: RankGroup) -> float:
+        n = group.size
+        if n == 1:
+            return 0.0
+        if kind == "all_to_all":
+            return (self._to_all(_MANY_BYTES, group) - self._to_all(0.0, group)) / _MANY_BYTES
+        passes = 2 if kind == "all_reduce" else 1
+        return passes * (n - 1) / n / self._narrowest(group, lambda link, count: link.best(kind, count))
+
+    def _between(self) -> Link:
+        assert self.cluster.between is not None, "several hosts have a link between them"
+        return self.cluster.between
+
+    def latency(self, group: RankGroup) -> float:
+        """Seconds of a hop from one rank to the next, the slowest of them."""
+        return self._between().latency_seconds if group.hosts > 1 else self._within().latency_seconds
+
+    def call(self, group: RankGroup) -> float:
+        """Seconds of starting a collective."""
+        return self._between().call_seconds if group.hosts > 1 else self._within().call_seconds
+
+    def seconds(self, kind: str, num_bytes: float, group: RankGroup) -> float:
+        """Seconds of one collective of `num_bytes` by itself. 0 for a lone rank."""
+        key = kind, num_bytes, group
+        if key not in self._known:
+            self._known[key] = self._seconds(kind, num_bytes, group)
+        return self._known[key]
+
+    def all_reduce(self, algorithm: str, num_bytes: float, group: RankGroup) -> float:
+        """Seconds of an all_reduce by one of shoal's algorithms, where it was measured by itself; else of any."""
+        link, n = self.cluster.algorithms.get(algorithm), group.size
+        if link is None or group.hosts > 1 or n == 1 or num_bytes <= 0:
+            return self.seconds("all_reduce", num_bytes, group)
+        return link.sum_seconds(num_bytes, n)
+
+    def asked(self, algorithm: str, kind: str, num_bytes: float, group: RankGroup) -> float:
+        """As `seconds`, of what a model's layers or fully_shard ask torch for under a plan with that all_reduce."""
+        shares = algorithm == SHARED_MEMORY and group.hosts == 1 and self._in_shared_memory is not None
+        network = self._in_shared_memory if shares else self
+        assert network is not None
+        return network.seconds(kind, num_bytes, group)
+
+    @cached_property
+    def _in_shared_memory(self) -> Network | None:
+        """This network as a process group in shared memory sees a host, where one was measured."""
+        link = self.cluster.algorithms.get(PROCESS_GROUP)
+        return Network(replace(self.cluster, within=link)) if link is not None else None
+
+    def _seconds(self, kind: str, num_bytes: float, group: RankGroup) -> float:
+        n = group.size
+        if n == 1 or num_bytes <= 0:
+            return 0.0
+        if kind in ("send", "recv"):
+            return self.call(group) + self.latency(group) + num_bytes / self._point_to_point(num_bytes, group)
+        moved = num_bytes / self.rate(kind, group, num_bytes) * (n - 1) / n
+        # Each step of a ring is as slow as its slowest hop, which has a message to send in every one of them.
+        hops = (n - 1) * self.latency(group)
+        if kind == "all_reduce":
+            ring = 2 * (moved + hops)
+            tree = 2 * (moved * n / (n - 1) + ceil(log2(group.hosts or 1)) * self.latency(group))
+            tree += 2 * (group.per_host - 1) * self._hop_within(group)
+            return self.call(group) + (min(ring, tree) if group.hosts > 1 else ring)
+        if kind == "all_to_all":
+            return self.call(group) + self._to_all(num_bytes, group)
+        if kind == "broadcast":
+            return self.call(group) + num_bytes / self.rate(kind, group, num_bytes) + hops
+        return self.call(group) + moved + hops  # all_gather, reduce_scatter
+
+    def _hop_within(self, group: RankGroup) -> float:
+        return self._within().latency_seconds if group.per_host > 1 else 0.0
+
+    def _point_to_point(self, num_bytes: float, group: RankGroup) -> float:
+        if group.per_host > 1:
+            link = self._within()
+            return link.reached("send", num_bytes, 2) / (group.neighbours if link.shared else 1)
+        return self._between().reached("send", num_bytes, 2) / group.neighbours
+
+    def _to_all(self, num_bytes: float, group: RankGroup) -> float:
+        """Each rank sends the n-th part of its bytes to each other; what leaves the host goes over its NICs."""
+        n = group.size
+        outside = (n - group.per_host) / n
+        seconds = (n - 1) * (self.latency(group) if group.hosts > 1 else self._hop_within(group)) / 4
+        if group.per_host > 1:
+            link = self._within()
+            shared = group.per_host * group.neighbours if link.shared else 1
+            seconds += num_bytes * (group.per_host - 1) / n / link.bytes_per_second * shared
+        if group.hosts > 1:
+            rate = self._between().bytes_per_second / (group.neighbours * group.per_host)
+            seconds += num_bytes * outside / rate
+        return seconds
+
+
+@lru_cache(maxsize=65536)
+def _group(size: int, stride: int, on_host: int) -> RankGroup:
+    per_host = max(1, min(size, on_host // stride))
+    return RankGroup(size, per_host, max(1, min(on_host // per_host, stride)))

@@ -1,0 +1,120 @@
+"""Floors: seconds that no plan of some degrees goes below, told by the degrees alone.
+
+Of each operation and exchange what grows with the samples, as fast as the device and the links ever are; what a
+microbatch takes whatever its size is left out, so that it holds for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shoal.hardware.values import Curve
+from shoal.planner.predict.collective_time import Network
+from shoal.planner.predict.roofline import K_FILL, WINOGRAD, DeviceModel, Share, divided
+from shoal.planner.predict.workload import Program
+from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Unit
+
+
+@dataclass(frozen=True)
+class Floors:
+    """The floors of a model's units on one device and its links."""
+
+    computer: DeviceModel
+    network: Network
+    program: Program
+    units: Sequence[Unit]
+    _known: dict[tuple[int, int], tuple[tuple[tuple[int, float], ...], ...]] = field(default_factory=dict, repr=False)
+
+    def seconds(self, samples: float, tensor: int, pipeline: int, context: int) -> float:
+        """Of the busiest rank of so many, for so many samples: its part of all units, and of equal ones a whole number.
+
+        Ranks of a tensor axis may divide what lies between the divided layers or not: the faster of the two.
+        """
+        key = tensor, context
+        if key not in self._known:
+            sequences = (False, True) if tensor > 1 else (False,)
+            self._known[key] = tuple(self._of_bodies(Share(1.0, tensor, each, context)) for each in sequences)
+        return samples * min(_busiest(bodies, pipeline) for bodies in self._known[key])
+
+    def _of_bodies(self, share: Share) -> tuple[tuple[int, float], ...]:
+        """How many units have each body, and seconds of a sample in one of them."""
+        counts = Counter(unit.body for unit in self.units)
+        of = {body: share.of(body, self.program.divides_ends) for body in counts}
+        return tuple((count, self._body(body, of[body])) for body, count in counts.items())
+
+    def _body(self, body: Body, share: Share) -> float:
+        work = sum(ideal(self.computer, o) / divided(o, share) for o in self.computer.operations(body)) / share.context
+        return work + (self._tensor(body, share) + self._context(body, share)) / share.context
+
+    def _tensor(self, body: Body, share: Share) -> float:
+        group, seconds = self.network.group(share.tensor, 1), 0.0
+        for exchange in body.exchanges if share.tensor > 1 else ():
+            parts = share.sequence and exchange.kind == "all_reduce" and exchange.bytes.per_sample
+            for kind in ("reduce_scatter", "all_gather") if parts else (exchange.kind,):
+                seconds += exchange.bytes.per_sample * self.network.least_per_byte(kind, group)
+        return seconds
+
+    def _context(self, body: Body, share: Share) -> float:
+        if share.context == 1:
+            return 0.0
+        attentions = [o for o in body.operations if o.kind is OperationKind.ATTENTION and o.phase is Phase.FORWARD]
+        crossing = sum(o.read_bytes.per_sample + o.written_bytes.per_sample for o in attentions) / share.tensor
+        group = self.network.group(share.context, share.tensor)
+        return 2 * crossing * self.network.least_per_byte("all_to_all", group)  # forward and backward
+
+
+def _busiest(bodies: Sequence[tuple[int, float]], ranks: int) -> float:
+    """Of ranks that divide these units one has its part of all, and of equal ones one has a whole number."""
+    whole = sum(count * seconds for count, seconds in bodies) / ranks
+    return max([whole, *(-(-count // ranks) * seconds for count, seconds in bodies)])
+
+
+def ideal(computer: DeviceModel, operation: Operation) -> float:
+    """Seconds of a sample's part of an operation on one rank, at the best that the device does."""
+    device = computer.device
+    flops = operation.flops.per_sample / (WINOGRAD if operation.winograd else 1.0)
+    if not operation.launches:
+        return 0.0
+    if operation.kind is OperationKind.MEMORY:
+        num_bytes = operation.read_bytes.per_sample + operation.written_bytes.per_sample
+        best = _best(device.memory)
+        return num_bytes / (device.memory_bytes_per_second * min(best, device.operators.get(operation.name, best)))
+    dtype = computer.dtype(operation.dtype)
+    peak = device.flops[dtype]
+    if operation.kind is OperationKind.ATTENTION:
+        return flops / (peak * _attention(computer, operation))
+    # See `matmul_seconds`: tiles cover the product, and the last wave is full at best.
+    best = _best(device.matmul.get(dtype) or Curve())
+    if not device.multiprocessors or dtype not in ("float32", "float64"):
+        best *= device.sustained
+    if operation.kind is OperationKind.CONVOLUTION:
+        return flops / (peak * max(best, _measured(computer, dtype)))
+    filled = 1.0
+    if device.multiprocessors and operation.k.fixed and not operation.k.per_sample:
+        # A tile takes k steps and those that fill it; where k is divided, or its sum split, these weigh more.
+        filled += K_FILL * peak / max(device.flops.get("float16", 0.0), peak) / operation.k.fixed
+    return flops * filled / (peak * best)
+
+
+def _attention(computer: DeviceModel, operation: Operation) -> float:
+    """The most of the peak that fused attention reaches; exact on a GPU where its rows and heads have one size."""
+    if (curve := computer.attention_lengths(operation.phase)) is not None:
+        return _best(curve)
+    fraction = computer.attention_fraction(operation.phase)
+    if operation.n.per_sample or operation.k.per_sample:
+        return fraction
+    return fraction * computer.attention_filled(operation.n.fixed, operation.k.fixed)
+
+
+def _measured(computer: DeviceModel, dtype: str) -> float:
+    """The most that a convolution of this dtype was measured to reach; 0 where none was."""
+    device = computer.device
+    curves = [_best(curve) for name, curve in device.convolution.items() if name.startswith(dtype)]
+    windows = [max(known.values()) for name, known in device.windows.items() if name.startswith(dtype)]
+    return max([0.0, *curves, *windows])
+
+
+def _best(curve: Curve) -> float:
+    return max(share for _, share in curve.points)

@@ -1,0 +1,149 @@
+"""Peak bytes of one rank by category, from what its stage holds and how many microbatches are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.planner.predict.roofline import ITEMSIZE, Share
+from shoal.planner.predict.stage_split import Counts
+from shoal.planner.predict.workload import Program
+from shoal.planner.profile.values import NOTHING, Body, Operation, Phase, Profile, TensorCut
+from shoal.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """Elements of a stage's parameters on one rank, of the largest unit, and bytes of activation a microbatch."""
+
+    numel: float
+    trainable: float
+    largest_unit: float
+    parameter_bytes: float
+    saved: float  # between the forward and the backward of a microbatch
+    transient: float  # beside what is saved, at the worst moment of the backward
+
+    @property
+    def touched(self) -> float:
+        """Bytes that a step goes through: activations, parameters, gradients and a state."""
+        return self.saved + 4 * self.parameter_bytes
+
+
+class Sizes:
+    """Bytes of bodies, each computed once for each share of a sample."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[tuple[int, Share, str], tuple[float, float]] = {}
+        self._known_weights: dict[tuple[Body, int], tuple[int, int, int]] = {}
+        self._stages: dict[tuple[Counts, Share, str], StageSize] = {}
+
+    def stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
+        """The sizes of a rank's units."""
+        key = counts, share, recompute
+        if key not in self._stages:
+            self._stages[key] = self._stage(counts, share, recompute)
+        return self._stages[key]
+
+    def _stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
+        numel = trainable = num_bytes = largest = saved = transient = 0.0
+        for body, count in counts:
+            own, trained, own_bytes = self._weights(body, share.tensor)
+            numel += count * own
+            trainable += count * trained
+            num_bytes += count * own_bytes
+            largest = max(largest, own)
+            kept, beside = self.body(body, share, recompute)
+            saved += count * kept
+            transient = max(transient, beside)
+        return StageSize(numel, trainable, largest, num_bytes, saved, transient)
+
+    def _weights(self, body: Body, tensor: int) -> tuple[int, int, int]:
+        """(elements, those that are trained, bytes) of a unit's parameters on one of so many ranks."""
+        key = body, tensor
+        if key not in self._known_weights:
+            sizes = [(w, w.numel_of(tensor)) for w in body.weights]
+            trained = sum(numel for w, numel in sizes if w.trainable)
+            self._known_weights[key] = sum(n for _, n in sizes), trained, sum(n * w.itemsize for w, n in sizes)
+        return self._known_weights[key]
+
+    def body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
+        """(what a unit keeps of a microbatch, what its backward needs beside that)."""
+        share = share.of(body, self._program.divides_ends)
+        key = id(body), share, recompute
+        if key not in self._known:
+            self._known[key] = self._body(body, share, recompute)
+        return self._known[key]
+
+    def _body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
+        samples = share.local_samples
+        saving = [o for o in body.operations if o.saved_bytes != NOTHING]  # the others would add 0.0
+        saved = sum(o.saved_bytes.at(samples) / _saved_divided(o, share, self._program) for o in saving)
+        working = max((self._working(o, share) for o in body.operations), default=0.0)
+        if not body.repeated or recompute == "none":
+            return saved, working
+        if recompute == "selective":
+            if self._program.selective == "products":
+                kept = sum(
+                    o.selected_bytes.at(samples) / _saved_divided(o, share, self._program) for o in body.operations
+                )
+            else:
+                kept = saved - sum(
+                    o.saved_bytes.at(samples) / _saved_divided(o, share, self._program)
+                    for o in _scores(body.operations)
+                )
+        else:
+            kept = body.input_bytes.at(samples) / (share.tensor if share.sequence else 1)
+        kept = min(kept, saved)
+        return kept, saved - kept + working
+
+    def _working(self, operation: Operation, share: Share) -> float:
+        """What an operation of the backward makes; its gradient is as large."""
+        if operation.phase is Phase.FORWARD:
+            return 0.0
+        return operation.written_bytes.at(share.local_samples) / _output_divided(operation, share)
+
+
+def _scores(operations: Sequence[Operation]) -> list[Operation]:
+    """From the attention's scores to their product with the values, where they are not fused."""
+    forward = [o for o in operations if o.phase is Phase.FORWARD]
+    places = [i for i, o in enumerate(forward) if o.flops.at(1) and o.batch.per_sample and o.k.at(1)]
+    return forward[places[0] + 1 : places[-1] + 1] if len(places) > 1 else []
+
+
+def _saved_divided(operation: Operation, share: Share, program: Program) -> float:
+    """A column-parallel layer keeps its whole input, a row-parallel one its part."""
+    if operation.cut in (TensorCut.K, TensorCut.ALL, TensorCut.BATCH):
+        return share.tensor
+    if operation.cut is TensorCut.N and program.keeps_gathered:
+        return 1
+    return share.tensor if share.sequence and operation.cut in (TensorCut.N, TensorCut.SEQUENCE) else 1
+
+
+def _output_divided(operation: Operation, share: Share) -> float:
+    if operation.cut in (TensorCut.M, TensorCut.N, TensorCut.ALL, TensorCut.BATCH):
+        return share.tensor
+    return share.tensor if share.sequence and operation.cut is TensorCut.SEQUENCE else 1
+
+
+def state_bytes(plan: Plan, profile: Profile, size: StageSize, program: Program) -> dict[str, float]:
+    """Bytes of parameters, gathered parameters, gradients and optimizer state of a rank with such a stage."""
+    level, shards = plan.shard.level, plan.layout.shard
+    reduce = ITEMSIZE[plan.precision.reduce]
+    per_gradient = float(reduce) if program.gradient_bytes is None else program.gradient_bytes
+    cut = shards if level != "optimizer" else 1
+    parameters, gathered = size.parameter_bytes, 0.0
+    held = ITEMSIZE[plan.precision.parameters]  # they are gathered as they are, and cast where they are used
+    if cut > 1:
+        parameters = size.parameter_bytes / shards
+        gathered = size.numel * held if level == "gradients" else 2 * size.largest_unit * held
+    gradients = size.trainable * per_gradient / (cut if plan.shard.reduce == "every_microbatch" else 1)
+    if cut > 1:  # a unit's whole gradients, before they are scattered
+        gradients += size.largest_unit * (held + reduce)
+    per_element = profile.state_bytes_per_element + program.master_bytes
+    return {
+        "parameters": parameters,
+        "gathered": gathered,
+        "gradients": gradients,
+        "optimizer": size.trainable * per_element / shards,
+    }

@@ -1,0 +1,135 @@
+"""Which units each pipeline stage holds: by the plan's names, in equal numbers of blocks, or balanced by seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import TypeVar
+
+from shoal.planner.profile.values import Body, Unit
+
+# How near the slowest stage comes to the least that it can be, as a share of it.
+_NEARLY = 1e-6
+
+_Part = TypeVar("_Part")
+Stages = tuple[tuple[Unit, ...], ...]
+Counts = tuple[tuple[Body, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What one rank has of a model: its units, and how many of each body."""
+
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Bodies in the order of the units, each once."""
+        return _counted(self.units)
+
+    @cached_property
+    def num_tensors(self) -> int:
+        """Parameters that are trained."""
+        return sum(weight.trainable for unit in self.units for weight in unit.body.weights)
+
+
+@dataclass(frozen=True, eq=False)
+class StageDivision:
+    """All units of a model, stage by stage."""
+
+    stages: Stages
+    _held: dict[int, tuple[Held, ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def counts(self) -> tuple[Counts, ...]:
+        """Of each stage."""
+        return tuple(map(_counted, self.stages))
+
+    @cached_property
+    def firsts(self) -> tuple[str, ...]:
+        """The name of the first unit of each stage after the first; of empty stages none."""
+        return tuple(stage[0].name for stage in self.stages[1:] if stage)
+
+    def held(self, ranks: int) -> tuple[Held, ...]:
+        """What each of so many ranks has: stage s is on rank s % ranks."""
+        if ranks not in self._held:
+            own = (self.stages[rank::ranks] for rank in range(ranks))
+            self._held[ranks] = tuple(Held(tuple(unit for stage in stages for unit in stage)) for stages in own)
+        return self._held[ranks]
+
+
+def _counted(units: Sequence[Unit]) -> Counts:
+    return tuple(Counter(unit.body for unit in units).items())
+
+
+def by_names(units: Sequence[Unit], split: Sequence[str]) -> Stages:
+    """A stage begins with each named unit. Names that are no unit's are left out."""
+    starts = [0, *(i for i, unit in enumerate(units) if i and unit.name in set(split)), len(units)]
+    return tuple(tuple(units[a:b]) for a, b in pairwise(starts))
+
+
+def equal(units: Sequence[Unit], num_stages: int) -> Stages:
+    """As many blocks on each stage (the first ones one more where they do not divide), the rest on the outer stages."""
+    blocks = [i for i, unit in enumerate(units) if unit.body.repeated]
+    if len(blocks) < num_stages:
+        return balanced(units, [1.0] * len(units), num_stages)
+    share, more = divmod(len(blocks), num_stages)
+    starts, place = [], 0
+    for stage in range(num_stages):
+        starts.append(blocks[place] if stage else 0)
+        place += share + (stage < more)
+    ends = [*starts[1:], len(units)]
+    return tuple(tuple(units[a:b]) for a, b in zip(starts, ends, strict=True))
+
+
+def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -> Stages:
+    """A stage takes units until the sum passes its share of the whole, the one that passes it too (as nanotron).
+
+    So the first ones have most, and the last ones may have none at all.
+    """
+    found: list[list[Unit]] = [[]]
+    total, passed = sum(costs), 0.0
+    for unit, cost in zip(units, costs, strict=True):
+        found[-1].append(unit)
+        passed += cost
+        if passed > total * len(found) / num_stages and len(found) < num_stages:
+            found.append([])
+    stages = [tuple(stage) for stage in found]
+    return tuple(stages + [()] * (num_stages - len(stages)))
+
+
+def balanced(units: Sequence[_Part], seconds: Sequence[float], num_stages: int) -> tuple[tuple[_Part, ...], ...]:
+    """Contiguous stages whose slowest is as fast as can be; fewer than asked for where there are fewer units."""
+    low, high = max(seconds, default=0.0), sum(seconds)
+    while high - low > _NEARLY * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _num_parts(seconds, middle) <= num_stages else (middle, high)
+    return _parts(units, seconds, high, num_stages)
+
+
+def _num_parts(seconds: Sequence[float], limit: float) -> int:
+    parts, filled = 1, 0.0
+    for one in seconds:
+        if filled + one > limit:
+            parts, filled = parts + 1, 0.0
+        filled += one
+    return parts
+
+
+def _parts(
+    units: Sequence[_Part], seconds: Sequence[float], limit: float, num_stages: int
+) -> tuple[tuple[_Part, ...], ...]:
+    found: list[list[_Part]] = [[]]
+    filled = 0.0
+    for place, (unit, one) in enumerate(zip(units, seconds, strict=True)):
+        left = len(units) - place
+        is_full = filled + one > limit * (1 + 1e-9)
+        if found[-1] and len(found) < num_stages and (is_full or left <= num_stages - len(found)):
+            found.append([])
+            filled = 0.0
+        found[-1].append(unit)
+        filled += one
+    return tuple(map(tuple, found))

@@ -1,0 +1,203 @@
+"""Seconds of one stage for one microbatch: its units' operations, and the exchanges inside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shoal.planner.predict.collective_time import Network, RankGroup
+from shoal.planner.predict.roofline import NO_COST, Cost, DeviceModel, Share, total
+from shoal.planner.predict.stage_split import Counts
+from shoal.planner.predict.workload import Program
+from shoal.planner.profile.values import Body, OperationKind, Phase
+
+
+class Pass(NamedTuple):
+    """One pass over a unit or a stage, forward or backward: seconds by what they are spent on."""
+
+    work: Cost = NO_COST
+    again: Cost = NO_COST  # the forward repeated
+    tensor: float = 0.0
+    context: float = 0.0
+
+    def plus(self, other: Pass) -> Pass:
+        """Both, one after the other."""
+        work, again = self.work.plus(other.work), self.again.plus(other.again)
+        return Pass(work, again, self.tensor + other.tensor, self.context + other.context)
+
+    def times(self, count: int) -> Pass:
+        """So many times the same."""
+        return Pass(self.work.times(count), self.again.times(count), self.tensor * count, self.context * count)
+
+    @property
+    def seconds(self) -> float:
+        """What passes: exchanges wait for the device's work and that for them; the host runs beside all of it."""
+        device = self.work.device + self.again.device + self.tensor + self.context
+        return max(device, self.work.host + self.again.host)
+
+
+NO_PASS = Pass()
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The three passes of a microbatch; the gradients of weights may be put off."""
+
+    forward: Pass = NO_PASS
+    backward_input: Pass = NO_PASS
+    backward_weight: Pass = NO_PASS
+
+    def plus(self, other: Passes) -> Passes:
+        """Both, one after the other."""
+        return Passes(
+            self.forward.plus(other.forward),
+            self.backward_input.plus(other.backward_input),
+            self.backward_weight.plus(other.backward_weight),
+        )
+
+    def times(self, count: int) -> Passes:
+        """So many times the same."""
+        return Passes(self.forward.times(count), self.backward_input.times(count), self.backward_weight.times(count))
+
+    @cached_property
+    def backward(self) -> Pass:
+        """Both parts of the backward as one."""
+        return self.backward_input.plus(self.backward_weight)
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        """What the forward takes."""
+        return self.forward.seconds
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        """What the backward takes."""
+        return self.backward.seconds
+
+    @cached_property
+    def weight_seconds(self) -> float:
+        """What of the backward the gradients of weights take."""
+        return self.backward_weight.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+
+class StageCosts:
+    """Costs of bodies on one device under one program, each computed once for each share of a sample."""
+
+    def __init__(self, computer: DeviceModel, network: Network, program: Program) -> None:
+        self.computer, self._network, self._program = computer, network, program
+        self._known: dict[tuple[int, Share, str, bool], Passes] = {}
+        self._stages: dict[tuple[Counts, Share, str, bool], Passes] = {}
+        self._operations: dict[tuple[int, float, int, bool], list[Cost]] = {}
+
+    def stage(self, counts: Counts, share: Share, recompute: str, adds: bool) -> Passes:
+        """The passes of the units of a stage together; `adds`: to the gradients of microbatches before."""
+        key = counts, share, recompute, adds
+        if key not in self._stages:
+            total = Passes()
+            for body, count in counts:
+                total = total.plus(self.body(body, share, recompute, adds).times(count))
+            self._stages[key] = total
+        return self._stages[key]
+
+    def body(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
+        """The passes of one unit."""
+        share = share.of(body, self._program.divides_ends)
+        key = id(body), share, recompute, adds
+        if key not in self._known:
+            self._known[key] = self._passes(body, share, recompute, adds)
+        return self._known[key]
+
+    def _passes(self, body: Body, share: Share, recompute: str, adds: bool) -> Passes:
+        same = id(body), share.local_samples, share.tensor, share.sequence
+        if same not in self._operations:
+            self._operations[same] = self.computer.each(body, share)
+        costs = self._operations[same]
+        phases = {p: total(c for o, c in zip(body.operations, costs, strict=True) if o.phase is p) for p in Phase}
+        again = NO_COST
+        if body.repeated and recompute != "none":
+            full = recompute == "full"
+            again = phases[Phase.FORWARD] if full else self._again(body, costs)
+            again = again.plus(self._calls(body, share, Phase.FORWARD)) if full else again
+        tensor = {phase: self._tensor(body, share, phase) for phase in Phase}
+        calls = {phase: self._calls(body, share, phase) for phase in Phase}
+        if again.device and recompute == "full":
+            tensor[Phase.BACKWARD_INPUT] += tensor[Phase.FORWARD]
+        context = self._context(body, share)
+        return Passes(
+            Pass(phases[Phase.FORWARD].plus(calls[Phase.FORWARD]), NO_COST, tensor[Phase.FORWARD], context),
+            Pass(
+                phases[Phase.BACKWARD_INPUT].plus(calls[Phase.BACKWARD_INPUT]),
+                again,
+                tensor[Phase.BACKWARD_INPUT],
+                context * (2 if again.device and recompute == "full" else 1),
+            ),
+            Pass(
+                phases[Phase.BACKWARD_WEIGHT].plus(self._added(body, share) if adds else NO_COST),
+                NO_COST,
+                tensor[Phase.BACKWARD_WEIGHT],
+            ),
+        )
+
+    def _added(self, body: Body, share: Share) -> Cost:
+        """Adding the gradients to those of the microbatches before: one read of each, one write."""
+        held = self._program.gradient_bytes
+        weights = [w for w in body.weights if w.trainable]
+        num_bytes = sum(w.numel_of(share.tensor) * (w.itemsize + 2 * (held or w.itemsize)) for w in weights)
+        device = self.computer.device
+        seconds = self.computer.moved(num_bytes, self.computer.held.at(share.local_samples))
+        return Cost(seconds + len(weights) * device.launch_seconds, len(weights) * device.dispatch_seconds)
+
+    def _again(self, body: Body, costs: Sequence[Cost]) -> Cost:
+        """What selective recomputation computes again, of a body whose operations cost so much."""
+        forward = [(o, c) for o, c in zip(body.operations, costs, strict=True) if o.phase is Phase.FORWARD]
+        if self._program.selective == "products":  # the others are cheap, and computed again
+            return total(c for o, c in forward if o.kind is OperationKind.MEMORY)
+        # Between the scores and their product with the values.
+        places = [i for i, (o, _) in enumerate(forward) if o.kind is OperationKind.MATMUL and o.batch.per_sample]
+        if places:
+            return total(c for _, c in forward[places[0] : places[-1] + 1])
+        return total(c for o, c in forward if o.kind is OperationKind.ATTENTION)
+
+    def _tensor(self, body: Body, share: Share, phase: Phase) -> float:
+        if share.tensor == 1:
+            return 0.0
+        group, total = self.tensor_group(share), 0.0
+        for exchange in body.exchanges:
+            if exchange.phase is not phase:
+                continue
+            num_bytes = exchange.bytes.at(share.local_samples)
+            if share.sequence and exchange.kind == "all_reduce" and exchange.bytes.per_sample:
+                for kind in ("reduce_scatter", "all_gather"):
+                    total += self._network.asked(share.all_reduce, kind, num_bytes, group)
+            else:
+                total += self._network.asked(share.all_reduce, exchange.kind, num_bytes, group)
+        return total
+
+    def _calls(self, body: Body, share: Share, phase: Phase) -> Cost:
+        """The host's time for starting a unit's exchanges."""
+        if share.tensor == 1:
+            return NO_COST
+        count = sum(exchange.phase is phase for exchange in body.exchanges) * (2 if share.sequence else 1)
+        return Cost(0.0, count * self._program.call_seconds)
+
+    def tensor_group(self, share: Share) -> RankGroup:
+        """Neighbouring ranks: the tensor axis is the innermost."""
+        return self._network.group(share.tensor, 1)
+
+    def _context(self, body: Body, share: Share) -> float:
+        """Two all_to_alls over the heads for each attention: queries, keys and values together, and the output."""
+        if share.context == 1:
+            return 0.0
+        group, total = self._network.group(share.context, share.tensor), 0.0
+        for operation in body.operations:
+            if operation.kind is OperationKind.ATTENTION and operation.phase is Phase.FORWARD:
+                for amount in (operation.read_bytes, operation.written_bytes):
+                    total += self._network.seconds("all_to_all", amount.at(share.local_samples) / share.tensor, group)
+        return total

@@ -1,0 +1,211 @@
+"""Assembly: traces of several numbers of samples become one profile whose amounts are linear in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from shoal.planner.profile import recurrent
+from shoal.planner.profile.events import OperatorEvent, OperatorTrace, StorageRef
+from shoal.planner.profile.operators import KernelCost, costs
+from shoal.planner.profile.selected import selected_bytes
+from shoal.planner.profile.values import (
+    NOTHING,
+    Amount,
+    Body,
+    Exchange,
+    Operation,
+    OperationKind,
+    Phase,
+    TensorCut,
+    Unit,
+    Weight,
+)
+
+# Fits are of whole numbers of bytes and FLOPs: anything beyond rounding of their quotients is another law.
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of one event, with what autograd began to keep there."""
+
+    event: OperatorEvent
+    place: int
+    number: int  # of the event's kernels
+    cost: KernelCost
+    phase: Phase
+    saved_bytes: float
+    selected_bytes: float
+
+
+def kernels(trace: OperatorTrace, of_weights: set[int]) -> list[Kernel]:
+    """All that a trace ran, in order; `of_weights` are the places of what leads to gradients of weights alone."""
+    saved = _saved(trace)
+    selected = selected_bytes(trace)
+    found = []
+    for place, event in enumerate(trace.events):
+        own = recurrent.costs(event) if "lstm" in event.name else costs(event)
+        kept = saved.get(place, 0.0)
+        if not own and kept:
+            own = [KernelCost(launches=0)]
+        for number, cost in enumerate(own):
+            first = number == 0
+            phase = Phase.FORWARD
+            if event.is_backward:
+                late = cost.of_weight or place in of_weights
+                phase = Phase.BACKWARD_WEIGHT if late else Phase.BACKWARD_INPUT
+            found.append(
+                Kernel(
+                    event,
+                    place,
+                    number,
+                    cost,
+                    phase,
+                    kept if first else 0.0,
+                    selected.get(place, 0.0) if first else 0.0,
+                )
+            )
+    return found
+
+
+def _saved(trace: OperatorTrace) -> dict[int, float]:
+    """Bytes that autograd keeps, by the place of the event that they are accounted to; not batch and buffers."""
+    places: dict[int, int] = {}
+    for place, event in enumerate(trace.events):
+        if not event.is_backward and event.name != "stand_in" and (event.node not in places or not event.is_view):
+            places.setdefault(event.node, place)
+            if trace.events[places[event.node]].is_view:
+                places[event.node] = place
+    found: dict[int, float] = {}
+    for saved in trace.saved:
+        if saved.key not in trace.constants:
+            place = places.get(saved.node, min(saved.place, len(trace.events) - 1))
+            found[place] = found.get(place, 0.0) + saved.num_bytes
+    return found
+
+
+def saved_of_batch(trace: OperatorTrace) -> float:
+    """Bytes of batch and buffers that autograd keeps."""
+    return float(sum(saved.num_bytes for saved in trace.saved if saved.key in trace.constants))
+
+
+# --------------------------------------------------------------------------------------------------------- crossings
+
+
+def crossings(trace: OperatorTrace) -> dict[int, float]:
+    """By region: bytes of what its forward and those before it made and later ones take, each tensor once."""
+    made: dict[int, int] = {}
+    last: dict[int, int] = {}
+    size: dict[int, int] = {}
+    for event in trace.events:
+        if event.is_backward:
+            break
+        for ref in event.inputs:
+            if ref.key in made and ref.key not in trace.constants:
+                last[ref.key] = max(last.get(ref.key, 0), event.region)
+                if event.region > made[ref.key]:
+                    size[ref.key] = max(size.get(ref.key, 0), ref.num_bytes)
+        for ref in event.outputs:
+            made.setdefault(ref.key, event.region)
+    return {
+        region: float(sum(size.get(key, 0) for key, start in made.items() if start <= region < last.get(key, -1)))
+        for region in range(len(trace.regions))
+    }
+
+
+# -------------------------------------------------------------------------------------------------------------- fits
+
+
+class Fit:
+    """Straight lines through two traces; `bent` names what a third does not lie on."""
+
+    def __init__(self, samples: Sequence[int]) -> None:
+        self.samples = samples
+        self.bent: list[str] = []
+
+    def __call__(self, what: str, *values: float) -> Amount:
+        """The amount that has these values at the numbers of samples."""
+        (a, b), (x, y) = self.samples[:2], values[:2]
+        slope = (y - x) / (b - a)
+        fixed = x - slope * a
+        for number, value in zip(self.samples[2:], values[2:], strict=True):
+            if abs(fixed + slope * number - value) > _TOLERANCE * max(1.0, abs(value)) + 1.0:
+                self.bent.append(what)
+        return Amount(fixed, slope)
+
+
+def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut) -> Operation:
+    """One kernel in every trace, as an operation."""
+    first = same[0]
+    event, cost = first.event, first.cost
+    where = f"{event.name} in {event.module or 'the model'}"
+
+    def line(name: str) -> Amount:
+        return fit(f"{name} of {where}", *(getattr(k.cost, name) for k in same))
+
+    sizes = {name: line(name) for name in ("m", "n", "k")} if cost.kind is not OperationKind.MEMORY else {}
+    if cost.kind is not OperationKind.MEMORY:
+        sizes["batch"] = line("batch")
+    return Operation(
+        event.name.removeprefix("shoal_profiling."),
+        event.module,
+        cost.kind,
+        first.phase,
+        flops=line("flops"),
+        read_bytes=line("read_bytes"),
+        written_bytes=line("written_bytes"),
+        saved_bytes=fit(f"kept of {where}", *(k.saved_bytes for k in same)),
+        selected_bytes=fit(f"kept of {where}", *(k.selected_bytes for k in same)),
+        launches=cost.launches,
+        dtype=_dtype(event, cost),
+        cut=cut,
+        window=cost.window,
+        winograd=cost.winograd,
+        **sizes,
+    )
+
+
+def _dtype(event: OperatorEvent, cost: KernelCost) -> str:
+    refs: list[StorageRef] = event.inputs if cost.kind is not OperationKind.MEMORY else [*event.outputs, *event.inputs]
+    return next((r.dtype for r in refs if r.floating), refs[0].dtype if refs else "float32")
+
+
+@dataclass
+class Piece:
+    """What is known of a region before it is a unit."""
+
+    name: str
+    block: str | None
+    operations: tuple[Operation, ...]
+    exchanges: tuple[Exchange, ...] = ()
+    weights: list[Weight] = field(default_factory=list)
+    input_bytes: Amount = NOTHING
+    output_bytes: Amount = NOTHING
+
+
+class Bodies:
+    """Bodies by content: equal ones are one object."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, Body] = {}
+
+    def unit(self, piece: Piece) -> Unit:
+        """The unit of a region."""
+        prefix = f"{piece.block}." if piece.block else None
+
+        def short(name: str) -> str:
+            if prefix is None:
+                return name
+            return name.removeprefix(prefix) if name.startswith(prefix) else ("" if name == piece.block else name)
+
+        body = Body(
+            tuple(replace(o, module=short(o.module)) for o in piece.operations),
+            tuple(replace(w, name=short(w.name)) for w in piece.weights),
+            piece.exchanges,
+            piece.input_bytes,
+            piece.output_bytes,
+            repeated=piece.block is not None,
+        )
+        key = (body.operations, body.weights, body.exchanges, body.input_bytes, body.output_bytes, body.repeated)
+        return Unit(piece.name, self._known.setdefault(key, body))

@@ -1,0 +1,219 @@
+"""Kernels: functions that a device runs as one, traced as one operator, whatever torch would take them apart to here.
+
+For the duration of a trace they are put in front of torch's own composite functions at a dispatch key that each call
+passes, also calls from within other functions of torch, which no mode sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.planner.profile.recurrent import lstm
+
+_DEFINED = torch.library.Library("shoal_profiling", "DEF")
+_DEFINED.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout, bool is_causal) -> (Tensor, Tensor)"
+)
+_DEFINED.define(
+    "attention_backward(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor out,"
+    " Tensor logsumexp, bool is_causal) -> (Tensor, Tensor, Tensor)"
+)
+_DEFINED.define("rms_norm(Tensor input, Tensor? weight, int width) -> (Tensor, Tensor)")
+_DEFINED.define("rms_norm_backward(Tensor gradient, Tensor input, Tensor? weight, Tensor scale) -> (Tensor, Tensor)")
+_ops = torch.ops.shoal_profiling
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    # As flash attention lays it out, so that putting the heads side by side afterwards is a view.
+    shape = (*query.shape[:-1], value.shape[-1])
+    if query.ndim == 4 and query.stride(1) < query.stride(2):
+        out = query.new_empty((shape[0], shape[2], shape[1], shape[3])).transpose(1, 2)
+    else:
+        out = query.new_empty(shape)
+    return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _rms_norm(input: Tensor, weight: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
+    dtype = input.dtype if weight is None else torch.promote_types(input.dtype, weight.dtype)
+    return torch.empty_like(input, dtype=dtype), input.new_empty((input.numel() // width,), dtype=torch.float32)
+
+
+def _rms_norm_backward(gradient: Tensor, input: Tensor, weight: Tensor | None, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(input), torch.empty_like(scale if weight is None else weight)
+
+
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "attention": _attention,
+    "attention_backward": _attention_backward,
+    "rms_norm": _rms_norm,
+    "rms_norm_backward": _rms_norm_backward,
+}
+for _name, _shapes in _SHAPES.items():
+    torch.library.register_fake(f"shoal_profiling::{_name}", _shapes, lib=_DEFINED)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        query, key, value, mask, dropout, is_causal = given
+        out, logsumexp = _ops.attention(query, key, value, mask, dropout, is_causal)
+        ctx.save_for_backward(query, key, value, mask, out, logsumexp)
+        ctx.is_causal = is_causal
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, mask, out, logsumexp = ctx.saved_tensors  # once: checkpoint gives them out once
+        given = query, key, value, mask, out, logsumexp
+        found = _ops.attention_backward(gradients[0], *given, ctx.is_causal)
+        of_mask = torch.empty_like(mask) if mask is not None and ctx.needs_input_grad[3] else None
+        return (*found, of_mask, None, None)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        input, weight, width = given
+        out, scale = _ops.rms_norm(input, weight, width)
+        ctx.save_for_backward(input, weight, scale)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        input, weight, scale = ctx.saved_tensors
+        found, of_weight = _ops.rms_norm_backward(gradients[0], input, weight, scale)
+        return found, of_weight if weight is not None else None, None
+
+
+def _narrow(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """As autocast has its matrix products take them."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
+
+
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """Fused, with keys and values of fewer heads as they are; `rest`: the probability of dropout, whether causal."""
+    dropout, is_causal = [*rest, *(0.0, False)[len(rest) :]][:2]
+    dropout, is_causal = options.get("dropout_p", dropout), options.get("is_causal", is_causal)
+    query, key, value = _narrow(query, key, value)
+    return _Attention.apply(query, key, value, attn_mask, dropout, is_causal)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def rms_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: Any = None) -> Tensor:
+    """One kernel, forward and backward, as on GPUs."""
+    return _RMSNorm.apply(input, weight, math.prod(normalized_shape))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """One kernel that keeps a mask of booleans, as on GPUs."""
+    if not train or p == 0.0:
+        return input
+    return torch.ops.aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
+
+
+def dropout_by_grain(on_cpu: bool) -> Callable[[Tensor, float, bool], Tensor]:
+    """As `randomness.GrainScope` computes it: a mask in the input's dtype, drawn and scaled, and a product."""
+
+    def dropout_of_grain(input: Tensor, p: float, train: bool) -> Tensor:
+        if not train or p == 0.0:
+            return input
+        with torch.no_grad():
+            noise = torch.empty_like(input)
+            if on_cpu:
+                words = torch.empty((noise.numel() + 1) // 2, dtype=torch.int64).random_()
+                noise.copy_((words.view(torch.int32)[: noise.numel()] < 0).view_as(noise))
+            else:
+                noise.bernoulli_(1.0 - p)
+            noise.div_(1.0 - p)
+        return input * noise
+
+    return dropout_of_grain
+
+
+# What CUDA's autocast computes in float32 and the CPU's does not: docs.pytorch.org/docs/stable/amp.html.
+_WIDENED = [
+    "layer_norm",
+    "group_norm",
+    "softmax.int",
+    "log_softmax.int",
+    "nll_loss",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "reciprocal",
+    "rsqrt",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "prod",
+    "cumsum",
+    "cumprod",
+    "softplus",
+    "sum",
+    "sum.dim_IntList",
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "kl_div",
+    "binary_cross_entropy_with_logits",
+    "norm.Scalar",
+    "norm.ScalarOpt_dim",
+    "cosine_similarity",
+]
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def _widened(operator: Any) -> Callable[..., Any]:
+    narrow = torch.bfloat16, torch.float16
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            wide = [a.float() if isinstance(a, Tensor) and a.dtype in narrow else a for a in args]
+            return operator(*wide, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def as_on(device: str, by_grain: bool) -> Iterator[None]:
+    """A context in which fake tensors of the CPU are computed with as on a `device` of this type.
+
+    It changes what CPU tensors of this process do: nothing else may run in it meanwhile.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", scaled_dot_product_attention, "AutogradCPU")
+        if by_grain or device != "cpu":
+            drop = dropout_by_grain(device == "cpu") if by_grain else dropout
+            library.impl("dropout", drop, "AutogradCPU")
+        if device != "cpu":
+            library.impl("rms_norm", rms_norm, "AutogradCPU")
+            library.impl("lstm.input", lstm, "AutogradCPU")
+            for name in _WIDENED:
+                base, _, overload = name.partition(".")
+                if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
+                    operator = getattr(getattr(torch.ops.aten, base), overload or "default")
+                    library.impl(name, _widened(operator), "AutocastCPU")
+        yield
+    finally:
+        library._destroy()

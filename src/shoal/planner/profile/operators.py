@@ -1,0 +1,315 @@
+"""Operators: what one call costs on any device: FLOPs, the sizes of its product, bytes read and written, kernels.
+
+Counted are the FLOPs of products, convolutions and fused attention, two a multiply-add, as in torch's FlopCounterMode.
+Bytes are those of the operands as they lie in memory: a view moves nothing, and what is expanded reads its base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.planner.profile.events import OperatorEvent, StorageRef
+from shoal.planner.profile.values import OperationKind
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """What one kernel of an event does, for the samples that were traced; `place` numbers those of one event.
+
+    `of_weight`: it makes a gradient of a weight where the event makes others too.
+    """
+
+    kind: OperationKind = OperationKind.MEMORY
+    flops: float = 0.0
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    m: float = 0.0
+    n: float = 0.0
+    k: float = 0.0
+    batch: float = 1.0
+    launches: int = 1
+    of_weight: bool = False
+    window: tuple[int, ...] = ()
+    winograd: bool = False
+
+
+def costs(event: OperatorEvent) -> list[KernelCost]:
+    """Its kernels; none where it runs none."""
+    if event.name == "stand_in" or event.is_view or event.name in _FREE or not (event.outputs or event.written):
+        return []
+    special = _COSTS.get(event.name)
+    return special(event) if special is not None else [_moves(event)]
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+_FREE = frozenset(
+    f"aten.{name}"
+    for name in [
+        "empty",
+        "empty_strided",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "set_",
+        "resize_",
+        "detach_",
+        "_local_scalar_dense",
+        "_assert_tensor_metadata",
+        "_assert_async",
+        "_has_compatible_shallow_copy_type",
+    ]
+)
+# In place and without a look at what was there.
+_FILLS = frozenset(
+    f"aten.{name}"
+    for name in [
+        "fill_",
+        "zero_",
+        "copy_",
+        "bernoulli_",
+        "normal_",
+        "uniform_",
+        "random_",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+        "arange_",
+    ]
+)
+# Of their first operand, the table, they read what they give out.
+_LOOKUPS = frozenset(
+    f"aten.{name}" for name in ("embedding", "index", "index_select", "gather", "take", "_embedding_bag")
+)
+# They write, and read, as much of the table as there is in their last operand.
+_SCATTERS = frozenset(
+    f"aten.{name}"
+    for name in [
+        "index_put_",
+        "_index_put_impl_",
+        "index_add_",
+        "scatter_add_",
+        "scatter_",
+        "index_copy_",
+        "scatter_reduce_",
+        "index_fill_",
+    ]
+)
+# What they get of the forward beside indices or statistics is for its shape alone.
+_UNREAD = {
+    "aten.max_pool2d_with_indices_backward": {"self"},
+    "aten.max_pool3d_with_indices_backward": {"self"},
+    "aten.nll_loss_backward": {"self"},
+    "aten.nll_loss2d_backward": {"self"},
+    "aten.nll_loss_forward": {"self"},
+    "aten.avg_pool2d_backward": {"self"},
+    "aten._adaptive_avg_pool2d_backward": {"self"},
+    "aten.full_like": {"self"},
+    "aten.zeros_like": {"self"},
+    "aten.ones_like": {"self"},
+    "aten.rand_like": {"self"},
+    "aten.randn_like": {"self"},
+    "aten.new_zeros": {"self"},
+    "aten.new_full": {"self"},
+    "aten.new_ones": {"self"},
+}
+# Statistics over a batch first, then the result of them: what is read is too large to be still at hand.
+_TWICE = frozenset(
+    f"aten.{name}"
+    for name in [
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "native_batch_norm_backward",
+        "cudnn_batch_norm",
+        "_batch_norm_with_update",
+        "batch_norm_backward",
+        "native_group_norm",
+        "native_group_norm_backward",
+    ]
+)
+_LAUNCHES = {
+    "aten.native_layer_norm_backward": 2,
+    "aten.native_batch_norm": 2,
+    "aten.native_batch_norm_backward": 2,
+    "aten.embedding_dense_backward": 3,
+    "aten.nll_loss_backward": 2,
+    "aten.index_put_": 3,
+    "aten.slice_backward": 2,
+    "aten.select_backward": 2,
+    "shoal_profiling.rms_norm_backward": 2,
+}
+
+
+def _once(refs: list[StorageRef]) -> int:
+    """Bytes of these, each place once."""
+    return sum({(r.key, r.offset, r.shape, r.stride): r.num_bytes for r in refs}.values())
+
+
+def _moves(event: OperatorEvent) -> KernelCost:
+    """Reads its operands and writes its results."""
+    own = {i.key for i in event.inputs}
+    changed = [event.inputs[i] for i in sorted(event.written)]
+    if event.name.startswith("aten._fused_") and event.arguments.get("grad_scale") is None:
+        untouched = {id(ref) for ref in event.arguments.get("grads", ())}  # they are written where they are unscaled
+        changed = [ref for ref in changed if id(ref) not in untouched]
+    written = _once([o for o in event.outputs if o.key not in own] + changed)
+    unread = {id(event.arguments.get(name)) for name in _UNREAD.get(event.name, ())}
+    inputs = [r for r in event.inputs if id(r) not in unread]
+    if event.name in _FILLS:
+        inputs = [r for i, r in enumerate(event.inputs) if i not in event.written]
+    if event.name in _LOOKUPS:
+        read = _once(inputs[1:]) + min(inputs[0].num_bytes, written)
+    elif event.name in _SCATTERS:
+        values = inputs[-1].num_bytes
+        read, written = _once(inputs[1:]) + values, values
+    else:
+        read = _once(inputs)
+    if event.name in _TWICE:
+        read *= 2
+    launches = _LAUNCHES.get(event.name, 1)
+    return KernelCost(read_bytes=float(read), written_bytes=float(written), launches=launches)
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+
+
+def _product(event: OperatorEvent, left: StorageRef, right: StorageRef) -> list[KernelCost]:
+    *batch, m, k = left.shape
+    n = right.shape[-1]
+    count = math.prod(batch)
+    moved = _moves(event)
+    return [
+        KernelCost(OperationKind.MATMUL, 2.0 * m * n * k * count, moved.read_bytes, moved.written_bytes, m, n, k, count)
+    ]
+
+
+def _plain(event: OperatorEvent) -> list[KernelCost]:
+    return _product(event, event.inputs[0], event.inputs[1])
+
+
+def _added(event: OperatorEvent) -> list[KernelCost]:
+    return _product(event, event.inputs[1], event.inputs[2])
+
+
+def _taps(event: OperatorEvent, weight: StorageRef) -> tuple[int, int, int]:
+    """(groups, first dim a group, taps times second dim) of a convolution's weight; transposed, inputs come first."""
+    groups = int(event.arguments["groups"])
+    first, second = weight.shape[:2]
+    return groups, first // groups, second * math.prod(weight.shape[2:])
+
+
+def _pixels(event: OperatorEvent, input: StorageRef, output: StorageRef) -> int:
+    """Positions at which the weight is applied."""
+    grid = input if event.arguments["transposed"] else output
+    return grid.shape[0] * math.prod(grid.shape[2:])
+
+
+def _window(event: OperatorEvent, weight: StorageRef, output: StorageRef) -> tuple[int, ...]:
+    """Of a plain convolution in two dims; none for others."""
+    if len(weight.shape) != 4 or event.arguments["transposed"] or event.arguments["groups"] > 1:
+        return ()
+    return weight.shape[1], weight.shape[0], weight.shape[3], output.shape[3], event.arguments["stride"][-1]
+
+
+def _convolution(event: OperatorEvent) -> list[KernelCost]:
+    input, weight = event.inputs[:2]
+    groups, n, k = _taps(event, weight)
+    m = _pixels(event, input, event.outputs[0])
+    if event.arguments["transposed"]:
+        n, k = k, n
+    moved = _moves(event)
+    flops = 2.0 * m * n * k * groups
+    kind, winograd = _kind(event, weight)
+    sizes, window = (m, n, k, groups), _window(event, weight, event.outputs[0])
+    return [KernelCost(kind, flops, moved.read_bytes, moved.written_bytes, *sizes, window=window, winograd=winograd)]
+
+
+def _kind(event: OperatorEvent, weight: StorageRef) -> tuple[OperationKind, bool]:
+    """What limits a convolution, and whether Winograd's algorithm serves it.
+
+    Channels that are each by themselves multiply too little for each number read to be limited by products.
+    """
+    if event.arguments["groups"] > 1 and weight.shape[1] == 1:
+        return OperationKind.MEMORY, False
+    ones = all(set(event.arguments[name]) == {1} for name in ("stride", "dilation"))
+    plain = event.arguments["groups"] == 1 and not event.arguments["transposed"]
+    return OperationKind.CONVOLUTION, plain and ones and weight.shape[2:] == (3, 3)
+
+
+def _convolution_backward(event: OperatorEvent) -> list[KernelCost]:
+    output, input, weight = (event.arguments[name] for name in ("grad_output", "input", "weight"))
+    groups, num_out, reach = _taps(event, weight)
+    m = _pixels(event, input, output)
+    flops = 2.0 * m * num_out * reach * groups
+    of_input, of_weight, of_bias = event.arguments["output_mask"]
+    made = list(event.outputs)
+    kind, winograd = _kind(event, weight)
+    window = _window(event, weight, output)
+    found = []
+    if of_input:
+        read, written = output.num_bytes + weight.num_bytes, made.pop(0).num_bytes
+        sizes = m, reach, num_out, groups
+        found.append(KernelCost(kind, flops, read, written, *sizes, window=window, winograd=winograd))
+    if of_weight:
+        read, written = output.num_bytes + input.num_bytes, made.pop(0).num_bytes
+        sizes = num_out, reach, m, groups
+        found.append(KernelCost(kind, flops, read, written, *sizes, of_weight=True, window=window, winograd=winograd))
+    if of_bias:
+        found.append(KernelCost(read_bytes=output.num_bytes, written_bytes=made.pop(0).num_bytes, of_weight=True))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+
+# A causal mask leaves half of the scores, and fused kernels leave out the blocks of the other half.
+_CAUSAL = 0.5
+# Two products forward; backward five: the scores once more, and the gradients of q, k, v and of the weights.
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
+
+
+def _attention_cost(
+    event: OperatorEvent, query: StorageRef, key: StorageRef, value: StorageRef, products: int
+) -> list[KernelCost]:
+    *batch, m, width = query.shape
+    n = key.shape[-2]
+    # Of the five products in the backward three are over the width of q and k, two over that of v.
+    widths = {2: width + value.shape[-1], 5: 3 * width + 2 * value.shape[-1]}[products]
+    share = _CAUSAL if event.arguments.get("is_causal") else 1.0
+    count = math.prod(batch)
+    flops = 2.0 * share * count * m * n * widths
+    moved = _moves(event)
+    return [KernelCost(OperationKind.ATTENTION, flops, moved.read_bytes, moved.written_bytes, m, n, width, count)]
+
+
+def _attention(event: OperatorEvent) -> list[KernelCost]:
+    query, key, value = event.inputs[:3]
+    return _attention_cost(event, query, key, value, _FORWARD_PRODUCTS)
+
+
+def _attention_backward(event: OperatorEvent) -> list[KernelCost]:
+    query, key, value = event.inputs[1:4]
+    return _attention_cost(event, query, key, value, _BACKWARD_PRODUCTS)
+
+
+_COSTS: dict[str, Callable[[OperatorEvent], list[KernelCost]]] = {
+    "aten.mm": _plain,
+    "aten.bmm": _plain,
+    "aten.addmm": _added,
+    "aten.baddbmm": _added,
+    "aten.convolution": _convolution,
+    "aten._convolution": _convolution,
+    "aten.convolution_backward": _convolution_backward,
+    "shoal_profiling.attention": _attention,
+    "shoal_profiling.attention_backward": _attention_backward,
+}
+_COSTS |= {
+    f"aten._scaled_dot_product_{kind}": _attention
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+}
+_COSTS |= {
+    f"aten._scaled_dot_product_{kind}_backward": _attention_backward
+    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+}

@@ -1,0 +1,117 @@
+"""Optimizers: what an update keeps and moves for each element, from one step on fake parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shoal.planner.profile.events import OperatorEvent, OperatorTrace, StorageRef
+from shoal.planner.profile.operators import costs
+from shoal.planner.profile.recording import OperatorRecorder
+from shoal.training.optimizer_step import Parameters, fused
+
+# Of so many parameters a step is traced; the others cost alike.
+_FEW = 6
+# Tensors that one kernel of torch's multi_tensor_apply takes. Of large tensors it takes fewer, 320 chunks of 65536
+# elements; those kernels follow each other without Python, and each takes a hundred times as long as it does to start.
+_TENSORS_A_LAUNCH = 30
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Bytes of state for each trainable element; how often one is read or written; kernels; where it was guessed."""
+
+    state_bytes_per_element: float = 8.0
+    passes: float = 7.0
+    launches: int = 0
+    note: str | None = None
+
+
+def update(
+    make: Callable[[Any], Any], model: nn.Module, mode: contextlib.AbstractContextManager[Any], device: str
+) -> OptimizerCost:
+    """What `make(parameters)`, an optimizer of torch's kind, does in its second step."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        return OptimizerCost(0.0, 0.0, 0)
+    text = ""
+    try:
+        for capturable in (False, True):  # the latter where the number of steps cannot be read
+            try:
+                with mode, torch.no_grad():
+                    return _measured(make(Parameters(model)), [p for _, p in named], device, capturable)
+            except Exception as error:
+                text = text or f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        return OptimizerCost(note=f"the optimizer could not be traced, and counts as a fused Adam: {text}")
+    finally:
+        for _, parameter in named:
+            parameter.grad = None
+
+
+def _measured(optimizer: Any, parameters: list[nn.Parameter], device: str, capturable: bool) -> OptimizerCost:
+    several = device != "cpu" and any(_chooses(g) for g in optimizer.param_groups)
+    for group in optimizer.param_groups:
+        if several and _chooses(group):
+            group["foreach"] = True  # as torch chooses where all parameters are on a GPU
+        if "capturable" in group and capturable:
+            group["capturable"] = True
+    taken = sorted(parameters, key=lambda p: -p.numel())[:_FEW]
+    for parameter in taken:
+        parameter.grad = torch.empty_like(parameter)
+    trace = OperatorTrace(1)
+    # As the engine steps it in fast mode (training/optimizer_step.py).
+    kinds = (nn.Parameter, Tensor, FakeTensor)
+    with _capturable_anywhere(), fused(optimizer, kinds) if device == "cpu" else contextlib.nullcontext():
+        optimizer.step()
+        with OperatorRecorder(trace):
+            optimizer.step()
+    elements = sum(p.numel() for p in taken)
+    state = [v for p in taken for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+    moved = [(cost, event) for event in trace.events for cost in costs(event)]
+    num_bytes = sum(cost.read_bytes + cost.written_bytes for cost, _ in moved)
+    launches = sum(_launches(event, len(taken), parameters) for _, event in moved)
+    width = sum(p.numel() * p.itemsize for p in taken) / elements
+    state_bytes = sum(t.numel() * t.itemsize for t in state)
+    return OptimizerCost(state_bytes / elements, num_bytes / elements / width, round(launches))
+
+
+def _chooses(group: dict[str, Any]) -> bool:
+    return "foreach" in group and group["foreach"] is None and not group.get("fused")
+
+
+@contextlib.contextmanager
+def _capturable_anywhere() -> Iterator[None]:
+    """torch allows `capturable` on accelerators only, which fake tensors of the CPU stand for here."""
+    name = "_get_capturable_supported_devices"
+    modules = [m for key, m in sys.modules.items() if key.startswith("torch.optim.")]
+    changed = [m for m in modules if hasattr(m, name)]
+    allowed = getattr(sys.modules["torch.optim.optimizer"], name)
+
+    def devices(*args: Any, **kwargs: Any) -> list[str]:
+        return [*allowed(*args, **kwargs), "cpu"]
+
+    for module in changed:
+        setattr(module, name, devices)
+    try:
+        yield
+    finally:
+        for module in changed:
+            setattr(module, name, allowed)
+
+
+def _launches(event: OperatorEvent, num_taken: int, parameters: list[nn.Parameter]) -> float:
+    """Kernels for all parameters, where so many of them were traced."""
+    if "_foreach_" not in event.name and "_fused_" not in event.name:
+        return len(parameters) / num_taken
+    return max(1, -(-len(parameters) * len(_first_list(event)) / num_taken // _TENSORS_A_LAUNCH))
+
+
+def _first_list(event: OperatorEvent) -> list[StorageRef]:
+    return next((v for v in event.arguments.values() if isinstance(v, list) and v and isinstance(v[0], StorageRef)), [])

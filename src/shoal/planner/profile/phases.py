@@ -1,0 +1,43 @@
+"""Phases: which operators of a backward lead to nothing but gradients of weights, and so could be put off."""
+
+from __future__ import annotations
+
+from shoal.planner.profile.events import OperatorTrace
+
+# Between a weight's gradient as it is computed and as it is kept: tied ones are added, autocast's are widened.
+_HANDS_ON = frozenset(("aten.add", "aten.add_", "aten._to_copy", "aten.clone"))
+
+
+def weight_events(trace: OperatorTrace) -> set[int]:
+    """The places of the events in the backward that lead to gradients of weights alone.
+
+    What an operator hands to an earlier region is the gradient of its own region's input, whatever that makes of it.
+    """
+    gradients = _gradients(trace)
+    found: set[int] = set()
+    uses: dict[int, list[tuple[int, bool]]] = {}  # storage: (region, whether it leads to an input) of who takes it
+    for place in range(len(trace.events) - 1, -1, -1):
+        event = trace.events[place]
+        if not event.is_backward:
+            break
+        if event.is_view:
+            continue
+        made = {r.key for r in (*event.outputs, *(event.inputs[i] for i in event.written))}
+        later = [use for key in made - gradients for use in uses.get(key, ())]
+        onward = event.name == "stand_in" or any(region != event.region or leads for region, leads in later)
+        if not onward:
+            found.add(place)
+        for ref in event.inputs:
+            uses.setdefault(ref.key, []).append((event.region, onward))
+    return found
+
+
+def _gradients(trace: OperatorTrace) -> set[int]:
+    """Storages of weights' gradients, also before they are added up or cast."""
+    found = {ref.key for ref in trace.gradients.values()}
+    for event in reversed(trace.events):
+        if not event.is_backward:
+            break
+        if event.name in _HANDS_ON and any(o.key in found for o in event.outputs):
+            found.update(i.key for i in event.inputs if i.numel == event.outputs[0].numel)
+    return found

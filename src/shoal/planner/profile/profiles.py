@@ -1,0 +1,243 @@
+"""Profiles: a model, a loss and batches in; what a step computes, moves and keeps out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.planner.profile.assemble import Bodies, Fit, Kernel, Piece, crossings, kernels, operation, saved_of_batch
+from shoal.planner.profile.division import CutParameters, divide
+from shoal.planner.profile.engine_pairs import outlined, shortened, spread
+from shoal.planner.profile.events import OperatorTrace
+from shoal.planner.profile.optimizers import OptimizerCost, update
+from shoal.planner.profile.pairs import in_pairs
+from shoal.planner.profile.phases import weight_events
+from shoal.planner.profile.tracing import Loss, OperatorTracer, Setting
+from shoal.planner.profile.values import Amount, Exchange, Profile, TensorCut, Weight
+from shoal.plans.plan import PrecisionSection
+
+# Numbers of samples that are traced: two give the line, the third tells whether it is one. One sample is no good, its
+# dim of size 1 being a special case for strides, broadcasts and batch statistics. The others serve losses that take
+# only even or larger batches.
+SAMPLES = ((2, 3, 5), (4, 6, 10), (8, 16, 24))
+
+# A model that looks at numbers is run with them, if it is no larger than this.
+_REAL_BYTES = 1 << 30
+
+Tensors = Callable[[nn.Module], Mapping[str, int] | CutParameters]
+
+
+def profile(
+    model: nn.Module | Callable[[], nn.Module],
+    loss: Loss,
+    batch: Callable[[int], Any],
+    *,
+    precision: PrecisionSection | None = None,
+    device: str = "cuda",
+    by_grain: bool = False,
+    tensor: Tensors | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+) -> Profile:
+    """The profile of `loss(model, batch(n))`, traced on fake tensors of n samples, without weights or numbers.
+
+    model: a module, or builds one. loss: (model, batch) -> (total, weight). precision: float32 where None.
+    device: the type of device whose kernels and autocast are meant, "cuda" or "cpu". by_grain: dropout as shoal's
+    engine draws it. tensor: which parameters tensor parallelism cuts, {name: dim}; found where None.
+    optimizer: parameters -> optimizer. Raises: what the model, the loss or the batch raises.
+    """
+    setting = Setting(precision or PrecisionSection(), device, by_grain)
+    tracer, traces = _traced(model, loss, batch, setting)
+    found = update(optimizer, tracer.model, tracer.mode, device) if optimizer is not None else OptimizerCost()
+    division, note = _division(tensor, model, traces[0])
+    made = assembled(tracer, traces, division, found, sample_bytes(batch))
+    return replace(made, notes=(*made.notes, *note))
+
+
+def _division(
+    tensor: Tensors | None, model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace
+) -> tuple[CutParameters, tuple[str, ...]]:
+    """What is cut, and why nothing, where it cannot be told."""
+    if tensor is None:
+        return in_pairs(trace), ()
+    try:
+        with shortened(model, trace) as (outline, like):
+            found = tensor(outline)
+    except Exception as error:
+        text = next(iter(str(error).splitlines()), "")[:200]
+        return CutParameters(), (f"what tensor parallelism cuts is not known: {type(error).__name__}: {text}",)
+    return spread(found if isinstance(found, CutParameters) else CutParameters(found), like), ()
+
+
+def _traced(
+    model: nn.Module | Callable[[], nn.Module], loss: Loss, batch: Callable[[int], Any], setting: Setting
+) -> tuple[OperatorTracer, list[OperatorTrace]]:
+    """Traces without numbers; of a model that looks at them, and is small enough, with them."""
+    outline = outlined(model)
+    tries: list[tuple[nn.Module | Callable[[], nn.Module], Setting]] = [(model, setting)]
+    if outline is not None and outline is not model:
+        tries.insert(0, (outline, setting))
+    if _is_small(outline) and not (isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())):
+        tries.append((model, replace(setting, with_values=True)))
+    errors: list[Exception] = []
+    for given, how in tries:
+        try:
+            tracer = OperatorTracer(given, loss, how)
+            return tracer, several(tracer, batch)
+        except Exception as error:
+            errors.append(error)
+    raise errors[-2 if len(errors) == 3 else 0]
+
+
+def _is_small(outline: nn.Module | None) -> bool:
+    return outline is None or sum(p.nbytes for p in outline.parameters()) <= _REAL_BYTES
+
+
+def several(tracer: OperatorTracer, batch: Callable[[int], Any]) -> list[OperatorTrace]:
+    """Traces of two or three numbers of samples, operator by operator alike. Raises: what the first of them raises."""
+    error: Exception | None = None
+    for numbers in SAMPLES:
+        try:
+            traces = [tracer.trace(batch, samples) for samples in numbers]
+        except Exception as caught:
+            if error is not None and str(caught) == str(error):
+                break  # it does not come of the number
+            error = error or caught
+            continue
+        alike = [t for t in traces if [e.name for e in t.events] == [e.name for e in traces[-1].events]]
+        if len(alike) >= 2:
+            return alike
+    raise error or ValueError("the model computes otherwise for each number of samples")
+
+
+def sample_bytes(batch: Callable[[int], Any]) -> int:
+    """Bytes that the loader hands over for one sample."""
+    few, more = ([leaf for leaf in tree_leaves(batch(n)) if isinstance(leaf, Tensor)] for n in (2, 4))
+    return round((sum(t.nbytes for t in more) - sum(t.nbytes for t in few)) / 2)
+
+
+def assembled(
+    tracer: OperatorTracer,
+    traces: Sequence[OperatorTrace],
+    division: CutParameters,
+    found: OptimizerCost,
+    num_bytes: int,
+) -> Profile:
+    """The profile of traces of one model."""
+    fit = Fit([trace.samples for trace in traces])
+    first = traces[0]
+    pieces, homes = _pieces(fit, traces, division)
+    tied = _weights(tracer.model, first, pieces, homes, division)
+    bodies = Bodies()
+    notes = ["computed with numbers, because the model looks at them"] if tracer.with_values else []
+    notes += [f"not linear in the samples: {what}" for what in dict.fromkeys(fit.bent)]
+    return Profile(
+        tuple(bodies.unit(pieces[home]) for home in sorted(pieces)),
+        sample_bytes=num_bytes,
+        state_bytes_per_element=found.state_bytes_per_element,
+        optimizer_passes=found.passes,
+        optimizer_launches=found.launches,
+        tied=tied,
+        heads=_heads(first),
+        notes=(*notes, *((found.note,) if found.note else ())),
+        saved_batch=fit("the batch", *(saved_of_batch(t) for t in traces)),
+    )
+
+
+def _pieces(
+    fit: Fit, traces: Sequence[OperatorTrace], division: CutParameters
+) -> tuple[dict[int, Piece], dict[int, int]]:
+    """Regions that do something, by number; and in which of them each region's parameters are."""
+    first = traces[0]
+    late = [weight_events(trace) for trace in traces]
+    ran = [kernels(trace, places) for trace, places in zip(traces, late, strict=True)]
+    divided = [divide(trace, division, places) for trace, places in zip(traces, late, strict=True)]
+    by_region: dict[int, list[list[Kernel]]] = {}
+    for same in zip(*ran, strict=True):
+        by_region.setdefault(same[0].event.region, []).append(list(same))
+
+    def cut(kernel: Kernel) -> TensorCut:
+        cuts = divided[0].cuts.get(kernel.place, ())
+        return cuts[min(kernel.number, len(cuts) - 1)] if cuts else TensorCut.NONE
+
+    made = {r: tuple(operation(fit, same, cut(same[0])) for same in runs) for r, runs in by_region.items()}
+    sent: dict[int, list[Exchange]] = {}
+    for alike in zip(*(d.sent for d in divided), strict=True):
+        amount = fit("an exchange", *(s.num_bytes for s in alike))
+        sent.setdefault(alike[0].region, []).append(Exchange(alike[0].kind, alike[0].phase, amount))
+    crossing = [crossings(trace) for trace in traces]
+    kept = [r for r, region in enumerate(first.regions) if region.block or made.get(r)]
+    pieces: dict[int, Piece] = {}
+    incoming = Amount()
+    for number, region in enumerate(first.regions):
+        if number not in kept:
+            continue
+        block = region.block
+        source = number if region.like is None else region.like
+        operations = made.get(source, ())
+        if region.like is not None:
+            old, new = first.regions[region.like].block, block
+            assert old is not None
+            assert new is not None
+            operations = tuple(replace(o, module=new + o.module.removeprefix(old)) for o in operations)
+        outgoing = fit("what is handed on", *(c[number] for c in crossing))
+        exchanges = tuple(sent.get(source, ()))
+        pieces[number] = Piece(
+            _name(first, number), block, operations, exchanges, input_bytes=incoming, output_bytes=outgoing
+        )
+        incoming = outgoing
+    homes = {r: max((k for k in kept if k <= r), default=kept[0] if kept else 0) for r in range(len(first.regions))}
+    return pieces, homes
+
+
+def _name(trace: OperatorTrace, region: int) -> str:
+    block = trace.regions[region].block
+    if block is not None:
+        return block
+    before = next((r.block for r in reversed(trace.regions[:region]) if r.block), None)
+    after = next((r.block for r in trace.regions[region:] if r.block), None)
+    if before is None and after is None:
+        return ""
+    if before is None:
+        return f"before {after}"
+    return f"after {before}" if after is None else f"between {before} and {after}"
+
+
+def _weights(
+    model: nn.Module, trace: OperatorTrace, pieces: dict[int, Piece], homes: dict[int, int], division: CutParameters
+) -> tuple[tuple[str, str], ...]:
+    """Gives each parameter to the first unit that uses it; the pairs (name, another unit that does)."""
+    last = max(pieces)
+    for name, parameter in model.named_parameters():
+        home = homes[trace.used[name]] if name in trace.used else _owner(name, pieces, last)
+        pieces[home].weights.append(
+            Weight(name, tuple(parameter.shape), parameter.itemsize, parameter.requires_grad, division.dims.get(name))
+        )
+    users: dict[str, set[int]] = {}
+    for event in trace.events:
+        if event.is_backward:
+            break
+        for ref in event.inputs:
+            used = trace.parameters.get(ref.key)
+            if used is not None:
+                users.setdefault(used, set()).add(homes[event.region])
+    return tuple((name, pieces[other].name) for name, where in users.items() for other in sorted(where - {min(where)}))
+
+
+def _owner(name: str, pieces: dict[int, Piece], last: int) -> int:
+    """Where a parameter that nothing uses is."""
+    held = (r for r, piece in pieces.items() if piece.block and name.startswith(f"{piece.block}."))
+    return next(held, last)
+
+
+def _heads(trace: OperatorTrace) -> int | None:
+    """The fewest of any attention, fused, or products over samples and heads around a softmax."""
+    fused = [
+        e.inputs[0].shape[-3] for e in trace.events if e.name.endswith(".attention") and len(e.inputs[0].shape) > 3
+    ]
+    mixing = {e.module for e in trace.events if "softmax" in e.name}
+    plain = [e.inputs[0].shape[0] // trace.samples for e in trace.events if e.name == "aten.bmm" and e.module in mixing]
+    return min((heads for heads in fused or plain if heads), default=None)

@@ -1,0 +1,158 @@
+"""Tracing: one forward and backward of a model on fake tensors, which have shapes and no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.parallel.model.repeated_blocks import repeated_blocks
+from shoal.planner.profile.events import OperatorTrace, StorageRef
+from shoal.planner.profile.kernels import as_on
+from shoal.planner.profile.recording import OperatorRecorder
+from shoal.planner.profile.stand_ins import StandIns
+from shoal.plans.plan import PrecisionSection
+
+Loss = Callable[[nn.Module, Any], Any]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step computes: `device` is the type whose kernels run; `by_grain` whether dropout is shoal's own."""
+
+    precision: PrecisionSection
+    device: str = "cuda"
+    by_grain: bool = False
+    with_values: bool = False  # computes: for models that look at numbers
+
+
+class OperatorTracer:
+    """Traces one model, whatever the number of samples."""
+
+    def __init__(self, model: nn.Module | Callable[[], nn.Module], loss: Loss, setting: Setting) -> None:
+        self._loss, self._setting = loss, setting
+        self.with_values = setting.with_values
+        self.mode: contextlib.AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+        if setting.with_values:
+            self.mode = contextlib.nullcontext()
+        with self._quiet():
+            self.model = self._own(model).train()
+        self._named = dict(self.model.named_parameters())
+        self._stand_ins = StandIns(repeated_blocks(self.model))
+
+    def _own(self, model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+        """The model as it is traced, in the parameters' dtype."""
+        dtype = _DTYPES[self._setting.precision.parameters]
+        if not isinstance(model, nn.Module):
+            with self.mode:
+                model = model()
+            ours = all(isinstance(t, FakeTensor) for t in (*model.parameters(), *model.buffers()))
+            if dtype == torch.float32 and (ours or self._setting.with_values):
+                return model
+        if self._setting.with_values:
+            return copy.deepcopy(model).to(dtype)
+        return _faked(model, self.mode, dtype)
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """What torch warns of and logs here says nothing of a run; no random number of the caller's is drawn."""
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        level = log.level
+        log.setLevel(logging.CRITICAL)
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            log.setLevel(level)
+
+    def trace(self, batch: Callable[[int], Any], samples: int) -> OperatorTrace:
+        """A forward and a backward. Raises: what the batch, the model or the loss raises."""
+        trace = OperatorTrace(samples)
+        recorder = OperatorRecorder(trace)
+        trace.parameters = {p.untyped_storage()._cdata: name for name, p in self._named.items()}
+        buffers = {b.untyped_storage()._cdata for b in self.model.buffers()}
+        handles = []
+        for name, module in self.model.named_modules():
+            handles.append(module.register_forward_pre_hook(recorder.before(name), prepend=True))
+            handles.append(module.register_forward_hook(recorder.after))
+        self._stand_ins.begin(recorder)
+        try:
+            with self._quiet(), self.mode, self._kernels():
+                given = self._input(batch(samples))
+                trace.batch = frozenset(
+                    leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)
+                )
+                trace.constants = trace.batch | buffers | set(trace.parameters)
+                hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda saved: saved)
+                with torch.enable_grad(), hooks, recorder:
+                    with self._autocast():
+                        total = _total(self._loss(self.model, given))
+                    recorder.in_backward = True
+                    total.backward()
+            trace.weights = {name: StorageRef.of(p) for name, p in self._named.items()}
+            trace.gradients = {name: StorageRef.of(p.grad) for name, p in self._named.items() if p.grad is not None}
+        finally:
+            self._stand_ins.recorder = None
+            for handle in handles:
+                handle.remove()
+            for parameter in self._named.values():
+                parameter.grad = None
+        return trace
+
+    def _kernels(self) -> contextlib.AbstractContextManager[Any]:
+        setting = self._setting
+        return contextlib.nullcontext() if setting.with_values else as_on(setting.device, setting.by_grain)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        precision = self._setting.precision
+        if precision.compute == precision.parameters:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=_DTYPES[precision.compute])
+
+    def _input(self, batch: Any) -> Any:
+        narrow = _DTYPES[self._setting.precision.parameters]
+
+        def shown(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            given = leaf if self._setting.with_values else _fake(leaf, self.mode)
+            return given.to(narrow) if given.is_floating_point() and narrow != torch.float32 else given
+
+        return tree_map(shown, batch)
+
+
+def _total(pair: Any) -> Tensor:
+    total: Tensor = pair[0] if isinstance(pair, tuple | list) else pair
+    return total if total.ndim == 0 else total.sum()
+
+
+def _fake(tensor: Tensor, mode: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """A fake tensor of the CPU like this one; of a floating `dtype` if it is floating."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if isinstance(tensor, FakeTensor) and wanted == tensor.dtype:
+        return tensor
+    made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted, device="meta")
+    return FakeTensor(mode, made, torch.device("cpu"))
+
+
+def _faked(model: nn.Module, mode: Any, dtype: torch.dtype) -> nn.Module:
+    """A copy with fake parameters and buffers, of a dtype unless it is float32; what is shared stays shared."""
+    narrow = dtype if dtype != torch.float32 else None
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(_fake(parameter, mode, narrow), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _fake(buffer, mode, narrow)
+    with mode:
+        return copy.deepcopy(model, memo)

@@ -1,0 +1,1 @@
+"""The plans of a space in the order of an aim."""

@@ -1,0 +1,224 @@
+"""Choice: the plan that serves an aim best, the next best layouts, and why each other one was not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
+
+from shoal.errors import PlanError
+from shoal.planner.search.aims import TOLD_APART, Aim, Key, Limit, tied
+from shoal.planner.search.search import Candidate, Search, Seen
+from shoal.planner.search.space import Degrees, Illegal, simplicity
+
+GIB = 1 << 30
+NUM_ALTERNATIVES = 5
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that was not chosen, and why; `seconds` of its best plan, or a bound of them."""
+
+    what: str
+    devices: int
+    reason: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search answers. `alternatives` are the best plans of the next best layouts, in order.
+
+    `faster`: what is faster on more devices, by less than a prediction can tell, where the aim is the fastest.
+    `num_tied`: plans too close to the best to tell apart, of which the simplest was chosen. `num_places`: layouts that
+    were considered; `num_predicted` and `num_bounded`: plans that were predicted, and that bounds excluded.
+    """
+
+    aim: Aim
+    chosen: Candidate
+    faster: Candidate | None
+    alternatives: tuple[Candidate, ...]
+    rejected: tuple[Rejected, ...]
+    illegal: tuple[Illegal, ...]
+    num_tied: int
+    num_places: int
+    num_predicted: int
+    num_bounded: int
+
+
+class NothingFitsError(PlanError):
+    """No plan of a space serves an aim; the message says by how much the nearest misses it."""
+
+
+def limit_of(search: Search, aim: Aim, num_steps: int | None) -> Limit:
+    """What the aim allows a plan to take. Raises: PlanError of a deadline where the job's length is unknown."""
+    if aim.name == "deadline":
+        if num_steps is None:
+            raise PlanError(
+                given=f"--aim {aim}",
+                conflict="the length of this job in steps is not known, and so not its time",
+                remedy="write Job(length=shoal.Steps(N)), or another aim",
+            )
+        return Limit(seconds=aim.value / num_steps)
+    if aim.needs_reference:
+        cheapest = next(search.in_order(Aim("cheapest")), None)
+        if cheapest is not None:
+            return Limit(device_seconds=cheapest.devices * cheapest.seconds / aim.value)
+    return Limit()
+
+
+def simplest(order: Iterator[Candidate], aim: Aim, most: int | None = None) -> tuple[Candidate, list[Candidate]] | None:
+    """The simplest of those that are as good as the first of an order (of `most` at most), and all of these."""
+    best = next(order, None)
+    if best is None:
+        return None
+    close = [best, *takewhile(lambda candidate: tied(_key(aim, candidate), _key(aim, best)), islice(order, most))]
+    return min(close, key=lambda candidate: simplicity(candidate.plan)), close
+
+
+def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
+    """The simplest of the plans that are as good as the best. Raises: NothingFitsError."""
+    seen = Seen()
+    limit = limit_of(search, aim, num_steps)
+    found = simplest(search.in_order(aim, limit, seen=seen), aim)
+    if found is None:
+        raise _nothing(search, aim, seen, limit)
+    chosen, close = found
+    fewer = _fewer(search, aim, chosen, seen)
+    faster, chosen = (chosen, fewer) if fewer is not None else (None, chosen)
+    alternatives = _next_best(search, aim, chosen, seen)
+    return Choice(
+        aim=aim,
+        chosen=chosen,
+        faster=faster,
+        alternatives=alternatives,
+        rejected=tuple(_rejected(search, seen, chosen)),
+        illegal=tuple(search.space.illegal()),
+        num_tied=len(close) - 1,
+        num_places=len(search.places),
+        num_predicted=seen.num_predicted,
+        num_bounded=seen.num_bounded - seen.num_predicted,
+    )
+
+
+def _fewer(search: Search, aim: Aim, best: Candidate, seen: Seen) -> Candidate | None:
+    """A plan on fewer devices that no prediction tells from the fastest; None where there is none, or it is not asked.
+
+    More devices have to be worth more than the error of a prediction.
+    """
+    if aim.name != "fastest" or best.devices == 1:
+        return None
+    within = Limit(seconds=best.seconds * (1 + TOLD_APART))
+    fewest = Aim("efficiency")  # by devices, then by seconds
+    places = [place for place in search.places if place.devices < best.devices]
+    first = next(search.in_order(fewest, within, places, seen), None)
+    if first is None:
+        return None
+    found = simplest(search.in_order(Aim(), within, search.by_devices[first.devices], seen), Aim())
+    return found[0] if found else first
+
+
+def _key(aim: Aim, candidate: Candidate) -> Key:
+    return aim.key(candidate.devices, candidate.seconds)
+
+
+def _next_best(search: Search, aim: Aim, chosen: Candidate, seen: Seen) -> tuple[Candidate, ...]:
+    """The best plans of other degrees on as many devices."""
+    others = [place for place in search.by_devices[chosen.devices] if place != chosen.place]
+    return tuple(islice(search.best_of_each(aim, others, seen), NUM_ALTERNATIVES))
+
+
+# ------------------------------------------------------------------------------------------------------ reasons
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit, size in (("GiB", GIB), ("MiB", 1 << 20)):
+        if num_bytes >= 0.1 * size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} KiB"
+
+
+def counted(devices: int) -> str:
+    """A number of devices in words."""
+    return "1 device" if devices == 1 else f"{devices} devices"
+
+
+def _rejected(search: Search, seen: Seen, chosen: Candidate) -> Iterator[Rejected]:
+    """Each place that was not chosen on as many devices, by itself; the others by their number of devices."""
+    own = chosen.place
+    for place in search.by_devices.get(chosen.devices, []):
+        if place != own:
+            yield _reason(search, seen, place, chosen)
+    for devices, places in sorted(search.by_devices.items()):
+        if devices == chosen.devices:
+            continue
+        nearest = min(places, key=lambda place: seen.predicted[place].seconds if place in seen.predicted else _NEVER)
+        found = _reason(search, seen, nearest, chosen)
+        yield replace(found, what=f"{counted(devices)}, nearest: {found.what}")
+
+
+def _reason(search: Search, seen: Seen, place: Degrees, chosen: Candidate) -> Rejected:
+    best = seen.predicted.get(place)
+    if best is not None:
+        return Rejected(str(place), place.devices, compared(best, chosen), best.seconds)
+    missing = search.missing_at_least(place)
+    if missing > 0:
+        return Rejected(str(place), place.devices, f"does not fit by {gib(missing)}")
+    if place in seen.refused:
+        return Rejected(str(place), place.devices, f"illegal: {seen.refused[place]}")
+    bounded = "is bounded to be no better for this aim"
+    lacking = seen.missing_bytes.get(place)
+    if lacking is None:
+        return Rejected(str(place), place.devices, f"every plan of it {bounded}")
+    return Rejected(str(place), place.devices, f"what of it fits {bounded}; the rest lacks {gib(lacking)} or more")
+
+
+def compared(other: Candidate, chosen: Candidate) -> str:
+    """Why one candidate is not chosen over another, in words: what it pays for most that the other does not."""
+    if other.seconds <= chosen.seconds:
+        more = other.devices - chosen.devices
+        if more > 0:
+            return f"{chosen.seconds / other.seconds - 1:.0%} faster, with {more} more device{'s' if more > 1 else ''}"
+        return "as fast within what a prediction can tell, and less simple"
+    slower = f"{other.seconds / chosen.seconds - 1:.0%} slower"
+    dominated = other.devices >= chosen.devices and other.prediction.peak_bytes >= chosen.prediction.peak_bytes
+    return f"{'dominated by the chosen one: ' if dominated else ''}{slower}, {_most_of_the_difference(other, chosen)}"
+
+
+def _most_of_the_difference(other: Candidate, chosen: Candidate) -> str:
+    """The term that takes most more of a step, and how much more."""
+    mine = chosen.prediction.terms
+    growth = {name: seconds - mine.get(name, 0.0) for name, seconds in other.prediction.terms.items()}
+    name = max(growth, key=lambda term: growth[term])
+    if name == "bubble":
+        return f"{other.prediction.bubble:.0%} bubble"
+    return f"{name} takes {growth[name] * 1e3:.3g} ms more"
+
+
+def _nothing(search: Search, aim: Aim, seen: Seen, limit: Limit) -> NothingFitsError:
+    """By how much the nearest misses it: in bytes, or in time."""
+    counts = search.space.counts
+    sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    given = f"--aim {aim} on {sizes} device{'s' if counts[-1] > 1 else ''}"
+    if limit != Limit() and (fastest := next(search.in_order(Aim()), None)) is not None:
+        needs = fastest.seconds / limit.seconds * aim.value
+        return NothingFitsError(
+            given=given,
+            conflict=f"the fastest plan takes {needs:.3g} s for the whole job ({fastest.seconds:.3g} s a step on "
+            f"{counted(fastest.devices)})",
+            remedy=f"write --aim deadline={needs * 1.01:.0f}s, or give a larger cluster",
+        )
+    if not seen.missing_bytes:
+        return NothingFitsError(
+            given=given,
+            conflict="no layout is legal: " + "; ".join(seen.refused.values() or ("the space is empty",)),
+            remedy="give another --max-devices, or a larger cluster",
+        )
+    place, missing = min(seen.missing_bytes.items(), key=lambda item: item[1])
+    return NothingFitsError(
+        given=given,
+        conflict=f"no layout fits: the nearest ({place}) needs {gib(missing)} more on each device",
+        remedy=f"give devices with {gib(missing)} more memory, more devices, or a smaller batch or model",
+    )

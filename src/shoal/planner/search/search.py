@@ -1,0 +1,377 @@
+"""Search: the plans of a space in the order of an aim, best first, and exactly so.
+
+A best-first branch and bound: what waits are kin places, a group or a way of theirs, a plan or a predicted plan, each
+with a lower bound of its key, and the least is taken on. A predicted plan that is taken is the next best: nothing that
+waits can be better. So a plan is predicted only where no bound excludes it, and the expensive ones last.
+Source: Hart, Nilsson and Raphael, A formal basis for the heuristic determination of minimum cost paths (1968).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count, islice, product
+from operator import itemgetter
+from typing import Any
+
+from shoal.planner.predict.pipeline_bound import PipelineShape
+from shoal.planner.predict.workload import Prediction
+from shoal.planner.search.aims import Aim, Key, Limit
+from shoal.planner.search.bounds import Costs, LayoutClass, ScheduleFamily, Whole
+from shoal.planner.search.space import LEVELS, Degrees, MicrobatchSchedule, ModelDegrees, Recompute, Space, simplicity
+from shoal.plans.plan import Plan
+
+_ANY = Limit()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what is predicted of it."""
+
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def devices(self) -> int:
+        """Processes in all."""
+        return self.plan.layout.world_size
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.prediction.step_seconds
+
+    @property
+    def place(self) -> Degrees:
+        """Its degrees, with data x shard as one."""
+        at = self.plan.layout
+        return Degrees(at.data * at.shard, ModelDegrees(at.tensor, at.pipeline, at.context))
+
+
+@dataclass
+class Seen:
+    """What a search learned of the places that it did not choose.
+
+    `predicted`: a place's best plan so far; `missing_bytes`: the least that one of its plans lacks, where some do not
+    fit; `refused`: why its plans are illegal, where some are.
+    """
+
+    predicted: dict[Degrees, Candidate] = field(default_factory=dict)
+    missing_bytes: dict[Degrees, float] = field(default_factory=dict)
+    refused: dict[Degrees, str] = field(default_factory=dict)
+    num_predicted: int = 0
+    num_bounded: int = 0
+
+    def lacks(self, place: Degrees, missing: float) -> None:
+        """Notes a plan that does not fit."""
+        self.missing_bytes[place] = min(missing, self.missing_bytes.get(place, missing))
+
+
+# What waits, by how far it has been looked into: kin places; the best group that is left, and the others; one of their
+# ways, of which `True` says that its bound is the better one; their place that is next, and the others' replicas; a
+# place and a way, or a plan; and what was predicted.
+_Groups = Iterator[tuple[float, Whole]]
+_OfKin = (
+    tuple[LayoutClass, Whole, float, _Groups]
+    | tuple[LayoutClass, MicrobatchSchedule, bool]
+    | tuple[LayoutClass, MicrobatchSchedule, Degrees, Iterator[int]]
+)
+_Waiting = LayoutClass | _OfKin | tuple[Degrees, MicrobatchSchedule | Plan] | Candidate
+
+
+class Search:
+    """The candidates of one space; several orders share what was computed."""
+
+    def __init__(self, space: Space, costs: Callable[[int], Costs], grain_size: int) -> None:
+        """`costs`: of a number of devices."""
+        self.space, self.costs, self._grain_size = space, costs, grain_size
+        self._whole: dict[tuple[int, ModelDegrees], dict[tuple[int, Recompute, bool], Whole]] = {}
+        self._least: dict[tuple[int, int, ModelDegrees, MicrobatchSchedule], float] = {}
+        self._beside: dict[Degrees, float] = {}
+        self._bytes: dict[tuple[object, ...], float] = {}
+        self._predicted: dict[tuple[object, ...], Prediction] = {}
+
+    @cached_property
+    def places(self) -> tuple[Degrees, ...]:
+        """All of them."""
+        return tuple(place for cut in self.space.cuts for place in self.space.places(cut))
+
+    @cached_property
+    def by_devices(self) -> dict[int, list[Degrees]]:
+        """The places on each number of devices."""
+        found: dict[int, list[Degrees]] = {}
+        for place in self.places:
+            found.setdefault(place.devices, []).append(place)
+        return found
+
+    def kin(self, places: Sequence[Degrees]) -> list[LayoutClass]:
+        """These places, those together that have the same bounds."""
+        found: dict[tuple[int, int, ModelDegrees], list[int]] = {}
+        for place in places:
+            key = id(self.costs(place.devices)), self.space.share(place), place.cut
+            found.setdefault(key, []).append(place.replicas)
+        return [self._kin(share, cut, sorted(replicas)) for (_, share, cut), replicas in found.items()]
+
+    def _kin(self, share: int, cut: ModelDegrees, replicas: list[int]) -> LayoutClass:
+        first, last = Degrees(replicas[0], cut), Degrees(replicas[-1], cut)
+        return LayoutClass(share, cut, tuple(replicas), first, first.devices, last.devices, self.beside(first))
+
+    @cached_property
+    def all_kin(self) -> list[LayoutClass]:
+        """All places."""
+        return self.kin(self.places)
+
+    def in_order(
+        self, aim: Aim, limit: Limit = _ANY, places: Sequence[Degrees] | None = None, seen: Seen | None = None
+    ) -> Iterator[Candidate]:
+        """The candidates that fit and are within the limit, by the aim's key; equal keys by simplicity."""
+        kin = self.all_kin if places is None else self.kin(places)
+        return _Order(self, aim, limit, seen if seen is not None else Seen()).run(kin)
+
+    def best_of_each(self, aim: Aim, places: Sequence[Degrees], seen: Seen) -> Iterator[Candidate]:
+        """The best candidate of each of these places, the best of all first; what a place has beside it is left."""
+        order = _Order(self, aim, _ANY, seen)
+        for candidate in order.run(self.kin(places)):
+            order.ended.add(candidate.place)
+            yield candidate
+
+    # ------------------------------------------------------------------------------------------------- bounds
+
+    def floor(self, place: Degrees) -> float:
+        """Seconds that no plan of a place goes below, from its degrees alone; without what is beside."""
+        return self.costs(place.devices).floor(self.space.share(place) * self._grain_size, place.cut)
+
+    def beside(self, place: Degrees) -> float:
+        """Seconds of any plan of a place that no other bound but that of a whole plan has."""
+        if place not in self._beside:
+            self._beside[place] = self.costs(place.devices).beside(place)
+        return self._beside[place]
+
+    def groups(self, place: Degrees) -> _Groups:
+        """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
+
+        The same for every number of replicas that leaves a rank as many grains, on devices that cost the same.
+        """
+        costs, share, pipeline = self.costs(place.devices), self.space.share(place), place.cut.pipeline
+        alone, memory = place.cut._replace(pipeline=1), costs.memory_bytes
+        known = self._whole.setdefault((id(costs), alone), {})
+        found = []
+        for kind in product(self.space.recomputes, self.space.sequences(place.cut)):
+            for grains in reversed(self.space.sizes(share)):
+                one = known.get((grains, *kind))
+                if one is None:
+                    one = known[(grains, *kind)] = self._of_microbatch(costs, alone, ScheduleFamily(grains, *kind))
+                # A microbatch of one grain is kept, so that what it lacks is told; larger ones need more.
+                if one.bytes / pipeline > memory and grains > 1:
+                    break
+                found.append((-(-share // grains) * one.least_seconds(pipeline), one))
+        found.sort(key=itemgetter(0))
+        return iter(found)
+
+    def _of_microbatch(self, costs: Costs, alone: ModelDegrees, group: ScheduleFamily) -> Whole:
+        """A group where a rank has all stages."""
+        place, way = Degrees(self._most_replicas(costs, alone, group.grains), alone), MicrobatchSchedule(*group)
+        num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
+        plan, microbatches = self.space.plan(place, way), -(-self.space.share(place) // group.grains)
+        return Whole(group, costs.least_seconds(plan) / microbatches, num_bytes, costs.parts(plan))
+
+    def _most_replicas(self, costs: Costs, alone: ModelDegrees, grains: int) -> int:
+        """The most replicas whose share is not less, of devices that cost this: no plan of them is divided further.
+
+        A lone rank of a host of cores may have all of them, and so cost something else than many.
+        """
+        most, size = self.space.most_replicas(grains), Degrees(1, alone).devices
+        if self.costs(most * size) is costs:
+            return most
+        return max((n for n in range(1, most + 1) if self.costs(n * size) is costs), default=1)
+
+    def _most_divided(self, place: Degrees, way: MicrobatchSchedule) -> list[Plan]:
+        """The plans of a family of which one needs the fewest bytes."""
+        levels = self.space.levels(place.cut) if place.replicas > 1 else LEVELS[-1:]
+        return [self.space.plan(place, way, place.replicas, level) for level in levels]
+
+    def least_seconds(self, place: Degrees, way: MicrobatchSchedule) -> float:
+        """Seconds that no plan of a family goes below."""
+        costs = self.costs(place.devices)
+        key = (id(costs), self.space.share(place), place.cut, way)
+        if key not in self._least:
+            self._least[key] = costs.least_seconds(self.space.plan(place, way))
+        return self._least[key]
+
+    def filled(self, kin: LayoutClass, way: MicrobatchSchedule, whole: Whole) -> float:
+        """A cheaper bound of the same: from the seconds of the group where a rank has all stages."""
+        turns = PipelineShape(way.schedule, kin.cut.pipeline, way.stages, -(-kin.share // way.grains))
+        return self.costs(kin.first.devices).filled(whole.seconds, turns)
+
+    def missing_bytes(self, place: Degrees, way: MicrobatchSchedule) -> float:
+        """What even the most divided plan of a family lacks; not positive where one may fit."""
+        return min((self.lacks(place, way, plan) for plan in self._most_divided(place, way)), default=0.0)
+
+    def missing_at_least(self, place: Degrees) -> float:
+        """What every plan of a place lacks; not positive where no bound says that nothing of it fits.
+
+        The smallest microbatches first, of which one nearly always fits where any does.
+        """
+        smallest = self.space.sizes(self.space.share(place))[-1]
+        kinds = product(self.space.recomputes, self.space.sequences(place.cut))
+        least = min(self._missing(place, [ScheduleFamily(smallest, *kind) for kind in kinds]), default=0.0)
+        if least > 0:
+            groups = [one.group for _, one in self.groups(place)]
+            least = min([least, *self._missing(place, groups)])
+        return least
+
+    def _missing(self, place: Degrees, groups: Sequence[ScheduleFamily]) -> Iterator[float]:
+        """What the families of these groups lack, up to the first that may fit."""
+        for group in groups:
+            for way in self.space.ways(place, group):
+                missing = self.missing_bytes(place, way)
+                yield missing
+                if missing <= 0:
+                    return
+
+    def lacks(self, place: Degrees, way: MicrobatchSchedule, plan: Plan) -> float:
+        """Bytes that a plan of a family lacks at least; not positive where it may fit."""
+        costs = self.costs(place.devices)
+        several, shard = place.replicas > 1, plan.layout.shard
+        key = id(costs), self.space.share(place), place.cut, way, several, shard, plan.shard.level
+        if key not in self._bytes:
+            self._bytes[key] = costs.least_bytes(plan) - costs.memory_bytes
+        return self._bytes[key]
+
+    def predict(self, plan: Plan) -> Prediction:
+        """The prediction of a plan, computed once."""
+        key = simplicity(plan) + tuple(plan.layout.__dict__.values())
+        if key not in self._predicted:
+            self._predicted[key] = self.costs(plan.layout.world_size).predict(plan)
+        return self._predicted[key]
+
+
+class _Order:
+    """One pass in the order of one aim."""
+
+    def __init__(self, search: Search, aim: Aim, limit: Limit, seen: Seen) -> None:
+        self._search, self._aim, self._limit, self._seen = search, aim, limit, seen
+        self.ended: set[Degrees] = set()  # of which nothing more is wanted
+        self._queue: list[tuple[Key, tuple[int, ...], int, _Waiting]] = []
+        self._numbers = count()
+
+    def run(self, kin: Sequence[LayoutClass]) -> Iterator[Candidate]:
+        for one in kin:
+            self._wait_kin(one, self._search.floor(one.first), one)
+        while self._queue:
+            waiting = heapq.heappop(self._queue)[-1]
+            if self.ended and self._is_ended(waiting):
+                continue
+            if isinstance(waiting, Candidate):
+                yield waiting
+            elif isinstance(waiting, LayoutClass):
+                self._next_group(waiting, self._search.groups(waiting.first))
+            else:
+                self._look_into(waiting)
+
+    def _is_ended(self, waiting: _Waiting) -> bool:
+        if isinstance(waiting, Candidate):
+            return waiting.place in self.ended
+        where = waiting if isinstance(waiting, LayoutClass) else waiting[0]
+        places = [where] if isinstance(where, Degrees) else [Degrees(number, where.cut) for number in where.replicas]
+        return self.ended.issuperset(places)
+
+    def _look_into(self, waiting: tuple[Any, ...]) -> None:
+        where, what = waiting[:2]
+        if isinstance(where, Degrees):
+            if isinstance(what, MicrobatchSchedule):
+                self._way(where, what)
+            else:
+                self._plan(where, what)
+        elif isinstance(what, MicrobatchSchedule):
+            if len(waiting) == 3:
+                self._way_of_kin(*waiting)
+            else:
+                self._place(*waiting)
+        else:
+            self._group(where, *waiting[1:])
+
+    def _wait(self, place: Degrees, seconds: float, waiting: _Waiting) -> None:
+        if self._limit.allows(place.devices, seconds):
+            self._push(self._aim.key(place.devices, seconds), waiting)
+
+    def _wait_kin(self, kin: LayoutClass, seconds: float, waiting: _Waiting) -> None:
+        seconds += kin.beside
+        if self._limit.allows(kin.fewest, seconds):  # more devices only take more device-seconds
+            self._push(self._aim.key(kin.most if self._aim.prefers_more else kin.fewest, seconds), waiting)
+
+    def _push(self, key: Key, waiting: _Waiting) -> None:
+        # Equal keys: what is predicted comes out last, so that all equal ones are known, the simplest first.
+        rank = simplicity(waiting.plan) if isinstance(waiting, Candidate) else ()
+        heapq.heappush(self._queue, (key, rank, next(self._numbers), waiting))
+
+    def _next_group(self, kin: LayoutClass, groups: _Groups) -> None:
+        for seconds, whole in islice(groups, 1):
+            self._wait_kin(kin, seconds, (kin, whole, seconds, groups))
+
+    def _group(self, kin: LayoutClass, whole: Whole, seconds: float, others: _Groups) -> None:
+        self._next_group(kin, others)
+        for way in self._search.space.ways(kin.first, whole.group):
+            self._wait_kin(kin, max(seconds, self._search.filled(kin, way, whole)), (kin, way, False))
+
+    def _way_of_kin(self, kin: LayoutClass, way: MicrobatchSchedule, is_bounded: bool) -> None:
+        if not is_bounded:
+            self._wait_kin(kin, self._search.least_seconds(kin.first, way), (kin, way, True))
+            return
+        self._next_place(kin, way, self._replicas(kin))
+
+    def _replicas(self, kin: LayoutClass) -> Iterator[int]:
+        """In the order of the aim's keys, where each place has the same seconds or more for more replicas."""
+        return iter(kin.replicas[::-1] if self._aim.prefers_more else kin.replicas)
+
+    def _next_place(self, kin: LayoutClass, way: MicrobatchSchedule, others: Iterator[int]) -> None:
+        """The first of the places that are left, by a bound that is the same for all of them but for what is beside."""
+        search = self._search
+        seconds = search.least_seconds(kin.first, way)
+        for replicas in others:
+            place = Degrees(replicas, kin.cut)
+            least = seconds + search.beside(place)
+            if self._limit.allows(place.devices, least):
+                self._push(self._aim.key(place.devices, least), (kin, way, place, others))
+                return
+
+    def _place(self, kin: LayoutClass, way: MicrobatchSchedule, place: Degrees, others: Iterator[int]) -> None:
+        search = self._search
+        self._next_place(kin, way, others)
+        least = search.costs(place.devices).least_at(search.space.plan(place, way))
+        least = max(search.least_seconds(kin.first, way), least)
+        self._wait(place, least + search.beside(place), (place, way))
+
+    def _way(self, place: Degrees, way: MicrobatchSchedule) -> None:
+        search, seen = self._search, self._seen
+        missing = search.missing_bytes(place, way)
+        if missing > 0:
+            seen.lacks(place, missing)
+            return
+        costs = search.costs(place.devices)
+        for plan in search.space.plans(place, way):
+            seen.num_bounded += 1
+            missing = search.lacks(place, way, plan)
+            if missing > 0:
+                seen.lacks(place, missing)
+                continue
+            self._wait(place, costs.nearly(plan), (place, plan))
+
+    def _plan(self, place: Degrees, plan: Plan) -> None:
+        seen = self._seen
+        refusal = self._search.space.refusal(plan)
+        if refusal is not None:
+            seen.refused[place] = refusal
+            return
+        prediction = self._search.predict(plan)
+        seen.num_predicted += 1
+        if not prediction.fits:
+            seen.lacks(place, prediction.missing_bytes)
+            return
+        candidate = Candidate(plan, prediction)
+        best = seen.predicted.get(place)
+        if best is None or candidate.seconds < best.seconds:
+            seen.predicted[place] = candidate
+        self._wait(place, candidate.seconds, candidate)

@@ -1,0 +1,379 @@
+"""Space: every plan that a search may choose from, as a tree of ever smaller families, and why others are illegal.
+
+place: degrees, with data x shard as one. Family: a place and a way, of which only the split of data and shard is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
+
+from shoal.hardware.values import SHARED_MEMORY, Cluster
+from shoal.plans.conflicts import excluded
+from shoal.plans.legal import ModelFacts, conflicts, fits
+from shoal.plans.plan import (
+    BatchSection,
+    CollectivesSection,
+    LayoutSection,
+    MemorySection,
+    PipelineSection,
+    Plan,
+    ShardSection,
+    TensorSection,
+)
+from shoal.plans.words import cut_by_itself
+
+Recompute = Literal["none", "selective", "full"]
+Level = Literal["optimizer", "gradients", "parameters"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+LEVELS: tuple[Level, ...] = ("optimizer", "gradients", "parameters")
+
+
+class ModelDegrees(NamedTuple):
+    """The degrees that ranks share grains with."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that compute the same grains together."""
+        return self.tensor * self.pipeline * self.context
+
+
+class Degrees(NamedTuple):
+    """Degrees, with data x shard as one number."""
+
+    replicas: int
+    cut: ModelDegrees
+
+    @property
+    def devices(self) -> int:
+        """Processes in all."""
+        return self.replicas * self.cut.ranks
+
+    def __str__(self) -> str:
+        """The degrees in use, as a plan names them."""
+        degrees = {"data x shard": self.replicas, **self.cut._asdict()}
+        return ", ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one device"
+
+
+class MicrobatchSchedule(NamedTuple):
+    """How a rank computes its grains: how many at a time, what it computes again in the backward, and in which order.
+
+    `sequence`: whether a tensor axis divides what lies between the divided layers too.
+    """
+
+    grains: int
+    recompute: Recompute = "none"
+    sequence: bool = False
+    schedule: str = "1f1b"
+    stages: int = 1
+
+
+class Illegal(NamedTuple):
+    """Degrees that are left out, and why."""
+
+    what: str
+    reason: str
+
+
+def counts(cluster: Cluster, most: int | None = None) -> tuple[int, ...]:
+    """The numbers of devices to choose from: any within a host, whole hosts beyond one."""
+    limit = min(cluster.num_devices, most or cluster.num_devices)
+    host = cluster.devices_per_host
+    return (*range(1, min(host, limit) + 1), *range(2 * host, limit + 1, host))
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+@lru_cache(maxsize=4096)
+def microbatch_sizes(share: int) -> tuple[int, ...]:
+    """Of each number of microbatches that a share of grains can have, the most even division; largest first."""
+    sizes: list[int] = []
+    count = 1
+    while True:
+        size = -(-share // count)
+        sizes.append(size)
+        if size == 1:
+            return tuple(sizes)
+        count = -(-share // (size - 1))
+
+
+@dataclass(frozen=True)
+class Space:
+    """`base` is what the search does not vary (precision, exactness, compilation); `facts` what a layout has to fit.
+
+    `max_grains` bounds a microbatch (1 where grains may not share a forward), `max_stages` the stages of a pipeline
+    (what the profile tells apart). With `engine`, only what this version executes; without `tensor`, no tensor axis.
+    """
+
+    base: Plan
+    facts: ModelFacts
+    counts: tuple[int, ...]
+    max_grains: int | None = None
+    max_stages: int | None = None
+    engine: bool = True
+    tensor: bool = True  # whether it is known what a tensor axis would cut
+    uncut: str = ""  # why a pipeline cannot divide the model at all
+    all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, where another than the base's is faster
+
+    def at(self, *devices: int) -> Space:
+        """The part of the space on these numbers of devices."""
+        return replace(self, counts=tuple(devices))
+
+    @cached_property
+    def cuts(self) -> tuple[ModelDegrees, ...]:
+        """The degrees that share grains, as far as they are legal."""
+        most = max(self.counts)
+        tensors = [t for t in self._tensor_degrees if t <= most]
+        found = (
+            ModelDegrees(t, p, c)
+            for t in tensors
+            for p in self._pipeline_degrees(most // t)
+            for c in self._contexts(t, most)
+        )
+        return tuple(cut for cut in found if cut.ranks <= most and not self._conflict(ModelDegrees(*cut)))
+
+    @property
+    def _tensor_degrees(self) -> list[int]:
+        """Divisors of the heads, so that attention is divided evenly; without attention up to the widest layer."""
+        if not self.tensor:
+            return [1]
+        if self.facts.num_heads is not None:
+            return divisors(self.facts.num_heads)
+        return list(range(1, max(self.facts.widths, default=1) + 1))
+
+    def _pipeline_degrees(self, most: int) -> range:
+        return range(1, min(self.num_layers, most) + 1)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """The most stages: as many as the model is cut into, as far as the profile tells them apart."""
+        stages = self.facts.most_stages or 1
+        return stages if self.max_stages is None else min(stages, self.max_stages)
+
+    def _contexts(self, tensor: int, most: int) -> list[int]:
+        """Divisors of the heads that a tensor axis leaves; none of a model without sequences."""
+        heads, longest = self.facts.num_heads, self.facts.sequence
+        if heads is None or longest is None:
+            return [1]
+        return [c for c in divisors(heads // tensor) if c <= min(longest, most // tensor)]
+
+    def _conflict(self, cut: ModelDegrees) -> str | None:
+        """Why no plan of these degrees is legal, where none is."""
+        return self.refusal(
+            self.plan(Degrees(1, cut), MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b"))
+        )
+
+    def refusal(self, plan: Plan) -> str | None:
+        """Why a plan is illegal; None where it is not."""
+        general = set() if self.engine else set(excluded(plan))
+        return next((found.conflict for found in conflicts(plan, self.facts) if found not in general), None)
+
+    def illegal(self) -> Iterator[Illegal]:
+        """Degrees up to the largest number of devices that are left out, by axis."""
+        most, heads = max(self.counts), self.facts.num_heads
+        if most > self.facts.num_grains:
+            grains = self.facts.num_grains
+            yield Illegal(
+                f"data x shard > {grains}",
+                f"the job has {grains} grains; Job(grains={most}) would allow more (which changes the run)",
+            )
+        if not self.tensor and most > 1:
+            yield Illegal("tensor > 1", "what it would cut of this model could not be found without running it")
+        if heads is not None and most > 1:
+            yield Illegal("tensor, context", f"they divide {heads} heads evenly, together at most {heads} ways")
+        if self.facts.sequence is None or heads is None:
+            yield Illegal("context > 1", "the model shows no sequences and heads that it could divide")
+        if most > self.num_layers:
+            yield Illegal(f"pipeline > {self.num_layers}", self._why_not_more())
+        seen: set[str] = set()
+        for cut in (ModelDegrees(2, 2, 1), ModelDegrees(1, 2, 2), ModelDegrees(2, 1, 2), ModelDegrees(2, 2, 2)):
+            legal_alone = cut.tensor in self._tensor_degrees and cut.pipeline in self._pipeline_degrees(most)
+            if cut.ranks > most or not legal_alone or cut.context not in self._contexts(cut.tensor, most):
+                continue
+            reason = self._conflict(cut)
+            if reason and reason not in seen:
+                seen.add(reason)
+                yield Illegal(", ".join(f"{axis} > 1" for axis, d in cut._asdict().items() if d > 1), reason)
+
+    def _why_not_more(self) -> str:
+        """Why no plan has more stages than there are layers."""
+        if self.uncut:
+            return self.uncut
+        if self.facts.places is None:
+            return f"the model shows {self.num_layers} block{'s' * (self.num_layers > 1)}"
+        most, named = len(self.facts.places) + 1, cut_by_itself(self.facts.places)
+        if self.num_layers < most:
+            return f"the profile tells {self.num_layers} parts apart; {named}: layout.pipeline = {most} at most may run"
+        return f"{named}; a pipeline.split that names other modules may cut it there"
+
+    def places(self, cut: ModelDegrees) -> Iterator[Degrees]:
+        """The numbers of replicas that make a legal number of devices of a cut."""
+        ranks, legal = cut.ranks, self._legal_counts
+        for replicas in range(1, min(self.facts.num_grains, max(self.counts) // ranks) + 1):
+            if replicas * ranks in legal:
+                yield Degrees(replicas, cut)
+
+    @cached_property
+    def _legal_counts(self) -> frozenset[int]:
+        return frozenset(self.counts)
+
+    def share(self, place: Degrees) -> int:
+        """Grains of the rank that has most."""
+        return -(-self.facts.num_grains // place.replicas)
+
+    def most_replicas(self, share: int) -> int:
+        """The most replicas that leave a rank a share of so many grains."""
+        return self.facts.num_grains if share == 1 else (self.facts.num_grains - 1) // (share - 1)
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        """What may be computed again: a compiled block decides by itself what it keeps."""
+        return RECOMPUTE if self.base.execution.compile == "none" else ("none", "full")
+
+    def sizes(self, share: int) -> list[int]:
+        """Grains of a microbatch, of a share of so many; largest first."""
+        limit = 1 if self.base.execution.exact else self.max_grains or share
+        return [size for size in microbatch_sizes(share) if size <= limit] or [min(limit, share)]
+
+    def ways(self, place: Degrees, group: tuple[int, Recompute, bool]) -> Iterator[MicrobatchSchedule]:
+        """The orders in which a place's ranks may compute microbatches of a group."""
+        for schedule, stages in self._schedules(place.cut.pipeline, -(-self.share(place) // group[0])):
+            yield MicrobatchSchedule(*group, schedule, stages)
+
+    def _schedules(self, pipeline: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
+        """Schedules and stages a rank that are defined for so many microbatches; the stages divide a rank's layers."""
+        if pipeline == 1:
+            yield "1f1b", 1
+            return
+        several = [s for s in divisors(self.num_layers // pipeline) if s > 1]
+        choices = [("1f1b", 1), ("zero_bubble", 1), ("gpipe", 1)]
+        choices += [(schedule, stages) for schedule in ("interleaved_1f1b", "gpipe") for stages in several]
+        for schedule, stages in choices:
+            if fits(schedule, pipeline, num_microbatches):
+                yield schedule, stages
+
+    def plan(self, place: Degrees, way: MicrobatchSchedule, shard: int = 1, level: Level = "parameters") -> Plan:
+        """The plan with these degrees, and `shard` of the replicas along the shard axis.
+
+        Built from sections that are known to be right, without pydantic's checks: a search makes many.
+        """
+        values: dict[str, Any] = {
+            "layout": _layout(place, shard),
+            "batch": _batch(way.grains),
+            "memory": _memory(way.recompute),
+            "shard": _shard(level if shard > 1 else "parameters"),
+            "pipeline": _pipeline(way.schedule, way.stages),
+            "tensor": _tensor(way.sequence),
+        }
+        algorithm = self._all_reduce(place, shard == 1 or level == "optimizer")
+        if algorithm and not self.base.execution.exact:
+            values["collectives"] = _collectives(self.base.collectives, algorithm)
+        return self.base.model_copy(update=values)
+
+    def _all_reduce(self, place: Degrees, summed: bool) -> str | None:
+        """By what a place's ranks exchange, where another than the base's is faster; `summed`: whole gradients are.
+
+        A tensor axis goes through shared memory or does not, whatever the replicas: bounds of its time hold for all.
+        """
+        of_replicas = self.all_reduces.get(place.replicas)
+        together = place.cut.tensor if place.cut.tensor > 1 else place.replicas
+        if self.all_reduces.get(together) == SHARED_MEMORY:
+            return SHARED_MEMORY
+        return of_replicas if summed and of_replicas != SHARED_MEMORY else None
+
+    def plans(self, place: Degrees, way: MicrobatchSchedule) -> Iterator[Plan]:
+        """All plans of a family, those that divide least first; a few that the model forbids may be among them."""
+        grains = self.facts.num_grains // place.replicas
+        if place.cut.pipeline > 1 and not fits(way.schedule, place.cut.pipeline, -(-grains // way.grains)):
+            return  # ranks of the smaller share have too few microbatches
+        for shard in divisors(place.replicas):
+            for level in self.levels(place.cut) if shard > 1 else LEVELS[-1:]:
+                yield self.plan(place, way, shard, level)
+
+    def levels(self, cut: ModelDegrees) -> tuple[Level, ...]:
+        """What a shard axis may divide beside these degrees."""
+        if cut not in self._known_levels:
+            probe = replace(self, facts=replace(self.facts, num_grains=2))
+            way = MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
+            self._known_levels[cut] = tuple(
+                level for level in LEVELS if not probe.refusal(self.plan(Degrees(2, cut), way, 2, level))
+            )
+        return self._known_levels[cut]
+
+    def sequences(self, cut: ModelDegrees) -> tuple[bool, ...]:
+        """Whether these degrees allow that a tensor axis divides what lies between the divided layers too."""
+        if cut not in self._known_sequences:
+            way = MicrobatchSchedule(1, sequence=True, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
+            legal = cut.tensor > 1 and not self.refusal(self.plan(Degrees(1, cut), way))
+            self._known_sequences[cut] = (False, True) if legal else (False,)
+        return self._known_sequences[cut]
+
+    @cached_property
+    def _known_sequences(self) -> dict[ModelDegrees, tuple[bool, ...]]:
+        return {}
+
+    @cached_property
+    def _known_levels(self) -> dict[ModelDegrees, tuple[Level, ...]]:
+        return {}
+
+
+def simplicity(plan: Plan) -> tuple[int, ...]:
+    """What a tie is decided by, least first: devices, axes in use, then each setting's distance from the default."""
+    degrees = list(plan.layout.__dict__.values())
+    schedules = ("1f1b", "zero_bubble", "gpipe", "interleaved_1f1b")
+    return (
+        plan.layout.world_size,
+        sum(degree > 1 for degree in degrees),
+        plan.pipeline.stages_per_rank,
+        schedules.index(plan.pipeline.schedule),
+        RECOMPUTE.index(plan.memory.recompute),
+        int(plan.tensor.sequence),
+        plan.layout.shard if plan.layout.shard > 1 else 0,
+        LEVELS.index(plan.shard.level) if plan.layout.shard > 1 else 0,
+        -plan.batch.grains_per_microbatch,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _layout(place: Degrees, shard: int) -> LayoutSection:
+    return LayoutSection.model_construct(data=place.replicas // shard, shard=shard, **place.cut._asdict())
+
+
+@lru_cache(maxsize=4096)
+def _batch(grains: int) -> BatchSection:
+    return BatchSection.model_construct(grains_per_microbatch=grains)
+
+
+@lru_cache(maxsize=8)
+def _memory(recompute: Recompute) -> MemorySection:
+    return MemorySection.model_construct(recompute=recompute)
+
+
+@lru_cache(maxsize=8)
+def _shard(level: Level) -> ShardSection:
+    return ShardSection.model_construct(level=level, offload=False)
+
+
+@lru_cache(maxsize=8)
+def _collectives(base: CollectivesSection, algorithm: str) -> CollectivesSection:
+    return base.model_copy(update={"all_reduce": algorithm})
+
+
+@lru_cache(maxsize=2)
+def _tensor(sequence: bool) -> TensorSection:
+    return TensorSection(sequence=sequence)
+
+
+@lru_cache(maxsize=256)
+def _pipeline(schedule: str, stages: int) -> PipelineSection:
+    return PipelineSection.model_validate({"schedule": schedule, "stages_per_rank": stages})

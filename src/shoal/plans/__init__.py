@@ -1,0 +1,6 @@
+"""How a job is laid out over devices: values only, no torch, no processes."""
+
+from shoal.plans.layout import AXES, Coordinate, Layout
+from shoal.plans.plan import Plan
+
+__all__ = ["AXES", "Coordinate", "Layout", "Plan"]

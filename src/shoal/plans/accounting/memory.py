@@ -1,0 +1,252 @@
+"""What each rank holds at the peak of a step, in bytes by category: parameters, gradients, optimizer, activations.
+
+Each category is its own peak; they need not fall on the same moment, so that their sum is an upper bound of these four.
+What is not here: buffers of the model, temporaries inside an operator, the allocator's fragments, the process itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+
+from shoal.plans.accounting.collectives import Array, Gradients, Sharding, owners
+from shoal.plans.accounting.partition import gathers, pieces
+from shoal.plans.layout import Layout
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Peak bytes of one rank; None where nothing is known.
+
+    `gathered` are parameters of other ranks' shards, held while a unit computes, with the buffer they arrive in.
+    """
+
+    parameters: int
+    gathered: int | None
+    gradients: int | None
+    optimizer: int | None
+    activations: int | None
+
+    def to_json(self) -> dict[str, int | None]:
+        """By category."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """An optimizer's state: tensors of the parameter's shape and dtype, and bytes of its scalars, per parameter."""
+
+    tensors: int
+    scalar_bytes: int = 0
+
+
+# torch.optim, foreach or not. `step` is a float32 scalar, as are NAdam's mu_product and ASGD's eta and mu.
+_STATES = {
+    "Adam": StateShape(2, 4),
+    "AdamW": StateShape(2, 4),
+    "NAdam": StateShape(2, 8),
+    "RAdam": StateShape(2, 4),
+    "Adamax": StateShape(2, 4),
+    "Adadelta": StateShape(2, 4),
+    "Rprop": StateShape(2, 4),
+    "Adagrad": StateShape(1, 4),
+    "ASGD": StateShape(1, 12),
+    "RMSprop": StateShape(1, 4),
+    "Muon": StateShape(1, 0),
+    "SGD": StateShape(0, 0),
+}
+
+
+def state_shape(
+    optimizer: str, amsgrad: bool = False, momentum: bool = False, centered: bool = False
+) -> StateShape | None:
+    """The state of one of torch.optim's optimizers; None for one that is not known (Adafactor's depends on shapes)."""
+    known = _STATES.get(optimizer)
+    if known is None:
+        return None
+    extra = 0
+    if optimizer in ("Adam", "AdamW"):
+        extra = int(amsgrad)
+    elif optimizer == "SGD":
+        extra = int(momentum)
+    elif optimizer == "RMSprop":
+        extra = int(momentum) + int(centered)
+    return StateShape(known.tensors + extra, known.scalar_bytes)
+
+
+def whole(arrays: Iterable[Array]) -> int:
+    """Bytes of these, whole."""
+    return sum(a.bytes for a in arrays)
+
+
+def cut(array: Array, place: int, degree: int) -> Array:
+    """The rows of `array` on the rank at `place` where fully_shard cuts dim 0: full ones first, then fewer."""
+    rows = -(-array.shape[0] // degree)
+    mine = min(rows, max(0, array.shape[0] - place * rows))
+    return Array((mine, *array.shape[1:]), array.itemsize, kind=array.kind)
+
+
+def optimizer_state(arrays: Iterable[Array], shape: StateShape) -> int:
+    """Bytes of the state for the arrays that a rank updates."""
+    return sum(shape.tensors * a.bytes + shape.scalar_bytes for a in arrays)
+
+
+def owned(parameters: Sequence[Array], degree: int, place: int) -> list[Array]:
+    """The parameters that the rank at `place` on the shard axis updates under ZeRO-1."""
+    return [p for p, owner in zip(parameters, owners(parameters, degree), strict=True) if owner == place]
+
+
+# -------------------------------------------------------------------------------------------------------- gradients
+
+
+def bucketed(gradients: Gradients, layout: Layout, native: bool = True) -> int:
+    """Fast data parallelism, when the update begins: the buckets, and those that are gathered once more for each rank.
+
+    Only the `native` all-reduce gathers. A parameter that is not of the buckets' dtype has a gradient besides. One
+    process alone has only gradients.
+    """
+    narrow = sum(p.bytes for p in gradients.parameters if p.itemsize != gradients.reduce_itemsize)
+    ranks = layout.divides_grains
+    if ranks == 1 and not narrow:
+        return sum(p.bytes for p in gradients.parameters)
+    total = narrow
+    for length in gradients.buckets(layout):
+        num_bytes = length * gradients.reduce_itemsize
+        total += num_bytes
+        if native and ranks > 1 and gathers(num_bytes, ranks, gradients.on_cpu):
+            total += ranks * num_bytes
+    return total
+
+
+def tree_vectors(held: Sequence[int], num_grains: int) -> int:
+    """Vectors that the fixed tree allocates on a rank that computes the grains `held`, in order."""
+    return max((len(pieces(held[:count], num_grains)) + 1 for count in range(len(held))), default=0)
+
+
+def exact(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int) -> int:
+    """Exact mode, when the update begins: the tree's vectors and its model of one, and where ranks sum, the sum."""
+    vectors = 1 + tree_vectors(held[rank], num_grains) + (len(held) > 1 or not held[rank])
+    narrow = sum(p.bytes for p in gradients.parameters if p.itemsize != gradients.reduce_itemsize)
+    return vectors * gradients.numel * gradients.reduce_itemsize + narrow
+
+
+def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int) -> int:
+    """Where exact mode sums through shared memory: what each rank's slot holds besides the sum."""
+    most = max(len(pieces(grains, num_grains)) for grains in held)
+    return most * gradients.numel * gradients.reduce_itemsize
+
+
+# --------------------------------------------------------------------------------------------------------- fully_shard
+
+
+def sharded_parameters(sharding: Sharding) -> int:
+    """Bytes of a rank's shard, which is as large on every rank: dim 0 of each parameter is padded."""
+    return sum(p.padded_numel(sharding.degree) // sharding.degree * p.itemsize for u in sharding.units for p in u)
+
+
+def gathered_parameters(sharding: Sharding) -> int:
+    """The units that stay gathered, and twice the largest of the others: as it arrives, and as it is used.
+
+    A unit that stays needs its arrival buffer too, until the next one has come; a prefetch holds as much.
+    """
+    if sharding.degree == 1:
+        return 0
+    sizes = [sharding.padded_numel(n) * sharding.gather_itemsize for n in range(len(sharding.units))]
+    return max(_gathered_at(sharding, sizes))
+
+
+def _gathered_at(sharding: Sharding, sizes: Sequence[int]) -> Iterable[int]:
+    # The root, last of the units, is gathered first and stays throughout forward and backward. In the forward an
+    # arrival buffer is freed when the next has come.
+    root = len(sizes) - 1
+    forward = [root, *range(root)]
+    stays, before = 0, 0
+    for unit in forward:
+        yield stays + before + sizes[unit]  # its gather is issued
+        yield stays + 2 * sizes[unit]  # it has arrived
+        stays += sizes[unit] if unit in sharding.kept or unit == root else 0
+        before = sizes[unit]
+    again = [unit for unit in reversed(range(root)) if unit not in sharding.kept]
+    if root not in sharding.kept:  # it was let go between forward and backward, and the last unit is prefetched
+        yield 2 * sizes[root]
+        yield stays + max((sizes[unit] for unit in again[:1]), default=0)
+    for unit, following in zip(again, [*again[1:], None], strict=False):
+        yield stays + 2 * sizes[unit]
+        yield stays + sizes[unit] + (sizes[following] if following is not None else 0)  # the next is prefetched
+
+
+def scattered_gradients(sharding: Sharding) -> int:
+    """When a unit's gradients are scattered: its whole gradients, flat, and the shards that have been summed so far.
+
+    The root comes last: what it has of gradients already waits. From the second scattered microbatch on every unit's
+    shard is there; where only the last is scattered, the others' whole gradients wait too.
+    """
+    root, several = len(sharding.units) - 1, sharding.microbatches > 1
+    flat = [sharding.padded_numel(n) * sharding.reduce_itemsize for n in range(root + 1)]
+    shards = [size // sharding.degree for size in flat]
+    early = sum(p.numel for p in sharding.units[root]) if sharding.root_early is None else sharding.root_early
+    waiting = [0] * root + [early * sharding.gather_itemsize]  # as the backward made them
+    if several and not sharding.reduce_every:  # and of the microbatches before, in the reduce dtype
+        if sharding.gather_itemsize == sharding.reduce_itemsize:
+            waiting[root] = 0  # added in place
+        waiting = [
+            sum(p.numel for p in unit) * sharding.reduce_itemsize + own
+            for unit, own in zip(sharding.units, waiting, strict=True)
+        ]
+    summed = sum(shards) if several and sharding.reduce_every else 0
+    peak = 0
+    for unit in [*reversed(range(root)), root]:
+        waiting[unit] = 0
+        summed += shards[unit]
+        peak = max(peak, sum(waiting) + summed + flat[unit])
+        summed -= shards[unit] if several and sharding.reduce_every else 0
+    return peak
+
+
+# --------------------------------------------------------------------------------------------------------- activations
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What autograd keeps of one layer for one microbatch, in bytes, without parameters.
+
+    `input_bytes` is what enters it; `selected_bytes` is what selective recomputation keeps.
+    """
+
+    saved_bytes: int
+    input_bytes: int = 0
+    selected_bytes: int = 0
+
+
+def activations(layers: Sequence[Layer], in_flight: int = 1, recompute: str = "none", other_bytes: int = 0) -> int:
+    """Peak bytes kept between forward and backward on a rank with these layers and `other_bytes` outside of them.
+
+    `in_flight` microbatches are between their forward and their backward at most. With recomputation a layer keeps its
+    input (or what is selected), and the one whose backward runs has all of it back.
+    """
+    if recompute == "none":
+        return in_flight * (sum(layer.saved_bytes for layer in layers) + other_bytes)
+    kept = [layer.input_bytes if recompute == "full" else layer.selected_bytes for layer in layers]
+    back = max((layer.saved_bytes - k for layer, k in zip(layers, kept, strict=True)), default=0)
+    return in_flight * (sum(kept) + other_bytes) + max(0, back)
+
+
+def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int) -> int:
+    """Microbatches between forward and backward on a stage: all of them for gpipe, one a following stage for 1f1b."""
+    return microbatches if schedule == "gpipe" else min(microbatches, num_stages - stage)
+
+
+def linear_stack(sizes: Sequence[int], samples: int, itemsize: int = 4) -> int:
+    """What a stack of linear layers with one saved nonlinearity between them keeps: the input of each, once."""
+    return samples * sum(sizes[:-1]) * itemsize if prod(sizes) else 0
+
+
+def transformer_block(samples: int, length: int, width: int, heads: int, hidden: int) -> Layer:
+    """A pre-norm block in float32, with a fused attention and without dropout: what its eager operators keep.
+
+    Per token: the input and the sum after the attention, their normalised values, mean and spread of both, q, k, v, the
+    attention's output and its softmax's logarithm for each head, and the hidden layer before and after its function.
+    """
+    per_token = 2 * width + 2 * width + 4 + 3 * width + width + heads + 2 * hidden
+    return Layer(4 * samples * length * per_token, 4 * samples * length * width)

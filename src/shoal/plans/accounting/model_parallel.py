@@ -1,0 +1,147 @@
+"""What ranks that compute the same grains send each other: stages' messages, and the sums of partial gradients.
+
+Conventions as in `communication`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from shoal.plans.accounting.collectives import Volumes
+from shoal.plans.accounting.partition import Heads, num_positions
+from shoal.plans.layout import Layout
+
+# A sum of gradients is in float32 at least; before it the ranks tell in float32 which of them there are.
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that crosses a cut in each microbatch: bytes of a sample, and of what is as large for any number."""
+
+    sample_bytes: int
+    fixed_bytes: int = 0
+    needs_gradient: bool = True
+
+    @classmethod
+    def of(cls, shape: Sequence[int], itemsize: int, num_samples: int, needs_gradient: bool) -> Crossing:
+        """That of a tensor which a batch of so many samples gave; the first dim is the samples', if any is."""
+        whole = prod(shape) * itemsize
+        if shape and num_samples and shape[0] == num_samples:
+            return cls(whole // num_samples, 0, needs_gradient)
+        return cls(0, whole, needs_gradient)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The stages of a pipeline: `own` are on this rank, `cuts[s]` crosses from stage s to s + 1.
+
+    `used` names the parameters and buffers of each of this rank's. `halves`: backwards here come in two.
+    """
+
+    own: tuple[int, ...]
+    cuts: tuple[tuple[Crossing, ...], ...]
+    used: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    halves: bool = False
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Gradients that are partial sums over an axis: how many ranks tell of, and (elements, itemsize) of those here."""
+
+    axis: str
+    num_flags: int
+    sizes: tuple[tuple[int, int], ...]
+
+
+def messages(staged: Staged, samples: Sequence[int]) -> Volumes:
+    """A step's messages between stages, where `samples` has the size of each microbatch.
+
+    A tensor goes forward and, where it has one, its gradient comes back; between stages of one rank nothing is sent.
+    """
+    volumes, mine = Volumes(), set(staged.own)
+    for cut, crossings in enumerate(staged.cuts):
+        if (cut in mine) == (cut + 1 in mine):
+            continue
+        there, back = ("send", "recv") if cut in mine else ("recv", "send")
+        for crossing in crossings:
+            for count in samples:
+                num_bytes = crossing.sample_bytes * count + crossing.fixed_bytes
+                volumes.add("pipeline", there, num_bytes)
+                if crossing.needs_gradient:
+                    volumes.add("pipeline", back, num_bytes)
+    return volumes
+
+
+def completed(partial: Sequence[Partial]) -> Volumes:
+    """The sums of partial gradients: for each axis an all_reduce of flags, and one for each gradient."""
+    volumes = Volumes()
+    for one in partial:
+        volumes.add(one.axis, "all_reduce", one.num_flags * _FLOAT32)
+        for numel, itemsize in one.sizes:
+            volumes.add(one.axis, "all_reduce", numel * max(_FLOAT32, itemsize))
+    return volumes
+
+
+# ------------------------------------------------------------------------------------------------------------- context
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Heads and their widths of one call of attention, and whether anything learns from it."""
+
+    num_query: int
+    num_key: int
+    width: int
+    value_width: int
+    needs_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class SlicedBlock:
+    """A block that computes with some positions of sequences of `length`, in numbers of a sample and position.
+
+    `opens`: it cuts its hidden state of `width`, whose gradient is put together; `closes`: it puts its output together.
+    """
+
+    name: str
+    length: int
+    width: int
+    opens: bool
+    closes: bool
+    attentions: tuple[Attention, ...] = ()
+    needs_gradient: bool = True
+
+
+def exchanges(blocks: Sequence[SlicedBlock], layout: Layout, rank: int, samples: Sequence[int]) -> Volumes:
+    """A step's exchanges of a context axis in float32: of a rank whose blocks these are, for microbatches' samples.
+
+    Each attention is an all_to_all of query, key and value and one of what is found, and as many of their gradients.
+    """
+    volumes, degree, place = Volumes(), layout.context, layout.coordinate(rank).context
+    for block in blocks:
+        size = num_positions(block.length, degree)
+        for count in samples:
+            unit = count * size * _FLOAT32
+            for attention in block.attentions:
+                ways = 2 if attention.needs_gradient else 1
+                for numel in _exchanged(attention, degree, place):
+                    volumes.add("context", "all_to_all", unit * numel, ways)
+            gathered = unit * degree * block.width
+            volumes.add("context", "all_gather", gathered, block.closes + (block.opens and block.needs_gradient))
+    return volumes
+
+
+def _exchanged(attention: Attention, degree: int, place: int) -> tuple[int, int]:
+    """Numbers for each position of a rank: the larger of what it gives and takes, on the way there and on that back."""
+    heads = Heads(attention.num_query, attention.num_key, degree)
+
+    def width(of: int) -> int:
+        (start, stop), (first, last) = heads.bounds(of), heads.read(of)
+        return (stop - start + last - first) * attention.width + (last - first) * attention.value_width
+
+    start, stop = heads.bounds(place)
+    there = max(sum(map(width, range(degree))), degree * width(place))
+    return there, attention.value_width * max(attention.num_query, degree * (stop - start))

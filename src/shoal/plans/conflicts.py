@@ -1,0 +1,333 @@
+"""Settings of a plan that exclude each other, and settings without effect: two tables over the plan alone.
+
+What depends on the job or on its model is in `legal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from shoal.plans.plan import Plan
+
+
+class Conflict(NamedTuple):
+    """One refusal: the key that it is about, and the three beats."""
+
+    key: str
+    given: str
+    conflict: str
+    remedy: str
+
+
+class Rule(NamedTuple):
+    """A row: where it applies, the keys that are repeated as given (the first names it), and the other two beats."""
+
+    applies: Callable[[Plan], bool]
+    keys: tuple[str, ...]
+    conflict: str
+    remedy: str
+
+
+class Idle(NamedTuple):
+    """A row: where settings have no effect, which they are, and why. A setting at its default is never told of."""
+
+    applies: Callable[[Plan], bool]
+    keys: tuple[str, ...]
+    reason: str
+
+
+def value(plan: Plan, key: str) -> object:
+    """The value at `section.key`."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(plan, section), name)
+
+
+def shown(plan: Plan, *keys: str) -> str:
+    """`section.key = value` of each key, as a plan file spells it."""
+    return ", ".join(f"{key} = {_toml(value(plan, key))}" for key in keys)
+
+
+def _toml(found: object) -> str:
+    if isinstance(found, bool):
+        return str(found).lower()
+    if isinstance(found, tuple):
+        return "[" + ", ".join(map(_toml, found)) + "]"
+    return f'"{found}"' if isinstance(found, str) else str(found)
+
+
+def _wide(plan: Plan, axis: str) -> bool:
+    return plan.degrees.degree(axis) > 1
+
+
+def _exact(plan: Plan, axis: str) -> bool:
+    return plan.execution.exact and _wide(plan, axis)
+
+
+def _compressed(plan: Plan, axis: str | None = None) -> bool:
+    return plan.collectives.compression != "none" and (axis is None or _wide(plan, axis))
+
+
+def _unused(plan: Plan, schemes: tuple[str, ...]) -> bool:
+    return plan.collectives.compression not in schemes
+
+
+def _pipelined(plan: Plan, *schedules: str) -> bool:
+    return _wide(plan, "pipeline") and plan.pipeline.schedule in schedules
+
+
+_ALONE = "a worker computes whole grains with the whole model, which servers alone divide"
+# Schemes that hold something back; a cast to 16 bits loses no more than the last of them.
+FED_BACK = ("int8", "topk", "powersgd")
+# Of the 127 levels of a signed byte each of so many ranks has 4.
+MOST_INT8_RANKS = 31
+
+_NOT_EXACT = "bits are fixed along the data axis and a sharded optimizer only: a {} axis adds in an order of its own"
+
+# Each row is one refusal; every row that applies is told, all of them at once.
+CONFLICTS: tuple[Rule, ...] = (
+    *(
+        Rule(
+            partial(_exact, axis=axis),
+            (f"layout.{axis}", "execution.exact"),
+            _NOT_EXACT.format(axis),
+            f"execution.exact = false, or layout.{axis} = 1 and a larger data or shard axis",
+        )
+        for axis in ("tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: plan.execution.exact and plan.shards_model,
+        ("shard.level", "layout.shard", "execution.exact"),
+        "a reduce-scatter adds in an order of its own: bits are fixed where the shard axis divides the optimizer only",
+        'shard.level = "optimizer", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: _pipelined(plan, "interleaved_1f1b") and plan.pipeline.stages_per_rank < 2,
+        ("pipeline.stages_per_rank", "pipeline.schedule"),
+        "interleaved_1f1b runs several stages in turn on each rank",
+        'pipeline.stages_per_rank = 2 or more, or pipeline.schedule = "1f1b"',
+    ),
+    Rule(
+        lambda plan: _pipelined(plan, "1f1b", "zero_bubble") and plan.pipeline.stages_per_rank > 1,
+        ("pipeline.stages_per_rank", "pipeline.schedule"),
+        "this schedule runs one stage on each rank",
+        'pipeline.stages_per_rank = 1, or pipeline.schedule = "interleaved_1f1b"',
+    ),
+    Rule(
+        lambda plan: plan.shard.offload and _wide(plan, "shard") and not plan.shards_model,
+        ("shard.offload", "shard.level"),
+        "where the optimizer's state alone is divided every rank holds the parameters where it computes",
+        'shard.offload = false, or shard.level = "gradients" or "parameters"',
+    ),
+    Rule(
+        lambda plan: _pipelined(plan, "zero_bubble") and plan.execution.compile != "none",
+        ("execution.compile", "pipeline.schedule"),
+        "the backward of a compiled block is one: it does not come in two halves",
+        'execution.compile = "none", or pipeline.schedule = "1f1b"',
+    ),
+    Rule(
+        lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "pipeline"),
+        ("tensor.sequence", "layout.tensor", "layout.pipeline"),
+        "this version hands whole sequences from stage to stage",
+        "tensor.sequence = false, or layout.pipeline = 1",
+    ),
+    Rule(
+        lambda plan: plan.tensor.sequence and _wide(plan, "tensor") and _wide(plan, "context"),
+        ("tensor.sequence", "layout.tensor", "layout.context"),
+        "both divide the positions of a sequence, and a rank would have a part of a part",
+        "tensor.sequence = false, or layout.context = 1",
+    ),
+    Rule(
+        lambda plan: plan.collectives.all_reduce not in ("native", "shared_memory") and plan.execution.exact,
+        ("collectives.all_reduce", "execution.exact"),
+        "exact mode sums in a tree of its own, over sockets or through shared memory",
+        'collectives.all_reduce = "native" or "shared_memory", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: plan.collectives.all_reduce not in ("native", "shared_memory") and plan.shards_model,
+        ("collectives.all_reduce", "shard.level", "layout.shard"),
+        "gradients that are divided are summed by fully_shard's own reduce-scatter",
+        'collectives.all_reduce = "native" or "shared_memory", or shard.level = "optimizer"',
+    ),
+    Rule(
+        lambda plan: plan.execution.channels_last and plan.execution.exact,
+        ("execution.channels_last", "execution.exact"),
+        "kernels for channels last add in another order: exact bits are those of the usual one",
+        "execution.channels_last = false, or execution.exact = false",
+    ),
+    Rule(
+        lambda plan: _compressed(plan) and plan.execution.exact,
+        ("collectives.compression", "execution.exact"),
+        "compressed sums are not the sums of one process, and exact mode promises each bit of them",
+        'collectives.compression = "none", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: _compressed(plan) and plan.shards_model,
+        ("collectives.compression", "shard.level", "layout.shard"),
+        "gradients that are divided are summed by fully_shard's own reduce-scatter, which compresses nothing",
+        'collectives.compression = "none", or shard.level = "optimizer"',
+    ),
+    *(
+        Rule(
+            partial(_compressed, axis=axis),
+            ("collectives.compression", f"layout.{axis}"),
+            f"what a rank holds back is kept for whole parameters, and on a {axis} axis each rank has others",
+            f'collectives.compression = "none", or layout.{axis} = 1 and a larger data axis',
+        )
+        for axis in ("tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: _compressed(plan) and plan.precision.reduce != "float32",
+        ("collectives.compression", "precision.reduce"),
+        "compression begins with gradients in float32, and what it holds back is added to them",
+        'precision.reduce = "float32" (collectives.compression = "bfloat16" or "float16" sends 16 bits)',
+    ),
+    Rule(
+        lambda plan: plan.collectives.compression == "int8" and plan.degrees.divides_grains > MOST_INT8_RANKS,
+        ("collectives.compression", "layout.data", "layout.shard"),
+        f"sums of all ranks have to fit in 8 bits, and with more than {MOST_INT8_RANKS} each has fewer than 4 levels",
+        f'at most {MOST_INT8_RANKS} data ranks (data x shard), or collectives.compression = "bfloat16" or "powersgd"',
+    ),
+    Rule(
+        lambda plan: plan.execution.compile != "none" and _wide(plan, "tensor"),
+        ("execution.compile", "layout.tensor"),
+        "layers that share an input know it by its version, to sum its gradient once: torch's compiler has none",
+        'execution.compile = "none", or layout.tensor = 1',
+    ),
+    Rule(
+        lambda plan: plan.execution.compile != "none" and _wide(plan, "context"),
+        ("execution.compile", "layout.context"),
+        "the exchange of heads has a backward of its own, which torch's compiler captures and then cannot compile",
+        'execution.compile = "none", or layout.context = 1',
+    ),
+    Rule(
+        lambda plan: plan.execution.compile != "none" and plan.memory.recompute == "selective",
+        ("execution.compile", "memory.recompute"),
+        "a compiled block does not show its products; it keeps them and computes the rest again by itself",
+        'memory.recompute = "none" or "full"',
+    ),
+    Rule(
+        lambda plan: plan.execution.compile == "max-autotune" and plan.execution.exact,
+        ("execution.compile", "execution.exact"),
+        "each rank takes the kernels that it measured to be fastest: not the same bits on all of them",
+        'execution.compile = "default", or execution.exact = false',
+    ),
+)
+
+# The same of plans with servers.
+SERVED: tuple[Rule, ...] = (
+    *(
+        Rule(
+            lambda plan, axis=axis: plan.serves and _wide(plan, axis),  # type: ignore[misc]
+            (f"layout.{axis}", "server.mode"),
+            _ALONE,
+            f'layout.{axis} = 1 and a larger layout.data, or server.mode = "none"',
+        )
+        for axis in ("shard", "tensor", "pipeline", "context")
+    ),
+    Rule(
+        lambda plan: plan.execution.exact and plan.server.mode in ("bounded", "asynchronous"),
+        ("server.mode", "execution.exact"),
+        "what is applied when depends on which worker is done first: no two runs have the same bits",
+        'server.mode = "synchronous", or execution.exact = false',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.collectives.compression != "none",
+        ("collectives.compression", "server.mode"),
+        "pushes carry whole gradients",
+        'collectives.compression = "none", or server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.execution.compile != "none",
+        ("execution.compile", "server.mode"),
+        "this version's workers compile nothing",
+        'execution.compile = "none", or server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.precision.loss_scale != "none",
+        ("precision.loss_scale", "server.mode"),
+        "this version scales no loss of gradients that are pushed",
+        'precision.loss_scale = "none" with precision.compute = "bfloat16", or server.mode = "none"',
+    ),
+    Rule(
+        lambda plan: plan.serves and plan.data.workers > 0,
+        ("data.workers", "server.mode"),
+        "which step a worker computes next is not known before it asks: nothing can be read ahead",
+        'data.workers = 0, or server.mode = "none"',
+    ),
+)
+
+_NO_SUMS = "one rank, or ranks that compute the same grains, have no gradients to sum over the data"
+
+# Each row is one warning, told where the settings are not what a plan says by default.
+WITHOUT_EFFECT: tuple[Idle, ...] = (
+    Idle(lambda plan: not _wide(plan, "shard"), ("shard.level", "shard.reduce", "shard.offload"), "layout.shard is 1"),
+    Idle(
+        lambda plan: _wide(plan, "shard") and not plan.shards_model,
+        ("shard.reduce",),
+        'shard.level = "optimizer" leaves gradients whole, and they are summed with the last microbatch',
+    ),
+    Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
+    Idle(
+        lambda plan: plan.degrees.divides_grains == 1,
+        ("collectives.compression",),
+        _NO_SUMS,
+    ),
+    Idle(
+        # A tensor axis goes through shared memory too, and by no other algorithm of these.
+        lambda plan: (
+            plan.degrees.divides_grains == 1
+            and not (plan.collectives.all_reduce == "shared_memory" and _wide(plan, "tensor"))
+        ),
+        ("collectives.all_reduce",),
+        _NO_SUMS,
+    ),
+    Idle(lambda plan: plan.server.mode != "bounded", ("server.staleness",), 'server.mode is not "bounded"'),
+    Idle(lambda plan: not plan.serves, ("server.num_servers",), 'server.mode is "none"'),
+    Idle(lambda plan: plan.serves, ("collectives.all_reduce",), "gradients are added up on the servers"),
+    *(
+        Idle(
+            partial(_unused, schemes=schemes),
+            (key,),
+            f"it belongs to collectives.compression = {' or '.join(map(repr, schemes))}".replace("'", '"'),
+        )
+        for key, schemes in (
+            ("compression.block", ("int8",)),
+            ("compression.density", ("topk",)),
+            ("compression.rank", ("powersgd",)),
+            ("compression.feedback", FED_BACK),
+        )
+    ),
+    Idle(
+        lambda plan: not _compressed(plan),
+        ("compression.guard_every", "compression.guard_lost"),
+        'collectives.compression = "none"',
+    ),
+    Idle(
+        lambda plan: _compressed(plan) and plan.compression.guard_every == 0,
+        ("compression.guard_lost",),
+        "compression.guard_every is 0: nothing is compared",
+    ),
+    Idle(
+        lambda plan: not _wide(plan, "pipeline"),
+        ("pipeline.schedule", "pipeline.stages_per_rank", "pipeline.split"),
+        "layout.pipeline is 1",
+    ),
+)
+
+
+def excluded(plan: Plan) -> Iterator[Conflict]:
+    """What the table refuses in this plan."""
+    for rule in (*CONFLICTS, *SERVED):
+        if rule.applies(plan):
+            yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
+
+
+def idle(plan: Plan) -> Iterator[str]:
+    """What has no effect in this plan, a sentence each."""
+    default = Plan()
+    for row in WITHOUT_EFFECT:
+        keys = [key for key in row.keys if value(plan, key) != value(default, key)]
+        if keys and row.applies(plan):
+            yield f"{shown(plan, *keys)}: no effect, since {row.reason}"

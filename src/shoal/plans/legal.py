@@ -1,0 +1,400 @@
+"""What a layout may be for a job and its model: every conflict is refused at once, with the nearest legal values.
+
+Integers and names only; `facts.facts_of` reads a model's. See `conflicts` for what a plan excludes by itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.errors import PlanError, SettingWarning, nearest
+from shoal.plans.conflicts import Conflict, excluded, idle, shown
+from shoal.plans.grains import legal_data_degrees
+from shoal.plans.layout import AXES, Layout
+from shoal.plans.plan import Plan
+from shoal.plans.words import cut_by_itself
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a layout has to fit: of the job its grains, of the model what its structure shows. None is unknown.
+
+    blocks: the layers that a pipeline divides by itself, in the order in which the model holds them.
+    cuts: the modules that a stage may begin with, in that order; `blocks` and what lies before and after them.
+    widths: the sizes of the layers' weights, of which a tensor axis cuts one. sequence: the longest, in tokens.
+    places: where a model can be cut into stages by itself; of its structure alone, where it can at most.
+    repeats: whether the model holds blocks of one kind one after the other, which a context axis divides.
+    """
+
+    num_grains: int
+    grain_size: int
+    blocks: tuple[str, ...] = ()
+    cuts: tuple[str, ...] = ()
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    widths: tuple[int, ...] = ()
+    sequence: int | None = None
+    repeats: bool | None = None
+    places: tuple[str, ...] | None = None
+
+    @property
+    def most_stages(self) -> int | None:
+        """The most stages that it is cut into without a split; None where the model was not looked at."""
+        return len(self.places) + 1 if self.places is not None else self.num_blocks
+
+    @property
+    def num_blocks(self) -> int | None:
+        """How many layers a pipeline may divide; None where the model was not looked at."""
+        return len(self.blocks) or None
+
+
+class World(NamedTuple):
+    """So many processes, and who says so, as people meet it: `--devices 8` or `WORLD_SIZE=8`."""
+
+    size: int
+    source: str
+
+
+def check(plan: Plan, facts: ModelFacts | None = None, world: World | None = None) -> list[str]:
+    """Warns of settings without effect and returns notes; without facts, or a world, what needs them is not judged.
+
+    Raises: PlanError with every conflict at once, each with the nearest legal values.
+    """
+    refuse(conflicts(plan, facts, world))
+    for sentence in (*idle(plan), *(idle_reduction(plan, facts) if facts is not None else ())):
+        warnings.warn(sentence, SettingWarning, stacklevel=2)
+    return list(notes(plan, facts)) if facts is not None else []
+
+
+def conflicts(plan: Plan, facts: ModelFacts | None = None, world: World | None = None) -> list[Conflict]:
+    """All that is refused, in the order of a plan's sections."""
+    found = other_world(plan, world) if world is not None else []
+    if facts is not None:
+        contexts = (_context_blocks, _context_sequence, _context_heads)
+        rules = (too_many_data_ranks, _tensor_width, *contexts, _stages, _split, _microbatches)
+        found += [conflict for rule in rules for conflict in rule(plan, facts)]
+    return [*found, *excluded(plan)]
+
+
+def refuse(found: list[Conflict]) -> None:
+    """Raises: PlanError with all of them, a line each, where there are any."""
+    if not found:
+        return
+
+    def named(key: str, text: str) -> str:
+        return text if len(found) == 1 or text.startswith(f"{key} = ") else f"{key}: {text}"
+
+    raise PlanError(
+        given="\n".join(dict.fromkeys(c.given for c in found)),
+        conflict="\n".join(named(c.key, c.conflict) for c in found),
+        remedy="\n".join(named(c.key, c.remedy) for c in found),
+    )
+
+
+def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    """What a layout does not give, though it is no mistake."""
+    tensor, heads = plan.layout.tensor, facts.num_heads
+    if heads is not None and tensor > heads:
+        yield (
+            f"layout.tensor = {tensor}: attention has {heads} heads and stays whole on every rank; "
+            f"layout.tensor = {heads} or less divides it too"
+        )
+    bound, workers = plan.server.staleness, plan.layout.data
+    if plan.server.mode == "bounded" and bound < workers - 1:
+        yield (
+            f"server.staleness = {bound}: at most {bound + 1} of {workers} workers compute at a time; "
+            f"server.staleness = {workers - 1} or more keeps all of them busy"
+        )
+    ranks, density = plan.degrees.divides_grains, plan.compression.density
+    if plan.collectives.compression == "topk" and density * ranks >= 1:
+        yield (
+            f"compression.density = {density}: values and places of {ranks} ranks are no fewer bytes than an "
+            f"uncompressed sum; below {1 / ranks:.2g} they are"
+        )
+    counts = num_microbatches(plan, facts)
+    if plan.layout.pipeline > 1 and max(counts) == 1:
+        yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"
+
+
+def idle_reduction(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    """Where the only microbatch is the last."""
+    if plan.shards_model and plan.shard.reduce == "last_microbatch" and max(num_microbatches(plan, facts)) == 1:
+        yield f"{shown(plan, 'shard.reduce')}: no effect, since a rank computes one microbatch a step"
+
+
+# ------------------------------------------------------------------------------------------------------ numbers
+
+
+def neighbours(wanted: int, legal: Iterable[int]) -> list[int]:
+    """The nearest legal numbers below and above; the number itself where it is legal."""
+    values = sorted(set(legal))
+    if wanted in values:
+        return [wanted]
+    return [v for v in values if v < wanted][-1:] + [v for v in values if v > wanted][:1]
+
+
+def around(wanted: int, legal: Iterable[int]) -> str:
+    """The neighbours in words."""
+    return " or ".join(map(str, neighbours(wanted, legal)))
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def num_microbatches(plan: Plan, facts: ModelFacts) -> tuple[int, ...]:
+    """How many microbatches a data rank computes in a full step; two numbers where the grains do not divide evenly."""
+    ranks = plan.layout.data * plan.layout.shard
+    shares = {facts.num_grains // ranks, -(-facts.num_grains // ranks)} - {0}
+    return tuple(sorted({-(-s // (plan.batch.grains_per_microbatch or s)) for s in shares}))
+
+
+def degrees_for(layout: Layout, world_size: int) -> list[str]:
+    """Each single change of a degree that makes the product `world_size`; the data axis first, then those in use."""
+    axes = ["data", *(a for a in AXES if a != "data" and layout.degree(a) > 1)]
+    others = {axis: layout.world_size // layout.degree(axis) for axis in axes}
+    return [f"layout.{axis} = {world_size // rest}" for axis, rest in others.items() if world_size % rest == 0]
+
+
+def nearest_worlds(layout: Layout, world_size: int) -> list[int]:
+    """The nearest world sizes, below and above, that the layout reaches by its data degree alone."""
+    rest = layout.world_size // layout.data
+    return neighbours(world_size, (rest * n for n in (max(1, world_size // rest), world_size // rest + 1)))
+
+
+# -------------------------------------------------------------------------------------------------------- rules
+
+
+def other_world(plan: Plan, world: World) -> list[Conflict]:
+    """The conflict between the product of the degrees and the processes that there are, if they differ."""
+    layout = plan.degrees
+    if layout.world_size == world.size:
+        return []
+    used = {axis: degree for axis, degree in plan.layout.model_dump().items() if degree > 1}
+    degrees = ", ".join(f"{axis} = {degree}" for axis, degree in used.items()) or "data = 1"
+    ways = degrees_for(layout, world.size)
+    near = [str(size) for size in nearest_worlds(layout, world.size) if size != layout.world_size]
+    change = f"write {', or '.join(ways)}" if ways else f"{' or '.join(near)} with another layout.data"
+    return [
+        Conflict(
+            "layout",
+            f"{world.source} with a plan whose layout is {degrees}",
+            f"the plan's degrees make a world of {layout.world_size}",
+            f"start {layout.world_size} processes, or {change}",
+        )
+    ]
+
+
+def too_many_data_ranks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    """The conflict between the ranks that compute grains and the grains, if there are more ranks."""
+    ranks, shard = plan.layout.data * plan.layout.shard, plan.layout.shard
+    if ranks <= facts.num_grains:
+        return
+    most = facts.num_grains // shard
+    with_shard = f"; with layout.shard = {shard}, layout.data = {most} at most" if shard > 1 and most else ""
+    yield Conflict(
+        "layout.data",
+        f"{ranks} data ranks for a job of grains={facts.num_grains}",
+        "a grain is computed by one rank, so a job has at most as many data ranks (data x shard) as grains",
+        f"use {legal_data_degrees(facts.num_grains)} data ranks{with_shard}, "
+        f"or Job(grains={ranks}) (which changes the run)",
+    )
+
+
+def _tensor_width(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    """More places than heads leave attention whole, which is noted; more than any layer has rows divide nothing."""
+    tensor, heads = plan.layout.tensor, facts.num_heads
+    widest = max(facts.widths, default=None)
+    if tensor == 1 or widest is None or tensor <= widest:
+        return
+    whole = f"; {heads} at most where attention is to be divided too" if heads is not None else ""
+    yield Conflict(
+        "layout.tensor",
+        shown(plan, "layout.tensor"),
+        f"the widest layer has {widest} rows or columns" + (f", and attention {heads} heads" if heads else ""),
+        f"layout.tensor = {widest} at most{whole}",
+    )
+
+
+NO_BLOCKS = "the model repeats no blocks that take a hidden state [batch, positions, ...]"
+HOLD_BLOCKS = "use context = 1; or, where there are blocks over sequences, hold them in an nn.ModuleList"
+
+
+def _context_blocks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    if plan.layout.context > 1 and facts.repeats is False:
+        yield Conflict("layout.context", f"context = {plan.layout.context}", NO_BLOCKS, HOLD_BLOCKS)
+
+
+def _context_sequence(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    context, longest = plan.layout.context, facts.sequence
+    if context == 1 or longest is None or context <= longest:
+        return
+    yield Conflict(
+        "layout.context",
+        shown(plan, "layout.context"),
+        f"a context axis divides the sequence, of which the longest has {longest} tokens",
+        f"layout.context = {around(context, _legal_contexts(plan, facts, longest))}",
+    )
+
+
+def _context_heads(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    context, heads = plan.layout.context, _heads_per_rank(plan, facts)
+    if context == 1 or heads is None or heads_suffice(context, heads):
+        return
+    per = f" ({facts.num_heads} over layout.tensor = {plan.layout.tensor})" if heads != facts.num_heads else ""
+    yield Conflict(
+        "layout.context",
+        shown(plan, "layout.context"),
+        f"{AT_LEAST_A_HEAD}, of {heads}{per}",
+        f"layout.context = {around(context, _legal_contexts(plan, facts, heads))}",
+    )
+
+
+AT_LEAST_A_HEAD = "each rank of a context axis attends for at least one head"
+
+
+def heads_suffice(context: int, heads: int) -> bool:
+    """Whether so many heads can be dealt to the ranks of a context axis."""
+    return context <= heads
+
+
+def _heads_per_rank(plan: Plan, facts: ModelFacts) -> int | None:
+    """The heads that a rank of the context axis shares out: those that a tensor axis leaves it."""
+    heads, tensor = facts.num_heads, plan.layout.tensor
+    return heads // tensor if heads is not None and heads % tensor == 0 else heads
+
+
+def _legal_contexts(plan: Plan, facts: ModelFacts, most: int) -> list[int]:
+    longest = facts.sequence if facts.sequence is not None else most
+    return [d for d in _divisors(_heads_per_rank(plan, facts) or longest) if d <= longest]
+
+
+def _num_stages(plan: Plan) -> int:
+    return plan.layout.pipeline * plan.pipeline.stages_per_rank
+
+
+def _stages(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    """Without a split the blocks are divided; with one, `_split` counts."""
+    most_stages, per, stages = facts.most_stages, plan.pipeline.stages_per_rank, _num_stages(plan)
+    if plan.layout.pipeline == 1 or most_stages is None or stages <= most_stages or plan.pipeline.split:
+        return
+    keys = ["layout.pipeline"] + (["pipeline.stages_per_rank"] if per > 1 else [])
+    most = most_stages // per
+    ways = [f"layout.pipeline = {most}" if most > 1 else "layout.pipeline = 1 (no pipeline)"]
+    if per > 1 and most_stages // plan.layout.pipeline:
+        ways.append(f"pipeline.stages_per_rank = {most_stages // plan.layout.pipeline}")
+    yield Conflict(
+        "layout.pipeline",
+        shown(plan, *keys),
+        f"{stages} stages for {cut_by_itself(facts.places, facts.blocks)}",
+        f"{', or '.join(ways)} at most",
+    )
+
+
+def _split(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    split, stages = plan.pipeline.split, _num_stages(plan)
+    if not split or plan.layout.pipeline == 1:
+        return
+    given = shown(plan, "pipeline.split")
+    miscounted = other_number(split, stages)
+    if miscounted is not None:
+        # Names and stages per rank stay, and the degree follows, where it can.
+        pipeline, rest = divmod(len(split) + 1, plan.pipeline.stages_per_rank)
+        other = f", or layout.pipeline = {pipeline}" if not rest else ""
+        yield Conflict(
+            "pipeline.split",
+            f"{given} for {stages} stages",
+            miscounted,
+            f"give {stages - 1} names{_even(facts, stages)}{other}",
+        )
+    if not facts.cuts:
+        return
+    unknown = [name for name in split if name not in facts.cuts]
+    for name in unknown:
+        known = f"{facts.cuts[0]} ... {facts.cuts[-1]}"
+        first = "; the first stage has it already" if name == _first_of(facts) else nearest(name, list(facts.cuts))
+        yield Conflict("pipeline.split", given, f"no stage can begin with {name!r}", f"name modules of {known}{first}")
+    places = [facts.cuts.index(name) for name in split if name in facts.cuts]
+    if places != sorted(set(places)):
+        ordered = list(dict.fromkeys(facts.cuts[place] for place in sorted(places)))
+        yield Conflict(
+            "pipeline.split",
+            given,
+            IN_ORDER,
+            f"split = {_quoted(ordered)}",
+        )
+
+
+IN_ORDER = "stages follow each other as the modules are executed, and each begins with another one"
+
+
+def other_number(split: Sequence[str], stages: int) -> str | None:
+    """What is wrong with how many names a split has for so many stages, if anything."""
+    if len(split) == stages - 1:
+        return None
+    return f"it names the first module of each stage after the first: {stages - 1} names, not {len(split)}"
+
+
+def _first_of(facts: ModelFacts) -> str | None:
+    return facts.blocks[0] if facts.blocks and facts.blocks[0] not in facts.cuts else None
+
+
+def _even(facts: ModelFacts, stages: int) -> str:
+    """An even division of the blocks, as an example."""
+    count = len(facts.blocks)
+    if stages > count:
+        return ""
+    return f", for example {_quoted([facts.blocks[i * count // stages] for i in range(1, stages)])}"
+
+
+def _quoted(names: list[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def fits(schedule: str, pipeline: int, microbatches: int) -> bool:
+    """Whether so many microbatches are what a schedule on so many ranks is defined for, in a full step.
+
+    1f1b and zero_bubble fill the pipeline before the first backward: a microbatch for every rank. interleaved_1f1b runs
+    in equal rounds of a microbatch a rank at least. Source: Narayanan et al., arXiv 2104.04473, and the checks of
+    torch.distributed.pipelining.schedules. The short step at the end of the data may have any number.
+    """
+    if schedule in ("1f1b", "zero_bubble"):
+        return microbatches >= pipeline
+    if schedule == "interleaved_1f1b":
+        return microbatches % max(1, microbatches // pipeline) == 0
+    return True
+
+
+def _fits(plan: Plan, facts: ModelFacts) -> bool:
+    schedule, pipeline = plan.pipeline.schedule, plan.layout.pipeline
+    return all(fits(schedule, pipeline, count) for count in num_microbatches(plan, facts))
+
+
+def legal_grains_per_microbatch(plan: Plan, facts: ModelFacts) -> list[int]:
+    """The numbers of grains per microbatch with which the plan's schedule is legal, in order; may be empty."""
+    share = -(-facts.num_grains // (plan.layout.data * plan.layout.shard))
+    return [n for n in range(1, share + 1) if _fits(plan.with_sections(batch={"grains_per_microbatch": n}), facts)]
+
+
+def _microbatches(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    schedule, pipeline = plan.pipeline.schedule, plan.layout.pipeline
+    ranks = plan.layout.data * plan.layout.shard
+    if pipeline == 1 or ranks > facts.num_grains or _fits(plan, facts):
+        return
+    counts = " or ".join(map(str, num_microbatches(plan, facts)))
+    per = plan.batch.grains_per_microbatch or -(-facts.num_grains // ranks)
+    legal = legal_grains_per_microbatch(plan, facts)
+    grains = -(-facts.num_grains // (ranks * pipeline)) * ranks * pipeline
+    fewer = f"batch.grains_per_microbatch = {around(per, legal)}"
+    yield Conflict(
+        "pipeline.schedule",
+        f"{shown(plan, 'pipeline.schedule')} with {counts} microbatch{'' if counts == '1' else 'es'} a step "
+        f"({facts.num_grains} grains over {ranks} data ranks, {per} a microbatch)",
+        f"it runs them in equal rounds of at least layout.pipeline = {pipeline}"
+        if schedule == "interleaved_1f1b"
+        else f"it needs a microbatch for every rank of layout.pipeline = {pipeline}",
+        f'{fewer if legal else f"Job(grains={grains}) (which changes the run)"}, or pipeline.schedule = "gpipe"',
+    )

@@ -1,0 +1,292 @@
+"""Plan: how a job is laid out. Frozen and complete; each section is one concept with exact keys."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.errors import PlanError, nearest
+from shoal.plans.layout import Layout
+
+SCHEMA: Literal[1] = 1
+Dtype = Literal["float32", "bfloat16", "float16"]
+Degree = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class LayoutSection(_Section):
+    """Degrees of the mesh axes; their product is the world size."""
+
+    data: Degree = 1
+    shard: Degree = 1
+    tensor: Degree = 1
+    pipeline: Degree = 1
+    context: Degree = 1
+
+    @property
+    def world_size(self) -> int:
+        """Processes in all."""
+        return self.data * self.shard * self.tensor * self.pipeline * self.context
+
+
+class BatchSection(_Section):
+    """How many grains one forward computes; 0 stands for all of a rank's, until the plan is resolved for a job."""
+
+    grains_per_microbatch: Annotated[int, Field(ge=0)] = 0
+
+
+class ShardSection(_Section):
+    """What the shard axis divides: ZeRO-1, 2 or 3; and after which microbatches divided gradients are summed."""
+
+    level: Literal["optimizer", "gradients", "parameters"] = "parameters"
+    reduce: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
+    offload: bool = False
+
+
+class TensorSection(_Section):
+    """Whether the ranks of the tensor axis divide the positions of sequences between the pairs of layers."""
+
+    sequence: bool = False
+
+
+class PipelineSection(_Section):
+    """How the pipeline axis cuts the model and orders the microbatches."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
+    stages_per_rank: Degree = 1
+    split: tuple[str, ...] = Field(default=(), strict=False)
+
+
+class PrecisionSection(_Section):
+    """Dtypes of the parameters, of the compute (autocast where it differs) and of the gradient sums."""
+
+    parameters: Dtype = "float32"
+    compute: Dtype = "float32"
+    reduce: Dtype = "float32"
+    loss_scale: Literal["none", "dynamic"] | Annotated[float, Field(gt=0)] = "none"
+
+
+class MemorySection(_Section):
+    """What is recomputed in the backward instead of kept."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+class CollectivesSection(_Section):
+    """Which all-reduce sums the gradients, and how they are compressed on the way."""
+
+    all_reduce: Literal["native", "ring", "tree", "recursive_doubling", "hierarchical", "shared_memory"] = "native"
+    compression: Literal["none", "bfloat16", "float16", "int8", "topk", "powersgd"] = "none"
+
+
+class ServerSection(_Section):
+    """Whether servers keep the parameters and workers push gradients to them; `staleness` bounds what is applied."""
+
+    mode: Literal["none", "synchronous", "bounded", "asynchronous"] = "none"
+    staleness: Annotated[int, Field(ge=0)] = 0
+    num_servers: Degree = 1
+
+
+class CompressionSection(_Section):
+    """How far gradients are compressed, and how the sums are watched.
+
+    `block`: values that share a scale of int8. `density`: the share of values that topk sends. `rank`: of powersgd's
+    factors. `feedback`: what was not sent is added to the next step's gradient. Every `guard_every` steps (0: never)
+    the exact sum is made as well; where more than the share `guard_lost` of its energy is lost the rest of the run is
+    not compressed (see docs/compression.md).
+    """
+
+    block: Annotated[int, Field(ge=1)] = 256
+    density: Annotated[float, Field(gt=0, le=1)] = 0.1
+    rank: Degree = 4
+    feedback: bool = True
+    guard_every: Annotated[int, Field(ge=0)] = 100
+    guard_lost: Annotated[float, Field(gt=0)] = 0.5
+
+
+class DataSection(_Section):
+    """Processes per rank that fetch samples; 0 fetches in the rank itself."""
+
+    workers: Annotated[int, Field(ge=0)] = 0
+
+
+class ExecutionSection(_Section):
+    """Exact or fast sums over grains; compilation; whether images come with their channels last in memory."""
+
+    exact: bool = False
+    channels_last: bool = False
+    compile: Literal["none", "default", "reduce-overhead", "max-autotune"] = "none"
+
+
+def _compared(prediction: dict[str, Any]) -> dict[str, Any]:
+    """A prediction of which a run can compare the numbers with its own. Raises: ValueError."""
+    for name in ("terms", "factors"):
+        values = prediction.get(name, {})
+        if not isinstance(values, dict) or not all(map(_is_number, values.values())):
+            raise ValueError(f"{name} is a table of numbers, as shoal plan -o writes it")
+    for name in ("step_seconds", "peak_bytes", "host_seconds"):
+        if not _is_number(prediction.get(name, 0)):
+            raise ValueError(f"{name} is a number, as shoal plan -o writes it")
+    if prediction.get("terms") and "step_seconds" not in prediction:
+        raise ValueError("terms without the step_seconds that they add up to")
+    return prediction
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class Plan(_Section):
+    """How to lay a job out: complete, written as TOML, never an input to the maths."""
+
+    schema_: Annotated[Literal[1], Field(alias="schema")] = SCHEMA
+    layout: LayoutSection = LayoutSection()
+    batch: BatchSection = BatchSection()
+    shard: ShardSection = ShardSection()
+    tensor: TensorSection = TensorSection()
+    pipeline: PipelineSection = PipelineSection()
+    precision: PrecisionSection = PrecisionSection()
+    memory: MemorySection = MemorySection()
+    collectives: CollectivesSection = CollectivesSection()
+    compression: CompressionSection = CompressionSection()
+    server: ServerSection = ServerSection()
+    data: DataSection = DataSection()
+    execution: ExecutionSection = ExecutionSection()
+    prediction: Annotated[dict[str, Any], AfterValidator(_compared)] = Field(default_factory=dict)
+
+    @property
+    def degrees(self) -> Layout:
+        """The mesh degrees as a Layout."""
+        at = self.layout
+        return Layout(at.data, at.shard, at.tensor, at.pipeline, at.context)
+
+    @property
+    def shards_model(self) -> bool:
+        """Whether gradients, or parameters too, are divided over the shard axis."""
+        return self.layout.shard > 1 and self.shard.level != "optimizer"
+
+    @property
+    def divides_model(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return self.shards_model or self.degrees.shares_grains > 1
+
+    @property
+    def serves(self) -> bool:
+        """Whether servers keep the parameters; the ranks of the layout are then workers."""
+        return self.server.mode != "none"
+
+    @property
+    def num_processes(self) -> int:
+        """The ranks of the layout, and with servers these and the conductor."""
+        return self.degrees.world_size + (1 + self.server.num_servers if self.serves else 0)
+
+    @property
+    def worker_ranks(self) -> range:
+        """With servers the ranks of the workers, which come last: those that may die and be replaced."""
+        return range(1 + self.server.num_servers, self.num_processes) if self.serves else range(0)
+
+    @property
+    def divides_step(self) -> int:
+        """Among how many ranks the grains of one step are divided; a worker that runs ahead computes all of them."""
+        return 1 if self.server.mode in ("bounded", "asynchronous") else self.degrees.divides_grains
+
+    @property
+    def uncompressed(self) -> Plan:
+        """This plan with gradients summed as they are."""
+        plain = {"collectives": {"compression": "none"}, "compression": CompressionSection().model_dump()}
+        return self if self.collectives.compression == "none" else self.with_sections(**plain)
+
+    def with_sections(self, **sections: dict[str, Any]) -> Plan:
+        """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""
+        document = self.to_mapping()
+        for name, changes in sections.items():
+            document[name] = {**document.get(name, {}), **changes}
+        return Plan.from_mapping(document, source="plan")
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The whole plan as nested dicts, `schema` first, every key present."""
+        document = self.model_dump(by_alias=True)
+        document["pipeline"]["split"] = list(document["pipeline"]["split"])
+        return document
+
+    @classmethod
+    def from_mapping(cls, document: dict[str, Any], source: str) -> Plan:
+        """A plan from nested dicts; `source` names the file in messages.
+
+        Raises: PlanError with every mistake at once, each with its path and, for an unknown key, the nearest name.
+        """
+        try:
+            return cls.model_validate(document)
+        except ValidationError as error:
+            raise _plan_error(error, source) from None
+
+
+# By the kind of pydantic's error, with its context.
+_WANTED = {
+    "int_type": "write a whole number, without quotes or a point",
+    "bool_type": "write true or false",
+    "float_type": "write a number, without quotes",
+    "string_type": "write a text in quotes",
+    "tuple_type": "write a list in brackets",
+    "dict_type": "write a table",
+    "greater_than_equal": "write {ge} or more",
+    "greater_than": "write more than {gt}",
+    "less_than_equal": "write {le} or less",
+    "value_error": "leave [prediction] to the planner, or out: the run only compares itself with it",
+}
+
+
+def _known_keys(path: tuple[str, ...]) -> list[str]:
+    model: Any = Plan
+    for part in path:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return [f.alias or name for name, f in model.model_fields.items()]
+
+
+def _plan_error(error: ValidationError, source: str) -> PlanError:
+    given: list[str] = []
+    conflict: list[str] = []
+    remedy: list[str] = []
+    seen: set[str] = set()
+    for item in error.errors(include_url=False):
+        # A union reports once per member, with the member as the last part of the path.
+        path = tuple(str(p) for p in item["loc"] if not str(p).startswith(("literal[", "constrained-", "float")))
+        dotted = ".".join(path)
+        if dotted in seen:
+            remedy[-1] += f"; or {_wanted(item, path)}"
+            continue
+        seen.add(dotted)
+        given.append(f"{dotted} = {item['input']!r:.60}")
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(path[:-1])
+            conflict.append(f"{dotted}: unknown key")
+            remedy.append(f"{dotted}: use one of {', '.join(known)}{nearest(path[-1], known)}")
+        else:
+            expected = item["msg"].removeprefix("Value error, ")
+            expected = expected[0].lower() + expected[1:]
+            conflict.append(f"{dotted}: {expected}")
+            remedy.append(f"{dotted}: {_wanted(item, path)}")
+    return PlanError(
+        given=f"in {source}: " + "\n".join(given),
+        conflict="\n".join(conflict),
+        remedy="\n".join(remedy),
+    )
+
+
+def _wanted(item: Any, path: tuple[str, ...]) -> str:
+    """What to write where a value was refused."""
+    if item["type"] == "literal_error":
+        options = [o.strip(" '") for o in str(item["ctx"]["expected"]).replace(" or ", ", ").split(",")]
+        close = nearest(item["input"], options) if isinstance(item["input"], str) else ""
+        return f"write one of {', '.join(options)}{close}"
+    known = _known_keys(path)
+    if known:
+        return f"write a table with any of {', '.join(known)}"
+    return _WANTED.get(item["type"], "leave it out for the default").format(**item.get("ctx", {}))

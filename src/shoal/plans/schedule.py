@@ -1,0 +1,211 @@
+"""Pipeline schedules as lists of actions, one list a rank: the planner times them and the pipeline executes them.
+
+Rank r of P holds the stages r, r + P, r + 2P and so on. Receives block and sends do not. Every schedule runs the
+backwards of a stage in the order of the microbatches, so that gradients are added up in the same order under each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.errors import PlanError
+
+_ROUNDS = 3  # of a microbatch a rank: one that fills the pipeline, one beside it, one that empties it
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+
+
+class ActionKind(StrEnum):
+    """What an action computes; a backward is of inputs and weights, or of each by itself."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
+
+
+class Action(NamedTuple):
+    """One computation on one stage for one microbatch."""
+
+    kind: ActionKind
+    stage: int
+    microbatch: int
+
+
+Actions = tuple[Action, ...]
+Schedule = tuple[Actions, ...]
+
+
+def refuse_illegal(schedule: str, num_ranks: int, stages_per_rank: int) -> None:
+    """Refuses a schedule that does not exist for so many ranks and stages. Raises: PlanError with the nearest legal."""
+    given = f'pipeline.schedule = "{schedule}" with pipeline.stages_per_rank = {stages_per_rank}'
+    if num_ranks < 1 or stages_per_rank < 1:
+        raise PlanError(
+            given=f"{given} on {num_ranks} ranks",
+            conflict="a pipeline has at least one rank, and a rank at least one stage",
+            remedy="write 1 at least",
+        )
+    if schedule not in SCHEDULES:
+        raise PlanError(
+            given=given, conflict="there is no such schedule", remedy=f"write one of {', '.join(SCHEDULES)}"
+        )
+    if schedule == "interleaved_1f1b" and stages_per_rank < 2:
+        raise PlanError(
+            given=given,
+            conflict="interleaving takes turns between the stages of a rank, so it needs two of them",
+            remedy='write stages_per_rank = 2, or schedule = "1f1b"',
+        )
+    if schedule in ("1f1b", "zero_bubble") and stages_per_rank > 1:
+        raise PlanError(
+            given=given,
+            conflict=f"{schedule} is defined for one stage a rank",
+            remedy='write stages_per_rank = 1, or schedule = "interleaved_1f1b"',
+        )
+
+
+def actions(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+    """Each rank's actions in order, for any number of microbatches. Raises: PlanError as `refuse_illegal`.
+
+    gpipe: Huang et al., arXiv 1811.06965, with several stages a rank breadth first. 1f1b and interleaved_1f1b:
+    Narayanan et al., arXiv 2104.04473. zero_bubble: the schedule ZB-H1 of Qi et al., arXiv 2401.10241.
+    """
+    refuse_illegal(schedule, num_ranks, stages_per_rank)
+    ranks = range(num_ranks)
+    if schedule == "gpipe":
+        return tuple(_gpipe(rank, num_ranks, stages_per_rank, num_microbatches) for rank in ranks)
+    if schedule == "1f1b":
+        return tuple(_one_forward_one_backward(rank, num_ranks, num_microbatches) for rank in ranks)
+    if schedule == "zero_bubble":
+        return tuple(_zero_bubble(rank, num_ranks, num_microbatches) for rank in ranks)
+    return tuple(_interleaved(rank, num_ranks, stages_per_rank, num_microbatches) for rank in ranks)
+
+
+def _gpipe(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Actions:
+    stages = [rank + turn * num_ranks for turn in range(stages_per_rank)]
+    forwards = [Action(ActionKind.FORWARD, stage, m) for stage in stages for m in range(num_microbatches)]
+    backwards = [Action(ActionKind.BACKWARD, stage, m) for stage in reversed(stages) for m in range(num_microbatches)]
+    return (*forwards, *backwards)
+
+
+def _one_forward_one_backward(rank: int, num_ranks: int, num_microbatches: int) -> Actions:
+    forwards = [Action(ActionKind.FORWARD, rank, m) for m in range(num_microbatches)]
+    backwards = [Action(ActionKind.BACKWARD, rank, m) for m in range(num_microbatches)]
+    return _in_turns(forwards, backwards, num_ranks - rank - 1)
+
+
+def _in_turns(forwards: list[Action], backwards: list[Action], num_ahead: int) -> Actions:
+    """`num_ahead` forwards, then one forward and one backward in turns, then the backwards that are left."""
+    ahead = min(num_ahead, len(forwards))
+    found = forwards[:ahead]
+    for place, backward in enumerate(backwards):
+        found += forwards[ahead + place : ahead + place + 1]
+        found.append(backward)
+    return tuple(found)
+
+
+def _zero_bubble(rank: int, num_ranks: int, num_microbatches: int) -> Actions:
+    """1f1b whose weight gradients lag `rank` microbatches behind, so that they fill the wait at the end.
+
+    So every rank holds at most the activations of P microbatches, what rank 0 holds under 1f1b. Rank 0 has nobody to
+    give an input's gradient to, and no lag: its backward is one.
+    """
+    if rank == 0:
+        return _one_forward_one_backward(rank, num_ranks, num_microbatches)
+    found: list[Action] = []
+    num_inputs = 0
+    for action in _one_forward_one_backward(rank, num_ranks, num_microbatches):
+        if action.kind is ActionKind.FORWARD:
+            found.append(action)
+            continue
+        found.append(Action(ActionKind.BACKWARD_INPUT, rank, action.microbatch))
+        num_inputs += 1
+        if num_inputs > rank:
+            found.append(Action(ActionKind.BACKWARD_WEIGHT, rank, num_inputs - rank - 1))
+    done = max(0, num_inputs - rank)
+    return (*found, *(Action(ActionKind.BACKWARD_WEIGHT, rank, m) for m in range(done, num_microbatches)))
+
+
+def _interleaved(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Actions:
+    """Megatron's order for the next multiple of P microbatches, without those that do not exist.
+
+    Nothing that is left waits for what is left out, since microbatches do not depend on each other: it stays legal.
+    """
+    whole = -(-num_microbatches // num_ranks) * num_ranks
+    period = num_ranks * stages_per_rank
+    forwards, backwards = [], []
+    for place in range(whole * stages_per_rank):
+        turn = place % period // num_ranks
+        microbatch = place // period * num_ranks + place % num_ranks
+        forwards.append(Action(ActionKind.FORWARD, rank + turn * num_ranks, microbatch))
+        last = stages_per_rank - 1 - turn
+        backwards.append(Action(ActionKind.BACKWARD, rank + last * num_ranks, microbatch))
+    num_ahead = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks
+    found = _in_turns(forwards, backwards, num_ahead)
+    return tuple(action for action in found if action.microbatch < num_microbatches)
+
+
+def simulate(lists: Sequence[Actions], seconds_of_action: Callable[[Action], float]) -> tuple[float, list[float]]:
+    """(when the last rank is done, how long each rank computes), in seconds; messages take no time.
+
+    A forward begins with a message of the stage before, a backward (whole, or of inputs) with one of the stage after.
+    The bubble of a rank is the first less its own of the second. Raises: ValueError where the ranks wait forever.
+    """
+    num_stages = 1 + max((stage for own in lists for _, stage, _ in own), default=0)
+    width = 1 + max((microbatch for own in lists for *_, microbatch in own), default=0)
+    sent: tuple[dict[int, float], dict[int, float]] = ({}, {})  # backwards, forwards: by stage * width + microbatch
+    clocks, busy, places = [0.0] * len(lists), [0.0] * len(lists), [0] * len(lists)
+    forward_kind, alone_kind = ActionKind.FORWARD, ActionKind.BACKWARD_WEIGHT  # names that are looked up once
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(lists):
+            began = place = places[rank]
+            clock, worked, end = clocks[rank], busy[rank], len(own)
+            while place < end:
+                kind, stage, microbatch = action = own[place]
+                forward, alone = kind is forward_kind, kind is alone_kind
+                source = stage - 1 if forward else stage + 1
+                if not alone and 0 <= source < num_stages:
+                    message = sent[forward].get(source * width + microbatch)
+                    if message is None:
+                        break
+                    if message > clock:
+                        clock = message
+                seconds = seconds_of_action(action)
+                clock += seconds
+                worked += seconds
+                if not alone:
+                    sent[forward][stage * width + microbatch] = clock
+                place += 1
+            clocks[rank], busy[rank], places[rank] = clock, worked, place
+            moved = moved or place > began
+    if any(place < len(own) for place, own in zip(places, lists, strict=True)):
+        raise ValueError("the ranks of this schedule wait for each other")
+    return max(clocks, default=0.0), busy
+
+
+def most_in_flight(own: Actions) -> int:
+    """The most forwards, over a rank's stages, whose activations are held at once: until their weights' gradient."""
+    held = most = 0
+    for action in own:
+        if action.kind is ActionKind.FORWARD:
+            held += 1
+            most = max(most, held)
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            held -= 1
+    return most
+
+
+@lru_cache(maxsize=4096)
+def in_flight(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[int, ...]:
+    """`most_in_flight` of each rank: without its actions where these are as many as the microbatches or more."""
+    if schedule == "gpipe":
+        return (num_microbatches * stages_per_rank,) * num_ranks
+    if schedule == "1f1b":
+        return tuple(min(num_ranks - rank, num_microbatches) for rank in range(num_ranks))
+    # What comes and goes between the first rounds and the last is the same in every one.
+    rounds, rest = divmod(num_microbatches, num_ranks)
+    fewer = min(rounds, _ROUNDS) * num_ranks + rest
+    return tuple(most_in_flight(own) for own in actions(schedule, num_ranks, stages_per_rank, fewer))

@@ -1,0 +1,1 @@
+"""A run as a request and as files on disk."""

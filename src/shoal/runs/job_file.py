@@ -1,0 +1,213 @@
+"""Job files: Python files with a function of typed, defaulted parameters that returns a Job."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from shoal.errors import JobFileError, SettingError, ShoalError, nearest
+from shoal.job import Job
+from shoal.runs.remedies import remedy
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """Where a job comes from: a file, a function in it, and the settings given as text."""
+
+    path: Path
+    function: str | None = None
+    settings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A short name for the run: the file's, and the function's where it is not `job`."""
+        extra = f"-{self.function}" if self.function and self.function != "job" else ""
+        return self.path.stem + extra
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A Job with the function and the complete settings (JSON values) that made it."""
+
+    job: Job
+    function: str
+    settings: dict[str, Any]
+    file_sha256: str
+
+    def describe(self) -> dict[str, Any]:
+        """What is trained, as far as names and numbers can say it; JSON values."""
+        known = {"file_sha256": self.file_sha256, "function": self.function, "settings": self.settings}
+        return {**known, **self.job.describe()}
+
+
+def parse_target(target: str, settings: list[str]) -> JobRequest:
+    """`FILE[:FUNCTION]` and `name=value` texts as a JobRequest.
+
+    Raises: JobFileError for a missing file, SettingError for a text that is not name=value.
+    """
+    path_text, _, function = target.partition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        near = [p.name for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
+        raise JobFileError(
+            given=target,
+            conflict="there is no such directory" if path.is_dir() else "there is no such file",
+            remedy=f"give the path of a Python file that has a job function{nearest(path.name, near)}",
+        )
+    pairs: list[tuple[str, str]] = []
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise SettingError(
+                given=f"--set {text}", conflict="a setting is name=value", remedy=f"write --set {name or 'name'}=VALUE"
+            )
+        held = dict(pairs).get(name.strip(), value)
+        if held != value:
+            raise SettingError(
+                given=f"--set {name.strip()}={held} --set {text}",
+                conflict=f"{name.strip()} is set twice",
+                remedy="write one of them",
+            )
+        pairs.append((name.strip(), value))
+    return JobRequest(path, function or None, tuple(pairs))
+
+
+def load(request: JobRequest) -> LoadedJob:
+    """Runs the job file and its function. Raises: JobFileError, SettingError, JobError."""
+    module = _execute(request.path)
+    function_name, function = _find(module, request)
+    values = parse_settings(function, dict(request.settings), where=f"{request.path}:{function_name}")
+    try:
+        job = function(**values)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise _raised(f"{request.path}:{function_name}", error) from error
+    if not isinstance(job, Job):
+        raise JobFileError(
+            given=f"{request.path}:{function_name} returned {type(job).__name__}",
+            conflict="a job function returns a shoal.Job",
+            remedy="end the function with: return shoal.Job(...)",
+        )
+    complete = {name: p.default for name, p in inspect.signature(function).parameters.items()} | values
+    settings = json.loads(json.dumps(complete, default=str))
+    return LoadedJob(job, function_name, settings, hashlib.sha256(request.path.read_bytes()).hexdigest())
+
+
+def _execute(path: Path) -> Any:
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # a job file imports what lies beside it, as a script would
+    # Registered under its own name, so that DataLoader workers and dataclasses find it.
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise JobFileError(
+            given=str(path), conflict="Python does not load files of this kind", remedy="give a file that ends in .py"
+        )
+    module = importlib.util.module_from_spec(spec)
+    if path.stem not in sys.modules:
+        sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise _raised(str(path), error) from error
+    return module
+
+
+def _find(module: Any, request: JobRequest) -> tuple[str, Callable[..., Any]]:
+    name = request.function or "job"
+    function = getattr(module, name, None)
+    if callable(function):
+        return name, function
+    own = [
+        n
+        for n, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == module.__name__ and not n.startswith("_")
+    ]
+    raise JobFileError(
+        given=f"{request.path}:{name}",
+        conflict=f"the file has no function of that name (it has {', '.join(own) or 'none'})",
+        remedy=f"write {request.path}:FUNCTION with one of them{nearest(name, own)}",
+    )
+
+
+def parse_settings(function: Callable[..., Any], texts: dict[str, str], where: str) -> dict[str, Any]:
+    """The texts as values of the function's parameter types. Raises: SettingError with every mistake at once."""
+    parameters = inspect.signature(function).parameters
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD,)]
+    missing = [n for n in required if n not in texts]
+    if missing:
+        raise JobFileError(
+            given=f"{where}({', '.join(parameters)})",
+            conflict=f"parameter {', '.join(missing)} has no default",
+            remedy=f"give it one in the file, or write --set {missing[0]}=VALUE",
+        )
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # an annotation that does not resolve: judged by the default's type instead
+        hints = {}
+    values: dict[str, Any] = {}
+    mistakes: list[tuple[str, str, str]] = []
+    for name, text in texts.items():
+        if name not in parameters:
+            known = ", ".join(parameters) or "none"
+            hint = nearest(name, list(parameters))
+            mistakes.append((f"--set {name}={text}", f"{where} has no parameter {name}", f"use one of {known}{hint}"))
+            continue
+        default = parameters[name].default
+        wanted = hints.get(name, type(default) if default not in (None, inspect.Parameter.empty) else str)
+        try:
+            values[name] = TypeAdapter(wanted).validate_python(_structured(text, wanted))
+        except PydanticUserError:
+            kind = getattr(wanted, "__name__", str(wanted))
+            mistakes.append((f"--set {name}={text}", f"{name} is of type {kind}", "set it in the job file"))
+        except ValidationError as error:
+            message = error.errors(include_url=False)[0]["msg"]
+            kind = getattr(wanted, "__name__", str(wanted))
+            mistakes.append((f"--set {name}={text}", f"{name} is of type {kind}: {message}", f"write --set {name}=..."))
+    if mistakes:
+        given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
+        raise SettingError(given=given, conflict=conflict, remedy=remedy)
+    return values
+
+
+def _structured(text: str, wanted: Any) -> Any:
+    """Lists, tuples and dicts are given as JSON; None as `none`; everything else is left to the type."""
+    if wanted in (int, float, str, bool):
+        return text
+    if get_origin(wanted) is Literal:
+        return next((option for option in get_args(wanted) if str(option) == text), text)
+    if text.lower() in ("none", "null"):
+        return None
+    if text[:1] in "[{":
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            return text
+    return text
+
+
+def _raised(where: str, error: Exception) -> JobFileError:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f" at {last.filename}:{last.lineno}"
+    if isinstance(error, SyntaxError):
+        place = f" at {error.filename}:{error.lineno}"
+    found = JobFileError(
+        given=where,
+        conflict=f"it raised {type(error).__name__}: {error}{place}",
+        remedy=f"{remedy(error, has_line=True)}; the file must run by itself under `python`",
+    )
+    found.traceback_text = "".join(traceback.format_exception(error))
+    return found

@@ -1,0 +1,394 @@
+"""Computation: how a rank computes its grains, found out on the first batch and agreed among the ranks.
+
+It is only ever made more careful, and decides how a result is reached, never which result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.microbatch import Microbatch
+from shoal.distributed.failures import is_lost_peer, is_out_of_memory, user_error
+from shoal.errors import JobError, LossError, ShoalError
+from shoal.job import Job
+from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, all_generators, seed_everything
+from shoal.numerics.precision import Precision
+from shoal.plans.grains import random_key
+from shoal.training.coupling import compare, meaning
+
+# none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
+# cannot be divided by grain, so that each grain is computed by itself with the generators seeded for it.
+RANDOMNESS = ("none", "scoped", "opaque")
+
+# Fused and single computations differ by rounding: at most about one unit in the last place per operation on the way to
+# the loss, which grows with the square root of their number. 64 units stand for some thousand operations in sequence.
+FUSION_TOLERANCE_UNITS = 64
+
+
+@dataclass(frozen=True)
+class MicrobatchPolicy:
+    """`fuse`: neighbouring grains may share a forward. `buffers`: names of those that the forward changes.
+
+    `coupled`: why they may not, in words, as far as that was found.
+    """
+
+    grains_per_microbatch: int
+    randomness: str = "none"
+    fuse: bool = True
+    buffers: tuple[str, ...] = ()
+    coupled: str = ""
+
+    @property
+    def effective_grains(self) -> int:
+        """Grains that one forward computes."""
+        return self.grains_per_microbatch if self.fuse and self.randomness != "opaque" else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """As a JSON value."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> MicrobatchPolicy:
+        """From `to_json`."""
+        return cls(**{**document, "buffers": tuple(document["buffers"])})
+
+    def with_care_of(self, other: MicrobatchPolicy) -> MicrobatchPolicy:
+        """The more careful of both in every respect."""
+        return MicrobatchPolicy(
+            min(self.grains_per_microbatch, other.grains_per_microbatch),
+            max(self.randomness, other.randomness, key=RANDOMNESS.index),
+            self.fuse and other.fuse,
+            tuple(sorted({*self.buffers, *other.buffers})),
+            self.coupled or other.coupled,
+        )
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What one batch showed of how to compute; not `conclusive` where its loss was not finite."""
+
+    computation: MicrobatchPolicy
+    conclusive: bool
+
+
+class RedoError(Exception):
+    """This step has to be computed again, more carefully; nothing has been changed by it."""
+
+    def __init__(self, proposal: MicrobatchPolicy, reason: str) -> None:
+        super().__init__(reason)
+        self.proposal = proposal
+
+
+@dataclass(frozen=True)
+class LossPair:
+    """The checked pair that a loss or metric gives, in a precision; equal for equal ones."""
+
+    function: Callable[[Any, Any], Any]
+    precision: Precision
+    what: str = "loss"
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
+        """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
+        try:
+            with self.precision.autocast():
+                pair = self.function(model, batch)
+        except (ShoalError, NotFusibleError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if is_out_of_memory(error) or is_lost_peer(error):
+                raise
+            if any(sign in str(error) for sign in _PAST_THE_MODEL):
+                raise _past_the_model(self.what) from error
+            raise user_error("the model or loss" if self.what == "loss" else self.what, error, batch) from error
+        return check_pair(self.what, pair)
+
+
+# What torch says where a parameter that is cut over ranks is used and has not been gathered.
+_PAST_THE_MODEL = ("got mixed torch.Tensor and DTensor", "requires running forward through the root module first")
+
+
+def _past_the_model(what: str) -> JobError:
+    return JobError(
+        given=f"a {what} that uses parts of the model by themselves, where parameters are cut over the shard axis",
+        conflict="a rank has them whole while model(...) runs, each unit while it is called, and not outside of it",
+        remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
+    )
+
+
+# (function, batch) -> its pair of numbers, computed by all ranks of a pipeline.
+Evaluate = Callable[[LossPair, Any], tuple[float, float]]
+
+
+class _ReentrantContext(contextlib.AbstractContextManager[None]):
+    """A context that can be entered any number of times."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._now = self._make()
+        self._now.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._now.__exit__(*error)
+
+
+class LossComputer:
+    """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
+
+    `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
+    has the whole model.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        precision: Precision,
+        computation: MicrobatchPolicy,
+        evaluate: Evaluate | None = None,
+        *,
+        cut: bool = False,
+        divided: bool = False,
+    ) -> None:
+        self._job, self._model, self._precision, self._evaluate = job, model, precision, evaluate
+        self._cut, self._divided = cut, divided or cut or evaluate is not None
+        self.pair = LossPair(job.loss, precision)
+        self.computation = computation
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that computes."""
+        return self._model
+
+    @contextlib.contextmanager
+    def scope(self, microbatch: Microbatch, grains: GrainScope | None = None) -> Iterator[None]:
+        """The context of one microbatch's forward and backward. Raises: RedoError where it proves too careless."""
+        with self._precision.products(), self._randomness(microbatch, grains):
+            yield
+
+    def scope_of_stage(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
+        """The same for a stage of a pipeline: it is entered again for the backward."""
+        grains = GrainScope(self._job.seed, microbatch.step, microbatch.grains)
+        return _ReentrantContext(lambda: self.scope(microbatch, grains))
+
+    @contextlib.contextmanager
+    def _randomness(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
+        kind = self.computation.randomness
+        if kind == "opaque":
+            seed_everything(random_key(self._job.seed, "model", microbatch.step, microbatch.grains[0].index))
+            yield
+        elif kind == "none":
+            before = all_generators()
+            yield
+            if before != all_generators():
+                raise RedoError(replace(self.computation, randomness="scoped"), "the model has begun to draw")
+        else:
+            try:
+                with grains or GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
+                    yield
+                    leaked = scope.leaked()
+            except NotFusibleError as error:
+                raise RedoError(replace(self.computation, randomness="opaque"), str(error)) from error
+            if leaked:
+                raise RedoError(replace(self.computation, randomness="opaque"), "randomness past the grain's generator")
+
+    def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
+        """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
+        return self.pair(self._model, batch)
+
+    def why_not_fused(self, agreed: MicrobatchPolicy) -> str:
+        """Why grains do not share a forward, and what that means, in a line for people."""
+        if not agreed.coupled:
+            return "the loss of a batch is not the sum of its grains', or could not be seen to be"
+        return f"{agreed.coupled}; {meaning(agreed.coupled, self._job.grains, self._job.grain_size)}"
+
+    def check_buffers(self, buffers: StepBuffers) -> None:
+        """Raises: RedoError where a forward has changed buffers that were not known to change."""
+        unknown = buffers.changed().difference(buffers.names)
+        if unknown:
+            names = tuple({*buffers.names, *unknown})
+            raise RedoError(replace(self.computation, buffers=names), "further buffers change")
+
+    def propose(self, microbatch: Microbatch, buffers: StepBuffers) -> ProbeResult:
+        """How this microbatch, the first of a run, has to be computed; runs it fused and grain by grain, twice in all.
+
+        In float32, whatever the run's precision: bfloat16 is too coarse to tell a sum over grains from another loss.
+        Leaves model and buffers as they were. Raises: what the model raises.
+        """
+        if self._precision.is_wide:
+            return self._probe(microbatch, buffers)
+        if not self._cut:
+            # Suppressed for a model that computes in its own dtype only, or one that raises in any.
+            with contextlib.suppress(ShoalError), _widened(self._model, torch.float32):
+                wide = self._precision.wide()
+                return LossComputer(
+                    self._job, self._model, wide, self.computation, self._evaluate, divided=self._divided
+                )._probe(microbatch, buffers)
+        found = self._probe(microbatch, buffers)
+        return ProbeResult(replace(found.computation, fuse=False), conclusive=True)
+
+    def _probe(self, microbatch: Microbatch, buffers: StepBuffers) -> ProbeResult:
+        buffers.watch()
+        buffers.begin()
+        fuse: bool | None = False
+        randomness, coupled = "opaque", ""
+        # What the model warns of here it warns of in the step as well, or only because of no_grad.
+        with _restoring(buffers), _quiet(), _without_tf32(self._precision.device), contextlib.suppress(NotFusibleError):
+            fused, calls, leaked = self._scoped(microbatch)
+            parts = []
+            split = microbatch.split()
+            for part in split:
+                buffers.restore()
+                parts.append(self._scoped(part))
+            if not (leaked or any(part_leaked for _, _, part_leaked in parts)):
+                randomness = "scoped" if calls + sum(c for _, c, _ in parts) else "none"
+                fuse = _same(fused, [pair for pair, _, _ in parts])
+                if fuse is False and not self._divided:
+                    fuse, coupled = self._looked_at_again(microbatch, split, buffers)
+        # Opaque models run without a scope, and torch's own batch_norm leaves no trace on the buffers that it writes.
+        changed = buffers.names if randomness == "opaque" else tuple(sorted(buffers.changed()))
+        buffers.watch(changed)
+        computation = replace(self.computation, randomness=randomness, fuse=fuse is not False, buffers=changed)
+        return ProbeResult(replace(computation, coupled=coupled), conclusive=fuse is not None)
+
+    def _looked_at_again(
+        self, microbatch: Microbatch, split: list[Microbatch], buffers: StepBuffers
+    ) -> tuple[bool | None, str]:
+        """Whether grains may share a forward after all, and where samples are mixed, where not.
+
+        In float64, in which totals that are small differences of large terms show no rounding; where the model
+        computes in its own dtype only, in that.
+        """
+        double = Precision(torch.float64, torch.float64, torch.float64, self._precision.device)
+        for precision in (double, self._precision):
+
+            def loss(part: Microbatch, precision: Precision = precision) -> tuple[float, float]:
+                buffers.restore()
+                return LossComputer(self._job, self._model, precision, self.computation)._scoped(part)[0]
+
+            kind = precision.parameters
+            with contextlib.suppress(Exception), _widened(self._model, kind):
+                fused, parts, coupled = compare(self._model, loss, microbatch, split, kind.itemsize)
+                fuse = _same(fused, parts)
+                return fuse, "" if fuse else coupled
+        return False, ""
+
+    def _scoped(self, microbatch: Microbatch) -> tuple[tuple[float, float], int, bool]:
+        with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
+            batch = self._precision.inputs(microbatch.batch)
+            total, weight = self._evaluate(self.pair, batch) if self._evaluate else self.loss(batch)
+            leaked = scope.leaked()
+        return (float(total), float(weight)), scope.calls, leaked
+
+
+@contextlib.contextmanager
+def _restoring(buffers: StepBuffers) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        buffers.restore()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """TF32 convolutions, CUDA's default, round too coarsely to tell a sum."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+
+
+@contextlib.contextmanager
+def _widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A context in which parameters and buffers of fewer bits than the dtype's are copies of themselves in it."""
+    # A forward may put another tensor in a buffer's place.
+    homes = [(m._buffers, key, buffer) for m in model.modules() for key, buffer in m._buffers.items()]
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    tensors = [t for t in tensors if t.itemsize < dtype.itemsize]
+    narrow = [t.data for t in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(dtype)
+        yield
+    finally:
+        for home, key, buffer in homes:
+            home[key] = buffer
+        for tensor, data in zip(tensors, narrow, strict=True):
+            tensor.data = data
+
+
+def _same(fused: tuple[float, float], parts: list[tuple[float, float]]) -> bool | None:
+    """Whether the fused total is the sum of the parts' within rounding, and the weights exactly so; None: unknown."""
+    totals, scale = sum(t for t, _ in parts), sum(abs(t) for t, _ in parts)
+    if fused[1] != sum(w for _, w in parts):
+        return False
+    if not math.isfinite(scale) or not math.isfinite(fused[0]):
+        return None
+    return abs(fused[0] - totals) <= FUSION_TOLERANCE_UNITS * torch.finfo(torch.float32).eps * scale
+
+
+def check_gradient(total: Tensor) -> None:
+    """Raises: LossError for a total that nothing can be learnt from."""
+    if not total.requires_grad:
+        raise LossError(
+            given="a loss whose total depends on no trainable parameter",
+            conflict="it has no gradient",
+            remedy="compute it from the model that the loss is given, outside torch.no_grad()",
+        )
+
+
+def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
+    """The pair (total, weight). Raises: LossError for a bare mean and anything else, with the fix."""
+    fix = (
+        "return the sum and what it sums over: shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
+    )
+    if isinstance(pair, Tensor) or not (isinstance(pair, tuple | list) and len(pair) == 2):
+        kind = f"a tensor of shape {list(pair.shape)}" if isinstance(pair, Tensor) else type(pair).__name__
+        raise LossError(
+            given=f"a {what} that returned {kind}",
+            conflict="without its weight a mean cannot be put together over grains: a mean of means is another number",
+            remedy=fix,
+        )
+    total, weight = pair
+    if isinstance(total, int | float):
+        total = torch.tensor(float(total))
+    if not isinstance(total, Tensor):
+        raise LossError(
+            given=f"a {what} whose total is {type(total).__name__}",
+            conflict="the total is one floating-point number",
+            remedy=fix,
+        )
+    if total.numel() != 1 or (not total.is_floating_point() and what == "loss"):
+        raise LossError(
+            given=f"a {what} whose total is {total.dtype} of shape {list(total.shape)}",
+            conflict="the total is one floating-point number",
+            remedy=fix,
+        )
+    if (isinstance(weight, Tensor) and weight.numel() != 1) or not isinstance(weight, Tensor | int | float):
+        raise LossError(
+            given=f"a {what} whose weight is {type(weight).__name__}"
+            + (f" of shape {list(weight.shape)}" if isinstance(weight, Tensor) else ""),
+            conflict="the weight is one number: how many samples or tokens the total sums over",
+            remedy=fix,
+        )
+    return _number(total), _number(weight) if isinstance(weight, Tensor) else weight
+
+
+def _number(tensor: Tensor) -> Tensor:
+    """Without dims; where it has none a reshape would only add a node to the graph."""
+    return tensor.reshape(()) if tensor.ndim else tensor

@@ -1,0 +1,337 @@
+"""Engine: the parts of a run put together for one rank, from a Job, a complete Plan and a Mesh."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.checkpoint.keeper import Keeper, RunState, Trained
+from shoal.checkpoint.store import Store
+from shoal.checkpoint.tensor_file import NAMES
+from shoal.data.device_transfer import Transfer
+from shoal.data.loader import Loader
+from shoal.data.opened import Opened, open_evaluation, opened
+from shoal.data.order import Order
+from shoal.data.reading import loader_of, order_of, refuse_epochs
+from shoal.data.source import MapSource, small_batch
+from shoal.data.stream import no_lockstep
+from shoal.distributed.agreement import collectively, together
+from shoal.distributed.failures import user_error
+from shoal.distributed.mesh import Mesh
+from shoal.distributed.process_setup import one_thread
+from shoal.errors import JobError, ShoalError
+from shoal.job import Job
+from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.precision import LossScale, Precision
+from shoal.parallel.assemble import ModelSource, assemble, divide
+from shoal.parallel.base import Strategy
+from shoal.parallel.blocks.compiled import compile_blocks
+from shoal.parallel.blocks.recompute import recompute
+from shoal.parallel.model.adapters import adapted
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.plans.grains import random_key
+from shoal.plans.plan import Plan
+from shoal.plans.resolve import refuse_unsupported
+from shoal.plans.unheeded import warn_of
+from shoal.training.computation import Evaluate, LossComputer, LossPair, MicrobatchPolicy
+from shoal.training.evaluation import Evaluator
+from shoal.training.observer import Observer
+from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
+from shoal.training.step import StepParts
+from shoal.training.telemetry import RecordWriter, StepClock
+from shoal.training.trainer import Parts, Surroundings, Trainer
+
+if TYPE_CHECKING:
+    from shoal.parallel.pipeline.pipeline import Pipeline
+
+
+@dataclass
+class Engine:
+    """What a rank trains with."""
+
+    job: Job
+    plan: Plan
+    mesh: Mesh
+    precision: Precision
+    model: nn.Module
+    sharded_model: ShardedModel
+    pipeline: Pipeline | None
+    parameters: Parameters
+    strategy: Strategy
+    updater: Updater
+    loader: Loader
+    order: Order
+    evaluator: Evaluator
+    keeper: Keeper
+    clock: StepClock
+    observer: Observer
+    store: Store | None
+    num_train_samples: int | None
+    records: RecordWriter
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters, each parameter once."""
+        return sum(math.prod(shape) for shape in self.sharded_model.shapes().values())
+
+    def load(self) -> tuple[RunState | None, list[str]]:
+        """The state of the newest good checkpoint, and lines about damaged ones. Collective: all ranks."""
+        if self.mesh.rank == 0 and self.store is not None:
+            self.store.clean()
+        return self.keeper.load(self._loss_scale)
+
+    @property
+    def _evaluate(self) -> Evaluate | None:
+        return self.pipeline.evaluate if self.pipeline is not None else None
+
+    @property
+    def _loss_scale(self) -> LossScale:
+        return LossScale.of(self.plan.precision.loss_scale, self.precision.compute)
+
+    def rehearse(self) -> None:
+        """Computes the first of an evaluation, to find what would raise in it before a step is trained for it.
+
+        Not where blocks are compiled, which would be compiled for another shape first. Collective: all ranks.
+        """
+        if self.plan.execution.compile == "none":
+            self.evaluator.rehearse(self.model)
+            self.strategy.rest()
+
+    def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
+        """The trainer that goes on from `state`, or begins."""
+        state = state or self.first_state()
+        return Trainer(self.parts(state, num_steps, around, records), around, state)
+
+    def first_state(self) -> RunState:
+        """Before the first step."""
+        return RunState(loss_scale=self._loss_scale)
+
+    def parts(self, state: RunState, num_steps: int, around: Surroundings, records: RecordWriter) -> Parts:
+        """What goes on from `state` up to `num_steps`."""
+        self.records = records
+        self.records.forget_after(state.step)
+        return Parts(
+            job=self.job,
+            model=self.model,
+            parameters=self.parameters,
+            step=self.step_parts(state.step, around.note),
+            updater=self.updater,
+            order=self.order,
+            evaluator=self.evaluator,
+            keeper=self.keeper,
+            records=self.records,
+            num_steps=num_steps,
+        )
+
+    def step_parts(self, first: int, note: Callable[[str], None]) -> StepParts:
+        """What computes steps, the first of them `first`."""
+        computation = MicrobatchPolicy(self.plan.batch.grains_per_microbatch, fuse=self.job.fuse)
+        self.loader.seek(first, computation.effective_grains)
+        return StepParts(
+            mesh=self.mesh,
+            precision=self.precision,
+            sharded_model=self.sharded_model,
+            pipeline=self.pipeline,
+            strategy=self.strategy,
+            loader=self.loader,
+            transfer=Transfer(self.mesh.device, self.precision.inputs),
+            computer=LossComputer(
+                self.job,
+                self.model,
+                self.precision,
+                computation,
+                self._evaluate,
+                cut=self.plan.shards_model,
+                divided=self.sharded_model.divided,
+            ),
+            buffers=StepBuffers(self.model, self.sharded_model.counts_buffer),
+            clock=self.clock,
+            note=note,
+            observer=self.observer,
+        )
+
+    def close(self) -> None:
+        """Ends threads, worker processes and files, and takes the strategy's hooks off."""
+        self.strategy.close()
+        self.keeper.close()
+        self.loader.close()
+        self.records.close()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What surrounds a training and changes nothing in it.
+
+    `checkpoints` is their directory, None for none; `eval_samples` the most that an evaluation reads, None for all;
+    `take_workers`: a DataLoader's num_workers becomes the plan's data.workers.
+    """
+
+    checkpoints: Path | None = None
+    checkpoint_every: int | None = None
+    telemetry: bool = True
+    eval_samples: int | None = None
+    take_workers: bool = False
+    observer: Observer = field(default_factory=Observer)
+
+
+def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
+    """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
+    refuse_unsupported(plan)
+    precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
+    job = together(mesh, lambda: opened(job))
+    data: Opened = job.train_data
+    source = data.source
+    together(mesh, lambda: _judge(data, plan, mesh))
+    plan, notes = _with_workers(plan, data, options)
+    sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
+    model = sharded_model.model
+    together(mesh, lambda: _refuse_dtypes(sharded_model))
+    together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
+    parameters = together(mesh, lambda: Parameters(model))
+    optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
+    together(mesh, lambda: refuse_on_parts(optimizer, sharded_model))
+    clock = StepClock(mesh.device, options.telemetry)
+    strategy = assemble(plan, sharded_model, parameters, job.grains, clock.mark)
+    # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
+    updater = Updater(optimizer, job, options.observer, strategy, sharded_model, exact=plan.execution.exact)
+    evaluation = together(mesh, lambda: _evaluation_data(job))
+    order = order_of(data, job, job.length, job.shuffle is not False)
+    loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
+    store = Store(options.checkpoints) if options.checkpoints is not None else None
+    keeper = Keeper(mesh, store, Trained(sharded_model, optimizer, loader, strategy), options.checkpoint_every)
+    return Engine(
+        job=job,
+        plan=plan,
+        mesh=mesh,
+        precision=precision,
+        model=model,
+        sharded_model=sharded_model,
+        pipeline=pipeline,
+        parameters=parameters,
+        strategy=strategy,
+        updater=updater,
+        loader=loader,
+        order=order,
+        evaluator=Evaluator(
+            job,
+            mesh,
+            precision,
+            evaluation.source if evaluation is not None else None,
+            {"loss": job.loss, **job.metrics},
+            most_samples=options.eval_samples,
+            collate=evaluation.collate if evaluation is not None else None,
+            divided=sharded_model.divided,
+            syncs_every_microbatch=strategy.syncs_every_microbatch,
+            evaluate=pipeline.evaluate if pipeline is not None else None,
+        ),
+        keeper=keeper,
+        clock=clock,
+        observer=options.observer,
+        store=store,
+        num_train_samples=order.num_samples if isinstance(source, MapSource) else None,
+        records=RecordWriter(None),
+        notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
+    )
+
+
+def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
+    """What a plan asks of the data. Raises: PlanError for what it cannot do; warns of what has no effect."""
+    source = data.source
+    if not isinstance(source, MapSource):
+        if plan.shards_model:
+            raise no_lockstep()
+        reason = "a stream is read by the rank itself"
+        idle = f"data.workers = {plan.data.workers}: no effect, since {reason}" if plan.data.workers else ""
+    elif plan.execution.channels_last and mesh.rank == 0:
+        leaves = tree_leaves(small_batch(source, data.collate))
+        pictured = any(isinstance(leaf, torch.Tensor) and leaf.ndim == 4 for leaf in leaves)
+        reason = "no input is a batch of images, [batch, channels, height, width]"
+        idle = "" if pictured else f"execution.channels_last = true: no effect, since {reason}"
+    else:
+        return
+    if idle and mesh.rank == 0:
+        warn_of([idle])
+
+
+def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) -> tuple[ShardedModel, Pipeline | None]:
+    """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
+    if plan.divides_model:
+        key = random_key(job.seed, "initial values")
+        pair = LossPair(job.loss, precision)
+        made = ModelSource(
+            functools.partial(make_model, job), key, job.loss, pair, lambda: small_batch(data.source, data.collate)
+        )
+        return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
+    model = together(mesh, lambda: build_model(job, precision))
+    together(mesh, lambda: recompute(model, plan.memory.recompute))
+    mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+    return ShardedModel(mesh, model, divides_state=plan.layout.shard > 1), None
+
+
+def _refuse_dtypes(sharded_model: ShardedModel) -> None:
+    """Raises: JobError for a parameter or buffer that no checkpoint and no trace can hold."""
+    found = next(((name, t.dtype) for name, (_, t) in sharded_model.tensors().items() if t.dtype not in NAMES), None)
+    if found is not None:
+        raise JobError(
+            given=f"{found[0]} in {str(found[1]).removeprefix('torch.')}",
+            conflict="safetensors, the format of checkpoints, has no such dtype",
+            remedy="use another, as complex64, or of complex128 its torch.view_as_real in float64",
+        )
+
+
+def build_model(job: Job, precision: Precision) -> nn.Module:
+    """The job's model with the seed's initial values, on the device in the plan's dtype. Raises: as its parts."""
+    seed_everything(random_key(job.seed, "initial values"))
+    return precision.apply(make_model(job).to(precision.device))
+
+
+def make_model(job: Job) -> nn.Module:
+    """What the job's `model` gives on one thread: the same bits wherever. Raises: UserCodeError, JobError."""
+    try:
+        with one_thread():
+            model = adapted(job.model())
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise user_error("model()", error) from error
+    if not isinstance(model, nn.Module):
+        raise JobError(
+            given=f"model() returned {type(model).__name__}",
+            conflict="the engine trains a torch.nn.Module",
+            remedy="return the module",
+        )
+    return model
+
+
+def _evaluation_data(job: Job) -> Opened | None:
+    return None if job.eval_data is None else open_evaluation("eval_data", job.eval_data, job.collate)
+
+
+def _with_workers(plan: Plan, data: Opened, options: Options) -> tuple[Plan, tuple[str, ...]]:
+    """The plan with as many data workers as a DataLoader has, where nobody said how many; and what has no effect."""
+    wanted, have = data.workers, plan.data.workers
+    if wanted is None or wanted == have or not isinstance(data.source, MapSource):
+        return plan, data.notes
+    if options.take_workers and not plan.serves:
+        return plan.with_sections(data={"workers": wanted}), data.notes
+    said = f"train_data: num_workers={wanted} has no effect: the plan has data.workers = {have}"
+    return plan, (*data.notes, said)
+
+
+def _loader(job: Job, plan: Plan, mesh: Mesh, data: Opened, order: Order) -> Loader:
+    given, remedy = (
+        f"length={job.length} with a stream as train_data",
+        "write length=shoal.Steps(...) or shoal.Samples(...)",
+    )
+    refuse_epochs(data, job.length, given, remedy)
+    return loader_of(data, order, mesh, plan.data.workers)

@@ -1,0 +1,189 @@
+"""Evaluation: metrics as sums over every sample once, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from shoal.data.loader import DataRank
+from shoal.data.source import Collate, MapSource, collate_samples
+from shoal.distributed.agreement import collectively
+from shoal.distributed.mesh import Mesh
+from shoal.errors import DataError
+from shoal.job import Job
+from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.precision import Precision
+from shoal.plans.grains import random_key
+from shoal.training.computation import Evaluate, LossPair
+
+# Samples in one forward of an evaluation, where the global batch is larger: the cut must not depend on the layout.
+MAX_CHUNK = 256
+# And where only some samples are evaluated: few, and still more than one chunk.
+SAMPLED_CHUNK = 4
+
+
+class Evaluator:
+    """Evaluates a job's loss and metrics on its evaluation data."""
+
+    def __init__(
+        self,
+        job: Job,
+        mesh: Mesh,
+        precision: Precision,
+        source: MapSource | Iterable[Any] | None,
+        metrics: Mapping[str, Callable[[Any, Any], Any]],
+        *,
+        most_samples: int | None = None,
+        divided: bool = False,
+        syncs_every_microbatch: bool = False,
+        evaluate: Evaluate | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        """`divided`: the model computes with other ranks; `syncs_every_microbatch`: also with others.
+
+        `evaluate` computes a pair where the model's stages are on several ranks. `collate`: of a stream's samples, the
+        job's where it is None.
+        """
+        self._evaluate = evaluate
+        self._divided, self._syncs_every_microbatch = divided, syncs_every_microbatch
+        self._job, self._mesh, self._precision, self._source = job, mesh, precision, source
+        self._collate = collate or job.collate or default_collate
+        self._metrics = dict(metrics)
+        self._most = most_samples
+        self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
+        """Each metric's sum over its count, and how many samples were evaluated.
+
+        Collective: all ranks, one JSON gather. Raises: on every rank where any raised.
+        """
+        if self._source is None:
+            return {}, 0
+        gathered = self._mesh.gather_json(self._computed(model))
+        # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
+        count = sum(len_ for part in gathered for len_ in part["samples"])
+        metrics = {}
+        for name in self._metrics:
+            total = _fsum(t for part in gathered for t in part["sums"][name][0])
+            weight = _fsum(w for part in gathered for w in part["sums"][name][1])
+            metrics[name] = total / weight if weight else math.nan
+        return metrics, count
+
+    def rehearse(self, model: nn.Module) -> None:
+        """Computes this rank's first chunk as an evaluation does, to find now what would raise there; changes nothing.
+
+        A stream is not begun. Collective: all ranks. Raises: as `evaluate`.
+        """
+        if isinstance(self._source, MapSource):
+            with _as_before(model, self._mesh.device):
+                self._computed(model, most_chunks=1)
+
+    def _computed(self, model: nn.Module, most_chunks: int | None = None) -> dict[str, Any]:
+        training = model.training
+        model.eval()
+        try:
+            return collectively(self._mesh, self._divided, lambda: self._local_sums(model, most_chunks))
+        finally:
+            model.train(training)
+
+    def _local_sums(self, model: nn.Module, most_chunks: int | None) -> dict[str, Any]:
+        sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
+        samples: list[int] = []
+        place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
+        with torch.no_grad():
+            for number, size, batch in itertools.islice(self._chunks(place), most_chunks):
+                batch = self._precision.inputs(batch)
+                seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
+                counted = self._mesh.counts_loss and size > 0
+                if counted:
+                    samples.append(size)
+                for name, function in self._metrics.items():
+                    total, weight = self._pair(name, function, model, batch)
+                    if counted:
+                        sums[name][0].append(float(total))
+                        sums[name][1].append(float(weight))
+        return {"samples": samples, "sums": sums}
+
+    def _pair(self, name: str, function: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        pair = LossPair(function, self._precision, "loss" if name == "loss" else f"metric {name!r}")
+        with self._precision.products():
+            return self._evaluate(pair, batch) if self._evaluate is not None else pair(model, batch)
+
+    def _read(self, stream: Iterable[Any]) -> Iterator[list[Any]]:
+        """The chunks of a stream: one that draws draws the same on every rank, whatever was computed in between."""
+        samples: Iterator[Any] | None = None
+        for number in itertools.count():
+            seed_everything(random_key(self._job.seed, "evaluation read", number))
+            try:
+                samples = samples or iter(itertools.islice(stream, self._most))
+                chunk = list(itertools.islice(samples, self._chunk))
+            except Exception as error:
+                raise DataError(
+                    given="eval_data",
+                    conflict=f"the stream raised {type(error).__name__}: {error}",
+                    remedy="mend the stream",
+                ) from error
+            if not chunk:
+                return
+            yield chunk
+
+    def _chunks(self, place: DataRank) -> Iterator[tuple[int, int, Any]]:
+        """This rank's chunks as (number c, samples, batch): c belongs to rank c modulo their number."""
+        if isinstance(self._source, MapSource):
+            count = min(len(self._source), self._most or len(self._source))
+            rounds = range(0, count, place.num_ranks * self._chunk)
+            for start in (first + place.rank * self._chunk for first in rounds):
+                if start >= count:
+                    if self._syncs_every_microbatch:  # as many as others, of no samples
+                        yield 0, 0, self._source.fetch([np.zeros(1, np.int64)], [random_key(self._job.seed, "filler")])
+                    continue
+                ids = np.arange(start, min(start + self._chunk, count), dtype=np.int64)
+                key = random_key(self._job.seed, "evaluation", start)
+                yield start // self._chunk, len(ids), self._source.fetch([ids], [key])
+        else:
+            own, number, first = 0, -1, None
+            for number, samples in enumerate(self._read(self._source or ())):
+                first = first or samples
+                if number % place.num_ranks == place.rank:
+                    own += 1
+                    seed_everything(random_key(self._job.seed, "evaluation", number))
+                    yield number, len(samples), collate_samples(self._collate, samples, "eval_data")
+            if self._syncs_every_microbatch and own < -(-(number + 1) // place.num_ranks):
+                yield 0, 0, collate_samples(self._collate, first or [], "eval_data")
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Puts buffers and generators back as they were: a forward may write the ones and draw from the others."""
+    kept = [
+        (module._buffers, name, value, value._version, value.detach().clone())
+        for module in model.modules()
+        for name, value in module._buffers.items()
+        if value is not None
+    ]
+    generators = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(generators[0])
+        np.random.set_state(generators[1])
+        with torch.no_grad():
+            for home, name, value, version, clone in kept:
+                home[name] = value
+                if value._version != version and not value.is_meta:
+                    value.copy_(clone)
+
+
+def _fsum(values: Iterable[float]) -> float:
+    found: Sequence[float] = list(values)
+    return math.fsum(found) if all(map(math.isfinite, found)) else math.nan

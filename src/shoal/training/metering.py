@@ -1,0 +1,266 @@
+"""Metering: the first steps of a run, counted and measured, beside what the planner's formulas say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.distributed.traffic_meter import Traffic
+from shoal.hardware.values import kind_of
+from shoal.numerics.precision import Precision
+from shoal.parallel.base import Strategy
+from shoal.parallel.model.sharded_model import ShardedModel, local
+from shoal.plans.accounting.collectives import Array, Gradients, Sharding, Volumes
+from shoal.plans.accounting.memory import Footprint, StateShape, state_shape
+from shoal.plans.accounting.model_parallel import Partial, SlicedBlock
+from shoal.plans.accounting.rank import Described, memory, traffic
+from shoal.plans.grains import Grain, microbatches, share
+from shoal.plans.layout import Layout
+from shoal.plans.plan import Plan
+from shoal.training.memory_meter import GatheredBytes, MemoryMeter
+from shoal.training.observer import Observer
+
+# Two, of which the later one counts: in the first, caches and lazy states are still being made. All others send the
+# same, and none of them pays for it.
+MEASURED_STEPS = 2
+
+
+class StepMeter(Observer):
+    """Counts traffic and measures memory in the first steps that update; those after them are left alone.
+
+    What is counted lies between a step's agreement and the end of its update: agreements that do not travel with the
+    sums, checkpoints and evaluations are not part of it.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.volumes = Volumes()
+        self.footprint: Footprint | None = None
+        self._left = 0
+        self._current = 0
+        self._traffic: Traffic | None = None
+        self._memory: MemoryMeter | None = None
+        self._strategy: Strategy | None = None
+
+    def attach(
+        self,
+        sharded_model: ShardedModel,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        wires: Iterable[dist.ProcessGroup] = (),
+    ) -> None:
+        """What is measured, before the first step; `wires` carry messages between stages."""
+        self._memory, self._strategy = MemoryMeter(sharded_model.model, optimizer), strategy
+        self._traffic = Traffic(sharded_model.mesh.groups, self._memory.collective, wires)
+        self._left = MEASURED_STEPS
+
+    @property
+    def attached(self) -> bool:
+        """Whether it was told what to measure."""
+        return self._traffic is not None
+
+    def begin(self, step: int, factor: float) -> None:
+        """Starts to measure, anew where a step is computed again."""
+        if self._left and self._traffic is not None and self._memory is not None:
+            self._current = step
+            self._traffic.start()
+            self._memory.start()
+
+    def reduced(self, loss: float, weight: float, scale: float) -> None:
+        """The gradients are all there."""
+        if self._left and self._memory is not None and self._strategy is not None:
+            self._memory.summed(self._strategy.gradient_buffers())
+
+    def updated(self, skipped: str | None) -> None:
+        """Ends the measurement of a step that updated."""
+        if self._left and self._traffic is not None and self._memory is not None:
+            volumes, footprint = self._traffic.stop(), self._memory.stop()
+            if skipped is None:
+                self.step, self.volumes, self.footprint = self._current, volumes, footprint
+                self._left -= 1
+
+    def close(self) -> None:
+        """Ends a measurement that an error cut short."""
+        self._left = 0
+        if self._traffic is not None and self._memory is not None:
+            self._traffic.stop()
+            self._memory.abandon()
+
+    def to_json(self) -> dict[str, Any] | None:
+        """{"step": from 1, "traffic", "memory"}; None where no step was measured."""
+        if self.step is None or self.footprint is None:
+            return None
+        return {"step": self.step + 1, "traffic": self.volumes.to_json(), "memory": self.footprint.to_json()}
+
+
+def blocks(told: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """The blocks `traffic` and `memory` of a result, from what each rank measured and what was predicted for it."""
+    found: dict[str, Any] = {}
+    for kind in ("traffic", "memory"):
+        ranks = [
+            {"rank": rank, "step": own["step"], "measured": own[kind], "predicted": own["predicted"][kind]}
+            for rank, own in enumerate(told)
+            if own is not None
+        ]
+        found[kind] = {"ranks": ranks} if ranks else None
+    return found
+
+
+def predicted(plan: Plan, described: Described, rank: int) -> dict[str, Any]:
+    """{"traffic", "memory"} by the formulas; None where there is none for the layout."""
+    volumes, footprint = traffic(plan, described, rank), memory(plan, described, rank)
+    return {
+        "traffic": volumes.to_json() if volumes is not None else None,
+        "memory": footprint.to_json() if footprint is not None else None,
+    }
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The grains of the measured step, of a job of `num_grains`, and how many of them share a forward.
+
+    `buffers` names those that the forward changes.
+    """
+
+    num_grains: int
+    grains: Sequence[Grain]
+    grains_per_microbatch: int = 1
+    buffers: Sequence[str] = ()
+
+    def held(self, layout: Layout) -> list[list[int]]:
+        """The grains of each rank."""
+        places = [layout.coordinate(rank) for rank in range(layout.world_size)]
+        parts = [share(list(self.grains), p.data * layout.shard + p.shard, layout.divides_grains) for p in places]
+        return [[grain.index for grain in part] for part in parts]
+
+    def samples(self, layout: Layout, rank: int, syncs_every_microbatch: bool) -> list[int]:
+        """The samples of each microbatch of a rank; in lockstep with those that fill up to the most of any."""
+        parts = [share(list(self.grains), part, layout.divides_grains) for part in range(layout.divides_grains)]
+        sizes = [[sum(g.size for g in run) for run in microbatches(p, self.grains_per_microbatch)] for p in parts]
+        place = layout.coordinate(rank)
+        own = sizes[place.data * layout.shard + place.shard]
+        filler = next(found[0] for found in sizes if found)
+        return own + [filler] * ((max(map(len, sizes)) - len(own)) if syncs_every_microbatch else 0)
+
+
+def describe(
+    sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, plan: Plan, precision: Precision, shares: Shares
+) -> Described:
+    """The measured step as the formulas need to know it, on this rank."""
+    known = dict(sharded_model.model.named_buffers(remove_duplicate=False))
+    held = shares.held(plan.degrees)
+    gradients = Gradients(
+        tuple(array(p) for _, p in sharded_model.parameters() if p.requires_grad),
+        reduce_itemsize=precision.reduce.itemsize,
+        on_cpu=precision.device.type == "cpu",
+        buffer_numel=sum(known[name].numel() for name in shares.buffers),
+    )
+    layout, division, rank = plan.degrees, sharded_model.division, sharded_model.mesh.rank
+    samples = tuple(shares.samples(layout, rank, plan.shards_model))
+    return Described(
+        gradients,
+        frozen=tuple(array(p) for _, p in sharded_model.parameters() if not p.requires_grad),
+        state=optimizer_shape(optimizer),
+        num_grains=shares.num_grains,
+        held=held,
+        activations=planned_activations(plan, precision.device.type, rank),
+        sharding=sharding(sharded_model, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
+        within=division.sends(samples) if division.sends is not None else None,
+        staged=division.staged,
+        sliced=_sliced(sharded_model),
+        samples=samples,
+        partial=partial(sharded_model),
+        num_cut=sum(p.requires_grad and p.ndim > 0 for p in sharded_model.model.parameters()),
+    )
+
+
+def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
+    """What autograd keeps on `rank` as the plan's maker traced it; None by hand, or for another kind of device.
+
+    None too where recomputation is selective: what it keeps is no autograd's, and is not measured.
+    """
+    by_rank, kind = plan.prediction.get("kept_bytes"), plan.prediction.get("device_kind")
+    if plan.memory.recompute == "selective" or not by_rank or len(by_rank) != plan.layout.pipeline:
+        return None
+    if kind != kind_of(device):
+        return None
+    return int(by_rank[plan.degrees.coordinate(rank).pipeline])
+
+
+def _sliced(sharded_model: ShardedModel) -> tuple[SlicedBlock, ...]:
+    """The blocks of a context axis that this rank computes."""
+    here = {name.rpartition(".")[0] for name, _ in sharded_model.parameters()}
+    return tuple(b for b in sharded_model.division.sliced if any(f"{name}.".startswith(f"{b.name}.") for name in here))
+
+
+def partial(sharded_model: ShardedModel) -> tuple[Partial, ...]:
+    """The gradients that are summed after the backward, by axis."""
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, axes in sharded_model.division.partial.items():
+        parameter = sharded_model.model.get_parameter(name)
+        for axis in axes if parameter.requires_grad else ():
+            found.setdefault(axis, []).append((name, parameter))
+    told = []
+    for axis, named in sorted(found.items()):
+        here = [p for _, p in named if axis == "pipeline" or not p.is_meta]
+        shapes = [sharded_model.division.cut(tuple(p.shape)) if p.is_meta else tuple(local(p).shape) for p in here]
+        sizes = tuple((prod(shape), p.itemsize) for shape, p in zip(shapes, here, strict=True))
+        told.append(Partial(axis, len(named), sizes))
+    return tuple(told)
+
+
+def sharding(sharded_model: ShardedModel, plan: Plan, precision: Precision, count: int) -> Sharding | None:
+    """How fully_shard cuts a model of which `count` microbatches are computed; None where it does not."""
+    model, staged = sharded_model.model, sharded_model.division.staged
+    groups = GatheredBytes(model).groups
+    if not groups:
+        return None
+    places = {module: number for number, module in enumerate(model.modules())}
+    inner = [group for group in groups if model not in group.modules]
+    own = [p for group in groups if model in group.modules for p in group.fsdp_params]
+    last = max((places[m] for group in inner for unit in group.modules for m in unit.modules()), default=-1)
+    params = [*(group.fsdp_params for group in inner), own]
+    units = [[array(p.sharded_param) for p in unit] for unit in params]
+    names = {id(p): name for name, p in model.named_parameters()}
+    uses = [
+        sum(any(names.get(id(p.sharded_param)) in used for p in unit) for used in staged.used.values()) if staged else 1
+        for unit in params
+    ]
+    return Sharding(
+        tuple(map(tuple, units)),
+        degree=plan.layout.shard,
+        replicas=plan.layout.data,
+        microbatches=count,
+        kept=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
+        gather_itemsize=precision.parameters.itemsize,
+        reduce_itemsize=precision.reduce.itemsize,
+        resharded=staged is None or plan.shard.level != "gradients",
+        uses=tuple(uses),
+        halves=staged is not None and staged.halves,
+        reduce_every=plan.shard.reduce == "every_microbatch",
+        root_early=sum(array(p.sharded_param).numel for p in own if places[p._module_info.module] > last),
+    )
+
+
+def array(parameter: Tensor) -> Array:
+    """A parameter as the formulas see it."""
+    kind = str(parameter.dtype).removeprefix("torch.")
+    return Array(tuple(parameter.shape), parameter.itemsize, parameter.is_contiguous(), kind)
+
+
+def optimizer_shape(optimizer: torch.optim.Optimizer) -> StateShape | None:
+    """The state of one of torch.optim's own, alike in all its groups; None for any other."""
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    name = type(optimizer).__name__
+    found = {
+        state_shape(name, bool(g.get("amsgrad")), bool(g.get("momentum")), bool(g.get("centered")))
+        for g in optimizer.param_groups
+    }
+    return found.pop() if len(found) == 1 else None

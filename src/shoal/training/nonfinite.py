@@ -1,0 +1,72 @@
+"""Non-finite steps: who brought the NaN, down to the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.data.microbatch import Microbatch
+from shoal.distributed.mesh import Mesh
+from shoal.numerics.precision import Precision
+from shoal.training.computation import LossComputer
+
+# A grain of more samples than this is named whole, not searched sample by sample.
+_MAX_SEARCHED = 256
+
+
+class NonFiniteSearch:
+    """Computes grains, then samples, alone, and sees which loss or gradient is not finite."""
+
+    def __init__(self, computer: LossComputer, precision: Precision, parameters: Sequence[Tensor]) -> None:
+        self._computer, self._precision, self._parameters = computer, precision, list(parameters)
+
+    def find(self, mesh: Mesh, microbatches: list[Microbatch]) -> dict[str, Any]:
+        """The first rank that has bad grains, with its grains and sample ids; on every rank the same.
+
+        Buffers may be written: the caller restores them. Collective: all ranks, one JSON gather.
+        """
+        try:
+            grains, samples = self._search(microbatches)
+        except Exception:  # samples that cannot be read again, say: all of them are under suspicion
+            grains = [grain.index for m in microbatches for grain in m.grains]
+            samples = [i for m in microbatches for ids in m.ids for i in ids.tolist()]
+        told = mesh.gather_json({"rank": mesh.rank, "host": mesh.host, "grains": grains, "samples": samples})
+        culprits = [t for t in told if t["grains"]]
+        if culprits:
+            return {**culprits[0], "other_ranks": [t["rank"] for t in culprits[1:]]}
+        return {"rank": None, "host": None, "grains": [], "samples": [], "other_ranks": []}
+
+    def _search(self, microbatches: list[Microbatch]) -> tuple[list[int], list[int]]:
+        grains: list[int] = []
+        samples: list[int] = []
+        for microbatch in microbatches:
+            for part in microbatch.split():
+                if not self._is_finite(part):
+                    grains.append(part.grains[0].index)
+                    samples += self._bad_samples(part)
+        return grains, samples
+
+    def _bad_samples(self, part: Microbatch) -> list[int]:
+        ids: list[int] = part.ids[0].tolist()
+        if part.num_samples > _MAX_SEARCHED:
+            return ids
+        # One that cannot be computed alone (BatchNorm of one value, say) leaves the whole grain under suspicion.
+        try:
+            found = [i for i, single in zip(ids, part.samples(), strict=True) if not self._is_finite(single)]
+        except Exception:
+            return ids
+        return found or ids
+
+    def _is_finite(self, microbatch: Microbatch) -> bool:
+        with self._computer.scope(microbatch):
+            total, _ = self._computer.loss(self._precision.inputs(microbatch.batch))
+        if not bool(torch.isfinite(total)):
+            return False
+        try:
+            gradients = torch.autograd.grad(total, self._parameters, allow_unused=True)
+        except RuntimeError:  # reentrant checkpointing: no gradients but into .grad, whose hooks send them; loss alone
+            return True
+        return all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)

@@ -1,0 +1,339 @@
+"""Update: from summed gradients to new parameters. Weight, loss scale, clipping, schedule, optimizer; once a step."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.distributed.failures import user_error
+from shoal.distributed.process_setup import compiler_deferred, is_hooked, is_torchs, step_optimizer
+from shoal.errors import JobError, ShoalError, UserCodeError
+from shoal.job import Job, Progress
+from shoal.numerics.gradient_norm import global_norm
+from shoal.numerics.grain_randomness import all_generators, seed_everything
+from shoal.numerics.precision import LossScale
+from shoal.parallel.base import Strategy
+from shoal.parallel.model.sharded_model import ShardedModel, local
+from shoal.plans.grains import random_key
+from shoal.training.observer import Observer
+
+# They compute with a matrix as a whole, and on a part of one something else.
+_ON_MATRICES = ("Muon", "Adafactor", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
+# torch.nn.utils.clip_grad_norm_'s own guard against a division by zero.
+_CLIP_EPSILON = 1e-6
+
+
+class Parameters(list[nn.Parameter]):
+    """The trainable parameters that a rank holds, each once; `named` gives them with their names, in the same order.
+
+    None on a rank whose stages of a pipeline are frozen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
+        super().__init__(p for _, p in self._named)
+        narrow = next((name for name, p in model.named_parameters() if p.requires_grad and p.is_complex()), None)
+        if narrow is not None:
+            raise JobError(
+                given=f"the complex parameter {narrow}",
+                conflict="gradients are summed, and optimizers step, in real numbers; its imaginary part would be lost",
+                remedy="keep it as torch.nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex of it in "
+                "the forward; buffers may be complex",
+            )
+        if not any(p.requires_grad for p in model.parameters()):
+            raise JobError(
+                given=f"a {type(model).__name__} without trainable parameters",
+                conflict="there is nothing to train",
+                remedy="check what model() returns, and its requires_grad",
+            )
+
+    @property
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) pairs, in the order of the list."""
+        return iter(self._named)
+
+
+def build_optimizer(make: Callable[[Any], Any], parameters: Parameters) -> torch.optim.Optimizer:
+    """The job's optimizer. Raises: JobError or UserCodeError where it is none that can be stepped once a step."""
+    try:
+        with compiler_deferred():
+            optimizer = make(parameters) if parameters else _empty(make)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise user_error("the optimizer function", error) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise JobError(
+            given=f"optimizer(parameters) returned {type(optimizer).__name__}",
+            conflict="the engine steps a torch.optim.Optimizer",
+            remedy="return one, for example torch.optim.SGD(parameters, lr=0.1)",
+        )
+    refuse_optimizer(optimizer)
+    known = set(map(id, parameters))
+    strangers = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise JobError(
+            given=f"an optimizer with {strangers} tensors that are not trainable parameters of the model",
+            conflict="only the model's own parameters get gradients",
+            remedy="build it from the list that the optimizer function is given",
+        )
+    return optimizer
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises: JobError for an optimizer that evaluates the loss itself, or takes sparse gradients only."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
+        raise JobError(
+            given=f"optimizer {type(optimizer).__name__}",
+            conflict="it evaluates the loss several times a step, and a step's samples are read once",
+            remedy="use an optimizer whose step() needs no closure: SGD, Adam, AdamW ...",
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise JobError(
+            given="optimizer SparseAdam",
+            conflict="it takes sparse gradients only, and a step's gradient, the sum over all grains, is dense",
+            remedy="use torch.optim.Adam or SGD; a model with sparse=True stays as it is",
+        )
+
+
+def _empty(make: Callable[[Any], Any]) -> Any:
+    """An optimizer of nothing: torch's refuse to be made without a parameter, so that one is given and taken."""
+    optimizer = make(_Nothing())
+    for group in getattr(optimizer, "param_groups", ()):
+        group["params"].clear()
+    return optimizer
+
+
+class _Nothing(list[nn.Parameter]):
+    """A list of one parameter without elements, none of which has a name."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Parameter(torch.empty(0))])
+        self.named: Iterator[tuple[str, nn.Parameter]] = iter(())
+
+
+def refuse_on_parts(optimizer: torch.optim.Optimizer, sharded_model: ShardedModel) -> None:
+    """Raises: JobError for an optimizer that is known to need whole parameters, where some are cut."""
+    cut = next((name for name, p in sharded_model.parameters() if not sharded_model.part(name, p).is_whole), None)
+    if cut is not None and type(optimizer).__name__ in _ON_MATRICES:
+        raise JobError(
+            given=f"optimizer {type(optimizer).__name__}, with {cut} cut over ranks",
+            conflict="it computes with a parameter as a whole, and on a part of it something else",
+            remedy='use the data axis, shard.level = "optimizer" or pipeline stages, which leave parameters whole',
+        )
+
+
+@dataclass(frozen=True)
+class Update:
+    """What came of a step: the mean gradient's norm before clipping, the learning rate, and why it was skipped.
+
+    weightless: nothing had a weight; overflow: a smaller loss scale may mend it; nonfinite: the loss or gradient is.
+    """
+
+    grad_norm: float
+    learning_rate: float
+    skipped: str | None
+
+
+class Stepper:
+    """Steps one optimizer at the rates of the job's schedule. `exact`: with the kernels of its own defaults."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, job: Job, *, exact: bool = False) -> None:
+        self._optimizer, self._job, self._exact = optimizer, job, exact
+        self._rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+        if job.schedule is not None and any("lr" not in group for group in optimizer.param_groups):
+            raise JobError(
+                given=f"a schedule for {type(optimizer).__name__}, which has no lr",
+                conflict="a schedule multiplies the learning rates of the optimizer's groups",
+                remedy="leave the schedule out, or use an optimizer with a learning rate",
+            )
+
+    def multiplier(self, progress: Progress) -> float:
+        """The schedule's; one where there is none. Raises: UserCodeError."""
+        multiplier = 1.0
+        if self._job.schedule is not None:
+            try:
+                multiplier = float(self._job.schedule(progress))
+            except Exception as error:
+                raise user_error("the schedule", error) from error
+            if not math.isfinite(multiplier) or multiplier < 0:
+                raise UserCodeError(
+                    given=f"schedule({float(progress):.4g}) = {multiplier}",
+                    conflict="a schedule gives the learning rate's multiplier: finite and not negative",
+                    remedy="mend the schedule, a function of progress in [0, 1]",
+                )
+        return multiplier
+
+    def set_rates(self, progress: Progress) -> float:
+        """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
+        multiplier = self.multiplier(progress)
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            if isinstance(group.get("lr"), Tensor):
+                group["lr"].fill_(rate * multiplier)
+            elif "lr" in group:
+                group["lr"] = rate * multiplier
+        return self._rates[0] * multiplier
+
+    def seed(self, step: int) -> None:
+        """Seeds the generators for optimizers that may add noise: the same on all ranks."""
+        if may_draw(self._optimizer):
+            seed_everything(random_key(self._job.seed, "optimizer", step))
+
+    def step(self, *, refuse_noise: bool = False) -> None:
+        """One step. Raises: UserCodeError; JobError where it drew random numbers that it is not to draw."""
+        before = all_generators() if refuse_noise else None
+        try:
+            with contextlib.nullcontext() if self._exact else fused(self._optimizer):
+                step_optimizer(self._optimizer)
+        except Exception as error:
+            raise user_error("the optimizer", error) from error
+        if before is not None and all_generators() != before:
+            raise JobError(
+                given="an optimizer that draws random numbers, where ranks update different parts of a model",
+                conflict="what is drawn for one part would depend on the layout",
+                remedy="use the data axis alone, or an optimizer without noise",
+            )
+
+
+def may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step may draw at random: none of torch's own classes does, but what hooks into it may."""
+    return not is_torchs(optimizer) or is_hooked(optimizer)
+
+
+class Updater:
+    """Steps one optimizer. Every input is the same on all ranks, and so is what it decides."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        job: Job,
+        observer: Observer,
+        strategy: Strategy,
+        sharded_model: ShardedModel,
+        *,
+        exact: bool = False,
+        stepper: Stepper | None = None,
+    ) -> None:
+        """`exact`: the optimizer's kernels are those of its own defaults. `stepper`: how it is stepped otherwise."""
+        self.optimizer, self._strategy, self._sharded_model = optimizer, strategy, sharded_model
+        for parameter in [p for p in optimizer.state if not strategy.updates(p)]:  # made with the optimizer
+            del optimizer.state[parameter]
+        self._parameters = [
+            (p, sharded_model.counts(name)) for name, p in sharded_model.parameters() if p.requires_grad
+        ]
+        self._job, self._observer, self._judged = job, observer, False
+        self.num_begun = 0  # updates, also one that has raised in the midst of it
+        self.stepper = stepper or Stepper(optimizer, job, exact=exact)
+
+    def step(self, loss: float, weight: float, loss_scale: LossScale, progress: Progress) -> Update:
+        """Divides the summed gradients by `weight` and by the loss's factor, clips their norm, and steps.
+
+        `loss` is the mean. The norm counts every trainable parameter once. Nothing is changed where the update says
+        that it was skipped. Collective: as Holding.complete and Holding.norm, and the strategy's `update`.
+        """
+        rate = self.stepper.set_rates(progress)
+        if weight == 0.0:
+            return Update(0.0, rate, "weightless")
+        self._sharded_model.complete()
+        held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
+        scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
+        self._observer.reduced(loss, weight, scale)
+        norm = self._sharded_model.norm(global_norm([gradient for gradient, counts in held if counts])) * abs(scale)
+        skipped = judged(loss, norm, scale, loss_scale)
+        if skipped is not None:
+            return Update(norm, rate, skipped)
+        scale *= clipping(self._job.clip_norm, norm)
+        if held and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
+            torch._foreach_mul_([gradient for gradient, _ in held], scale)
+        self._observer.clipped(norm)
+        self.stepper.seed(progress.step)
+        self.num_begun += 1
+        self._strategy.update(lambda: self.stepper.step(refuse_noise=self._sharded_model.divides_state))
+        if not self._judged:
+            self._refuse_whole_state()
+            self._judged = True
+        return Update(norm, rate, None)
+
+    def _refuse_whole_state(self) -> None:
+        """Raises: JobError for state of a part of a parameter that is not such a part, and would go with no layout."""
+        state = self.optimizer.state
+        made = [(name, state[p]) for name, p in self._sharded_model.parameters() if p in state]
+        held = {f"{name}/{key}": v for name, values in made for key, v in values.items() if isinstance(v, Tensor)}
+        self._sharded_model.state({path: local(tensor) for path, tensor in held.items()})
+
+
+def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str | None:
+    """Why an update is left out, as in Update; None where nothing speaks against it."""
+    if not math.isfinite(loss) or not math.isfinite(scale):
+        return "nonfinite"
+    if not math.isfinite(norm):
+        return "overflow" if loss_scale.can_fall else "nonfinite"
+    return None
+
+
+def clipping(limit: float | None, norm: float) -> float:
+    """What a gradient of that norm is multiplied by so that it has `limit` at most."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPSILON))
+
+
+# One kernel over all parameters where the default is several passes over each: a step of SGD with momentum on 5.8 M
+# parameters reads and writes half as much.
+_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+_FUSED_DTYPES = (torch.float32, torch.float64)
+_PLAIN = (nn.Parameter, Tensor)
+
+
+@contextlib.contextmanager
+def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> Iterator[None]:
+    """A context in which a step on the CPU uses torch's fused kernels, where nobody chose otherwise and they apply.
+
+    `kinds`: of tensors to which they do.
+    """
+    own = is_torchs(optimizer) and type(optimizer).__name__ in _FUSED
+    groups = [g for g in optimizer.param_groups if own and _can_fuse(g, kinds) and not _half_begun(g, optimizer)]
+    for group in groups:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in groups:  # what a checkpoint says of the groups stays what the job said
+            group["fused"] = None
+
+
+def _can_fuse(group: dict[str, Any], kinds: tuple[type, ...]) -> bool:
+    chosen = any(group.get(name) for name in ("fused", "foreach", "differentiable", "capturable", "maximize"))
+    if chosen or group.get("fused", False) is not None or group.get("foreach") is not None:
+        return False
+    if isinstance(group["lr"], Tensor):
+        return False
+    return all(
+        type(tensor) in kinds
+        and tensor.is_cpu
+        and tensor.dtype in _FUSED_DTYPES
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        for p in group["params"]
+        for tensor in (p, p.grad)
+        if tensor is not None
+    )
+
+
+def _half_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some of a group's parameters have a momentum and others get their first: torch's fused SGD cannot.
+
+    As after an unfreezing, or where a model comes to use a parameter late.
+    """
+    if not group.get("momentum"):
+        return False
+    begun = [
+        optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in group["params"] if p.grad is not None
+    ]
+    return any(begun) and not all(begun)

@@ -1,0 +1,183 @@
+"""Wire: messages between processes that hold the same secret: a JSON header and tensors as raw bytes, nothing else.
+
+Nothing that arrives is run, and nothing of a peer is read before it has proven that it knows the secret. The bytes
+themselves are not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import math
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Magic, bytes of the header, bytes of the tensors.
+_PREFIX = struct.Struct("<4sIQ")
+_MAGIC = b"shl1"
+_NONCE_BYTES, _PROOF_BYTES = 32, 32
+MAX_HEADER_BYTES = 16 << 20
+MAX_TENSOR_BYTES = 1 << 40
+_HANDSHAKE_SECONDS = 10.0
+
+
+class ClosedError(ConnectionError):
+    """The peer is gone, or is none of this run."""
+
+
+class Channel:
+    """A connection to a peer that is known. Threads may send at the same time; one receives.
+
+    `sent_bytes` and `received_bytes` count tensors.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._sending = threading.Lock()
+        self.sent_bytes = self.received_bytes = 0
+
+    def send(self, header: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
+        """Sends one message. Raises: ClosedError; TimeoutError where `limit` says so."""
+        flat = [t.detach().cpu().contiguous() for t in tensors]
+        text = json.dumps({**header, "tensors": [[_name(t.dtype), list(t.shape)] for t in flat]}).encode()
+        if len(text) > MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {len(text)} bytes; the limit is {MAX_HEADER_BYTES}")
+        size = sum(t.nbytes for t in flat)
+        try:
+            with self._sending:
+                self._socket.sendall(_PREFIX.pack(_MAGIC, len(text), size) + text)
+                for tensor in flat:
+                    if tensor.nbytes:
+                        self._socket.sendall(_bytes(tensor))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise ClosedError(f"the peer is gone: {error}") from error
+        self.sent_bytes += size
+
+    def receive(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """The next message. Raises: ClosedError, also for what is no message; TimeoutError where `limit` says so."""
+        magic, length, size = _PREFIX.unpack(self._read(_PREFIX.size))
+        if magic != _MAGIC or length > MAX_HEADER_BYTES or size > MAX_TENSOR_BYTES:
+            raise ClosedError("the peer sent what is no message")
+        try:
+            header = json.loads(self._read(length))
+            shapes = [(_dtype(name), _shape(shape)) for name, shape in header.pop("tensors")]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ClosedError(f"the peer sent what is no message: {error}") from None
+        if sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes) != size:
+            raise ClosedError("the peer sent tensors of another size than it said")
+        tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
+        for tensor in tensors:
+            if tensor.nbytes:
+                self._fill(_bytes(tensor))
+        self.received_bytes += size
+        return header, tensors
+
+    def ask(self, header: dict[str, Any], tensors: Sequence[Tensor] = ()) -> tuple[dict[str, Any], list[Tensor]]:
+        """Sends one message and receives the next."""
+        self.send(header, tensors)
+        return self.receive()
+
+    def limit(self, seconds: float | None) -> None:
+        """From now on a peer may be silent for so long; None: for ever."""
+        self._socket.settimeout(seconds)
+
+    def limit_sending(self, seconds: float) -> None:
+        """From now on a peer that takes nothing for so long is taken for gone; it may be silent for ever."""
+        limit = struct.pack("@ll", int(seconds), 0)  # struct timeval
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _read(self, count: int) -> bytes:
+        buffer = bytearray(count)
+        self._fill(memoryview(buffer))
+        return bytes(buffer)
+
+    def _fill(self, view: memoryview) -> None:
+        while len(view):
+            try:
+                count = self._socket.recv_into(view)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise ClosedError(f"the peer is gone: {error}") from error
+            if not count:
+                raise ClosedError("the peer is gone")
+            view = view[count:]
+
+    def close(self) -> None:
+        """Ends the connection; a thread that waits in it raises ClosedError."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def listen() -> socket.socket:
+    """A socket that listens on a free port of the loopback interface."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def connect(address: str, port: int, key: bytes) -> Channel:
+    """A wire to who listens there. Raises: ClosedError where nobody does who knows the key."""
+    try:
+        return _proven(socket.create_connection((address, port), _HANDSHAKE_SECONDS), key, b"client", b"server")
+    except OSError as error:
+        raise ClosedError(f"nobody of this run answers at {address}:{port}: {error}") from error
+
+
+def admit(connected: socket.socket, key: bytes) -> Channel:
+    """A wire to who has connected. Raises: ClosedError where that one does not prove at once that it knows the key."""
+    return _proven(connected, key, b"server", b"client")
+
+
+def _proven(connected: socket.socket, key: bytes, mine: bytes, theirs: bytes) -> Channel:
+    """Each side sends a nonce, and proves by HMAC-SHA256 over both that it knows the key; nothing else is read."""
+    wire = Channel(connected)
+    try:
+        connected.settimeout(_HANDSHAKE_SECONDS)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own = secrets.token_bytes(_NONCE_BYTES)
+        connected.sendall(own)
+        other = wire._read(_NONCE_BYTES)
+        connected.sendall(_proof(key, mine, own, other))
+        if not hmac.compare_digest(wire._read(_PROOF_BYTES), _proof(key, theirs, other, own)):
+            raise ClosedError("the peer does not know this run's key")
+        connected.settimeout(None)
+    except OSError as error:
+        wire.close()
+        raise error if isinstance(error, ClosedError) else ClosedError(f"no handshake: {error}") from error
+    return wire
+
+
+def _proof(key: bytes, role: bytes, own: bytes, other: bytes) -> bytes:
+    return hmac.new(key, role + own + other, hashlib.sha256).digest()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"no dtype {name!r:.40}")
+    return found
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    if not (isinstance(shape, list) and all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape)):
+        raise ValueError(f"no shape {shape!r:.40}")
+    return tuple(shape)

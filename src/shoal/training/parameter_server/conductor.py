@@ -1,0 +1,390 @@
+"""Conductor: gives out steps, decides when and how each is applied, and keeps the records and checkpoints of the run.
+
+It computes no gradient. What a step's update is, is decided here once for all servers, so that every shard has the same
+versions; a worker that dies has changed nothing, and what it was computing is given out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint.keeper import RunState
+from shoal.data.loader import MapLoader
+from shoal.distributed.agreement import raise_peer
+from shoal.errors import InternalError, JobError, LaunchError, NonFiniteError, StorageError
+from shoal.job import Progress
+from shoal.numerics.precision import numbers
+from shoal.parallel.base import Flags, StepSums
+from shoal.parallel.data.pushed import combine
+from shoal.plans.grains import share
+from shoal.plans.plan import Plan
+from shoal.training.computation import MicrobatchPolicy
+from shoal.training.nonfinite import NonFiniteSearch
+from shoal.training.optimizer_step import Update, clipping, judged
+from shoal.training.parameter_server.members import Member, Members, WorkerEvent
+from shoal.training.parameter_server.push_counts import Arrived, PushCounts, exactly_once
+from shoal.training.parameter_server.retreat import Retreat
+from shoal.training.parameter_server.served_records import ServedRecords
+from shoal.training.parameter_server.servers import Servers
+from shoal.training.parameter_server.task_queue import TaskQueue
+from shoal.training.parameter_server.worker import fixed_tensors
+from shoal.training.trainer import MAX_BAD_STREAK, Evaluated, Outcome, Parts, Surroundings, conclude
+
+_TICK_SECONDS = 0.05
+# A worker that runs and is not done is taken for stuck after the larger of both; in the first tasks, and where it
+# builds its model, after the last.
+_STUCK_SECONDS, _STUCK_TIMES, _FIRST_SECONDS = 60.0, 20.0, 600.0
+# Without any worker for so long a run ends.
+_ALONE_SECONDS = 120.0
+
+
+class Conductor:
+    """Trains one job with the workers and servers of a crew; takes the trainer's place on the conductor's process."""
+
+    def __init__(self, parts: Parts, around: Surroundings, state: RunState, plan: Plan, crew: Members) -> None:
+        _refuse(parts)
+        self._parts, self._around, self.state, self._plan, self._crew = parts, around, state, plan, crew
+        self._clock, self._buffers = parts.step.clock, parts.step.buffers
+        self.servers = Servers(parts.model, parts.updater.optimizer, plan.server.num_servers, crew)
+        self._retreat = Retreat(parts, around, state, plan, self.servers)
+        self._desk = TaskQueue(self._retreat.rules, state.step, lambda *part: bool(self._grains(*part)))
+        self._computation = MicrobatchPolicy.from_json(state.computation) if state.computation is not None else None
+        self._initial = {name: b.detach().clone() for name, b in parts.model.named_buffers()}
+        if self._computation is not None:
+            self._buffers.watch(self._computation.buffers)
+        self._given: dict[int, tuple[Member, float, Tensor | None]] = {}  # by ticket: who, when, buffers at that time
+        self._arrived: dict[int, dict[int, Arrived]] = {}  # by step and part
+        self.tally = PushCounts()
+        self._joined: set[int] = set()
+        self._alone_since = time.monotonic()
+        self._longest = 0.0
+        self._logbook = ServedRecords(parts, around, state)
+        self._evaluated: Evaluated | None = None
+
+    def _grains(self, step: int, part: int, num_parts: int) -> list[Any]:
+        return share(self._parts.order.grains(step), part, num_parts)
+
+    def train(self) -> Outcome:
+        """Trains to the end, or to the first step after a stop was requested.
+
+        Raises: ShoalError: what a server raised or the policy on steps that are not finite asks for; PeerError.
+        """
+        self._parts.model.train()
+        self._crew.assemble()
+        self.servers.load(self.state.step)
+        self._retreat.begin()
+        self._clock.begin()
+        try:
+            status = self._steps()
+        finally:
+            self._logbook.write()
+        self.servers.fetch(optimizer=True)
+        return conclude(self._parts, self.state, status, self._evaluated, self._logbook.step_seconds)
+
+    def _steps(self) -> str:
+        while True:
+            if self._desk.version == self._desk.limit:
+                status = self._pause()
+                if status is not None:
+                    return status
+            self._give_out()
+            self._clock.mark("exposed_communication")
+            event = self._crew.next(_TICK_SECONDS)
+            self._clock.mark("other")
+            if event is not None:
+                self._handle(event)
+            self._look_after()
+
+    def _pause(self) -> str | None:
+        """Between two steps, where nothing is being computed: evaluation, checkpoint, stop; then up to where to go on.
+
+        Every step before this one was applied and none after it, so that a checkpoint is that of any other plan.
+        """
+        parts, step = self._parts, self.state.step
+        if self._retreat.due:
+            self.tally.undone += self._retreat.go(self._logbook, self._desk)
+            self._evaluated, step = None, self.state.step
+        self._retreat.keep_if_best()
+        if self._logbook.ends_epoch:
+            self._evaluate_epoch()
+        self._logbook.write()
+        if step >= parts.num_steps:
+            return "completed"
+        if self._around.stop_requested():
+            return "preempted"
+        if parts.keeper.due(step):
+            self._clock.mark("checkpoint")
+            self.servers.fetch(optimizer=True)
+            parts.keeper.save(self.state)
+            self._clock.mark("other")
+        self._desk.limit = self._next_pause(step)
+        return None
+
+    def _next_pause(self, step: int) -> int:
+        order, every = self._parts.order, self._parts.keeper.every_steps
+        epoch = (order.epoch(step) + 1) * order.steps_per_epoch
+        planned = (step // every + 1) * every if every is not None else epoch
+        return min(self._parts.num_steps, epoch, planned)
+
+    def _give_out(self) -> None:
+        """Gives tasks to the workers that have none."""
+        busy = {id(member) for member, _, _ in self._given.values()}
+        for member in [m for m in self._crew.members if id(m) not in busy]:
+            task = self._desk.take()
+            if task is None:
+                return
+            start = self._buffers.weighted(1) if self._computation is not None else None
+            self._given[task.ticket] = member, time.monotonic(), start
+            self._tell(member, {"kind": "task", **vars(task)})
+
+    def _tell(self, member: Member, told: dict[str, Any]) -> None:
+        """Tells a worker, with how the run computes and the buffers that this changes."""
+        known, named = self._computation, dict(self._parts.model.named_buffers())
+        buffers = [named[name] for name in known.buffers] if known is not None else []
+        computation = known.to_json() if known is not None else None
+        self._crew.tell(member, {**told, "computation": computation, "era": self._retreat.era}, buffers)
+
+    def show(self) -> None:
+        """Lets every worker pull what the servers have, and waits for that; after `train`."""
+        waiting = set(map(id, self._crew.members))
+        for member in self._crew.members:
+            self._tell(member, {"kind": "show", "version": self._desk.version})
+        while waiting:
+            event = self._crew.next(_TICK_SECONDS)
+            if event is not None and event.told["kind"] in ("shown", "lost"):
+                waiting.discard(id(event.member))
+            self._look_after()
+
+    def _handle(self, event: WorkerEvent) -> None:
+        kind = event.told["kind"]
+        if kind == "ready":
+            self._welcome(event.member)
+        elif kind == "lost":
+            self._lost(event.member)
+        elif kind == "failed":
+            raise_peer([event.told["error"]])
+        elif kind == "done":
+            self._done(event)
+
+    def _welcome(self, member: Member) -> None:
+        told = {"kind": "welcome", "names": self.servers.names, "ports": self._crew.ports}
+        self._crew.tell(member, told, fixed_tensors(self._parts.model))
+        if member.number in self._joined:
+            self._incident(member, "replaced", f"{member} has come in its place")
+        self._joined.add(member.number)
+
+    def _lost(self, member: Member) -> None:
+        """Gives out again what a worker was computing."""
+        again = [task for task in self._desk.out if self._given[task.ticket][0] is member]
+        for task in again:
+            self._desk.put_back(task)
+            del self._given[task.ticket]
+        self.tally.again += len(again)
+        what = ", ".join(f"part {task.part} of step {task.step}" for task in again) or "nothing"
+        self._incident(member, "lost", f"{member} is gone; it was computing {what}")
+
+    def _incident(self, member: Member, kind: str, text: str) -> None:
+        found = {"kind": kind, "worker": member.number, "rank": member.rank, "step": self.state.step, "said": text}
+        self.tally.incidents.append(found)
+        self._around.note(f"step {self.state.step}: {text}")
+
+    def _look_after(self) -> None:
+        """Ends workers that are stopped or stuck, and sees whether to pause."""
+        now = time.monotonic()
+        limit = max(_STUCK_SECONDS, _STUCK_TIMES * self._longest) if self._longest else _FIRST_SECONDS
+        late = [member for member, since, _ in self._given.values() if now - since > limit]
+        for member in self._crew.silent():
+            self._end(member, f"{member} has said nothing for {now - member.heard:.0f} s")
+        for member in late:
+            if member in self._crew.members and not member.ended:
+                self._end(member, f"{member} has not been done with its part of a step for {limit:.0f} s")
+        for member in self._crew.coming:
+            if now - member.came > _FIRST_SECONDS and not member.ended:
+                self._end(member, f"{member} has not been ready for {_FIRST_SECONDS:.0f} s")
+        if self._crew.members or self._crew.coming:
+            self._alone_since = now
+        elif now - self._alone_since > _ALONE_SECONDS:
+            raise LaunchError(
+                given=f"a run of {self._plan.layout.data} worker(s)",
+                conflict=f"none has been there for {_ALONE_SECONDS:.0f} s",
+                remedy="look at what they say in logs/ of the run directory",
+            )
+        if self._around.stop_requested() or self._is_due() or self._retreat.due:
+            self._desk.limit = min(self._desk.limit, self._desk.frontier)
+
+    def _is_due(self) -> bool:
+        return self._parts.keeper.every_steps is None and self._parts.keeper.due(self.state.step)
+
+    def _end(self, member: Member, text: str) -> None:
+        self._incident(member, "stopped", f"{text}: ended")
+        self._crew.end(member)
+
+    def _done(self, event: WorkerEvent) -> None:
+        """Takes up what a worker has computed, and applies the step where that was the last of it."""
+        told, member = event.told, event.member
+        task = self._desk.done(told["ticket"])
+        self.tally.moved(member.number, told["pushed_bytes"], told["pulled_bytes"])
+        if task is None:
+            self.tally.late += 1
+            return
+        _, since, start = self._given.pop(task.ticket)
+        self._longest = max(self._longest, time.monotonic() - since)
+        if not self._agree(MicrobatchPolicy.from_json(told["computation"])):
+            self._desk.put_back(task)
+            return
+        nodes = [(int(lo), int(hi)) for lo, hi in told["nodes"]]
+        sums = dict(zip(nodes, event.tensors, strict=True))
+        arrived = self._arrived.setdefault(task.step, {})
+        arrived[task.part] = Arrived(task, member, told["version"], sums, told["row"])
+        if len(arrived) == self._desk.parts(task.step):
+            self._apply(task.step, self._arrived.pop(task.step), start)
+
+    def _agree(self, reported: MicrobatchPolicy) -> bool:
+        """Whether a part was computed as carefully as any worker has found needful."""
+        known = self._computation
+        agreed = reported if known is None else known.with_care_of(reported)
+        if known is not None and _care(agreed) != _care(known):
+            for part in [part for step in self._arrived.values() for part in step.values()]:
+                self._desk.put_back(part.task)
+            self._arrived.clear()
+        if known is None or _care(agreed) != _care(known):
+            self._buffers.watch(agreed.buffers)
+        self._computation = self._parts.step.computer.computation = agreed
+        return _care(agreed) == _care(reported)
+
+    def _apply(self, step: int, arrived: dict[int, Arrived], start: Tensor | None) -> None:
+        """Decides on a step's update, on all servers alike."""
+        parts, order = self._parts, self._parts.order
+        self._clock.mark("optimizer")
+        parts.step.observer.begin(step, 1.0)
+        if not exactly_once(arrived.values(), len(order.grains(step))):
+            raise InternalError(
+                given=f"step {step}",
+                conflict=f"its parts hold the grains {sorted(n for a in arrived.values() for n in a.sums)}",
+                remedy="please report it: every grain is to be there once",
+            )
+        rows = {node: row for part in arrived.values() for node, row in part.sums.items()}
+        total = combine(rows, order.num_grains, torch.add, exact=self._plan.execution.exact)
+        assert total is not None, "a step has a part"
+        sums = StepSums(total.numpy(), Flags())
+        progress = Progress(step, order.num_steps, order.samples_before(step))
+        update, found = self._update(sums, arrived, progress), None
+        if update.skipped == "nonfinite":
+            found = self._nonfinite(step, sums, arrived)
+        elif update.skipped is None:
+            self._assign_buffers(sums, start)
+        parts.step.observer.updated(update.skipped)
+        staleness = self._desk.version - min(part.version for part in arrived.values())
+        self.tally.applied(arrived.values(), order.grains(step), staleness)
+        self.state.computation = self._computation.to_json() if self._computation is not None else None
+        self._logbook.count(sums, update, found, arrived)
+        self._retreat.count()
+        self._desk.applied()
+
+    def _update(self, sums: StepSums, arrived: dict[int, Arrived], progress: Progress) -> Update:
+        parts, servers = self._parts, self.servers
+        rate = parts.updater.stepper.set_rates(progress)
+        norm, scale = 0.0, math.nan
+        skipped: str | None = "weightless"
+        if sums.weight:
+            scale = 1.0 / sums.weight
+            norms = servers.combine(progress.step, {part: a.task.ticket for part, a in arrived.items()})
+            norm = norms * abs(scale)
+            parts.step.observer.reduced(sums.loss, sums.weight, scale)
+            skipped = judged(sums.loss, norm, scale, self.state.loss_scale)
+        if skipped is None:
+            scale *= clipping(parts.job.clip_norm, norm)
+            parts.step.observer.clipped(norm)
+        repeated = servers.apply(self._desk.version + 1, None if skipped else scale, progress)
+        self.tally.repeated = max(self.tally.repeated, repeated)
+        return Update(norm, rate, skipped)
+
+    def _assign_buffers(self, sums: StepSums, start: Tensor | None) -> None:
+        """Sets what forwards change; where other steps were applied since this one began, moves it by what it moved."""
+        if not self._buffers.names or not sums.num_samples:
+            return
+        weighted = sums.buffers
+        if self._retreat.ahead:
+            if start is None:
+                start = torch.cat([numbers(self._initial[name]).flatten() for name in self._buffers.names])
+            weighted = weighted + (self._buffers.weighted(1) - start).numpy() * sums.num_samples
+        self._buffers.assign(weighted, sums.num_samples)
+
+    def _nonfinite(self, step: int, sums: StepSums, arrived: dict[int, Arrived]) -> dict[str, Any]:
+        """Acts on the job's policy: what was found, where the step is left out. Raises: NonFiniteError."""
+        parts, state = self._parts, self.state
+        found = self._search(step, arrived)
+        state.bad_streak += 1
+        what = "loss" if not math.isfinite(sums.loss) else "gradient"
+        culprit = f"rank {found['rank']} on {found['host']}, grains {found['grains']}, samples {found['samples']}"
+        self._around.note(f"step {step}: {what} is not finite: {culprit}: {parts.job.on_nonfinite}")
+        if parts.job.on_nonfinite == "skip" and state.bad_streak <= MAX_BAD_STREAK:
+            return found
+        if self._desk.version == step and not self._desk.out:  # every step before this one, and none after it
+            with contextlib.suppress(StorageError):  # was warned of; what comes now is the reason to end
+                self.servers.fetch(optimizer=True)
+                parts.keeper.save(state, wait=True)
+        many = f", as in the {MAX_BAD_STREAK} steps before" if state.bad_streak > MAX_BAD_STREAK else ""
+        calmer = "; or less momentum and a lower rate for what is stale" if self._retreat.ahead else ""
+        raise NonFiniteError(
+            given=f"step {step}: {culprit}",
+            conflict=f"the {what} there is not finite{many}; it was not applied",
+            remedy=f'mend or drop these samples, or set Job(on_nonfinite="skip") and --resume{calmer}',
+        )
+
+    def _search(self, step: int, arrived: dict[int, Arrived]) -> dict[str, Any]:
+        """Which grains and samples it was, and who computed them."""
+        parts, loader = self._parts, self._parts.step.loader
+        self.servers.fetch(optimizer=False)
+        self._buffers.begin()
+        search = NonFiniteSearch(parts.step.computer, parts.step.precision, parts.parameters)
+        loader.seek(step, parts.step.computer.computation.effective_grains)
+        data = loader.step(step)
+        found = search.find(parts.step.mesh, list(data.microbatches) if data is not None else [])
+        self._buffers.restore()
+        bad = next(iter(found["grains"]), None)
+        for part, came in arrived.items():
+            if bad in [grain.index for grain in self._grains(step, part, came.task.num_parts)]:
+                found |= {"rank": came.member.rank, "host": came.member.host}
+        return found
+
+    def _evaluate_epoch(self) -> None:
+        self.servers.fetch(optimizer=False)
+        metrics, count = self._parts.evaluator.evaluate(self._parts.model)
+        if count:
+            self._evaluated = self.state.step, metrics, count
+            self._logbook.evaluated(metrics)
+
+    def report(self) -> dict[str, Any]:
+        """The block `server` of the result. JSON values."""
+        section = self._plan.server
+        asked = {"mode": section.mode, "num_servers": section.num_servers, "num_workers": self._plan.layout.data}
+        bound = {"bound": section.staleness} if section.mode == "bounded" else {}
+        return {**asked, **bound, **self._retreat.to_json(), **self.tally.to_json()}
+
+
+def _care(computation: MicrobatchPolicy) -> tuple[str, bool, tuple[str, ...]]:
+    """What has to be the same in all parts of a step."""
+    return computation.randomness, computation.fuse, computation.buffers
+
+
+def _refuse(parts: Parts) -> None:
+    """Raises: JobError for what a run with servers cannot do."""
+    if parts.job.on_nonfinite == "rollback":
+        raise JobError(
+            given='on_nonfinite="rollback" with servers',
+            conflict="steps after the bad one may be applied before it is known, and none of them can be taken back",
+            remedy='write on_nonfinite="skip" or "stop", or server.mode = "none"',
+        )
+    if not isinstance(parts.step.loader, MapLoader):
+        raise JobError(
+            given="a stream as train_data, in a plan with servers",
+            conflict="a worker that replaces another reads the same samples again by their ids",
+            remedy='use a map-style dataset, or server.mode = "none"',
+        )

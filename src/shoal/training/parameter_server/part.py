@@ -1,0 +1,29 @@
+"""Part: what a process of a served run does, where it is not the conductor."""
+
+from __future__ import annotations
+
+import contextlib
+
+from shoal.job import Job
+from shoal.launch.environment import Environment
+from shoal.plans.plan import Plan
+from shoal.training.parameter_server.peers import OverError
+from shoal.training.parameter_server.roles import role
+from shoal.training.parameter_server.server import serve
+from shoal.training.parameter_server.worker import WorkerObserver, work
+
+
+def take_part(job: Job, plan: Plan, environment: Environment, watch: WorkerObserver | None = None) -> bool:
+    """Serves or works until the run has ended; False for the conductor, which does neither. `watch`: a worker's.
+
+    Raises: PeerError where the conductor is gone before; what the job raises.
+    """
+    mine = role(plan, environment.rank)
+    if mine.kind == "conductor":
+        return False
+    with contextlib.suppress(OverError):  # started so slowly that the others were done without it
+        if mine.kind == "server":
+            serve(job, plan, environment, mine)
+        else:
+            work(job, plan, environment, mine, watch)
+    return True

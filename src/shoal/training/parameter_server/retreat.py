@@ -1,0 +1,140 @@
+"""Retreat: from workers that run ahead to synchronous ones, and from values that staleness has spoilt to good ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shoal.checkpoint.keeper import RunState
+from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
+from shoal.errors import StorageError
+from shoal.plans.plan import Plan
+from shoal.training.parameter_server.served_records import ServedRecords
+from shoal.training.parameter_server.servers import Servers
+from shoal.training.parameter_server.staleness import LossGuard, foretold
+from shoal.training.parameter_server.task_queue import Rules, TaskQueue
+from shoal.training.trainer import Parts, Surroundings
+
+
+@dataclass(frozen=True)
+class _GoodState:
+    """The state after a step, on the CPU, and how good the loss was then."""
+
+    state: RunState
+    loss: float
+    model: dict[str, Tensor]
+    optimizer: tuple[dict[str, Tensor], dict[str, Any]]
+
+
+class Retreat:
+    """How the steps of a run are given out, until its loss shows that they must be given out otherwise."""
+
+    def __init__(self, parts: Parts, around: Surroundings, state: RunState, plan: Plan, servers: Servers) -> None:
+        self._parts, self._around, self._state, self._plan, self._servers = parts, around, state, plan, servers
+        self._guard = LossGuard(state.server)
+        self._kept: _GoodState | None = None
+        self._mode = plan.server.mode
+        self.era = 0  # how often versions have begun anew: who pulled one before does not have that of now
+
+    @property
+    def ahead(self) -> bool:
+        """Whether workers run ahead of each other."""
+        return self._mode != "synchronous" and self._guard.fell_back is None
+
+    @property
+    def rules(self) -> Rules:
+        """Those of now."""
+        if not self.ahead:
+            return Rules(self._plan.layout.data, 0)
+        return Rules(1, self._plan.server.staleness if self._mode == "bounded" else None)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time."""
+        return self.ahead and self._guard.lost
+
+    def begin(self) -> None:
+        """Says what to expect, and keeps the first values, which are in the model now."""
+        if self._mode == "synchronous":
+            return
+        fell_back = self._guard.fell_back
+        if fell_back is not None:
+            self._around.note(f"  servers     fell back to synchronous at step {fell_back['step']}")
+            return
+        workers, bound = self._plan.layout.data, self._plan.server.staleness
+        staleness = min(workers - 1, bound) if self._mode == "bounded" else workers - 1
+        text = foretold(self._parts.updater.optimizer.param_groups, staleness)
+        if text is not None:
+            self._around.note(f"warning: {text}")
+        self._keep(math.inf)
+
+    def count(self) -> None:
+        """Counts the update that the state has counted last."""
+        if self._mode != "synchronous":
+            self._guard.add(self._state.loss)
+            self._state.server = self._guard.to_json()
+
+    def keep_if_best(self) -> None:
+        """Keeps the servers' values where the loss was never as low at a pause."""
+        loss = self._guard.of_now
+        if self.ahead and self._kept is not None and loss < min(self._kept.loss, self._guard.beginning):
+            self._servers.fetch(optimizer=True)
+            self._keep(loss)
+
+    def _keep(self, loss: float) -> None:
+        model, optimizer = self._parts.model, self._parts.updater.optimizer
+        self._kept = _GoodState(
+            copy.deepcopy(self._state), loss, model_tensors(model), optimizer_state(optimizer, model)
+        )
+
+    def go(self, logbook: ServedRecords, desk: TaskQueue) -> int:
+        """Goes back to the best state that was kept, and on from there in step; how many steps that undoes.
+
+        Between two steps, where nothing is being computed.
+        """
+        kept, guard, state = self._kept, self._guard, self._state
+        assert kept is not None, "kept from the beginning"
+        undone, self._kept = state.step, None
+        guard.fell_back = {
+            "step": state.step,
+            "to": "synchronous",
+            "from_step": kept.state.step,
+            "loss": guard.now,
+            "lowest": guard.lowest,
+            "beginning": guard.beginning,
+        }
+        self._around.note(
+            f"step {state.step}: the loss is {guard.now:.4g}, up from {guard.lowest:.4g} to where it began "
+            f"({guard.beginning:.4g}): gradients of parameters that are out of date do not train this. Back to step "
+            f"{kept.state.step}, and synchronous from there"
+        )
+        vars(state).update(vars(kept.state), server=guard.to_json())
+        load_model(self._parts.model, kept.model)
+        load_optimizer(self._parts.updater.optimizer, self._parts.model, *kept.optimizer)
+        self._servers.load(state.step)
+        self.era += 1
+        desk.restart(self.rules, state.step)
+        logbook.restart(guard.fell_back)
+        with contextlib.suppress(StorageError):  # was warned of
+            self._parts.keeper.restart(state)
+        return undone - state.step
+
+    def to_json(self) -> dict[str, Any]:
+        """What of it is in the result: nothing where no worker was to run ahead. JSON values."""
+        if self._mode == "synchronous":
+            return {}
+        return {"fell_back": self._guard.fell_back, "warning": self._warning}
+
+    @property
+    def _warning(self) -> str | None:
+        if self._guard.learnt:
+            return None
+        return (
+            f"nothing was learnt: the loss of the last updates is {self._guard.lately:.4g}, "
+            f"that of the first was {self._guard.beginning:.4g}"
+        )

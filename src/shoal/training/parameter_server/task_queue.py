@@ -1,0 +1,109 @@
+"""Desk: which part of which step a worker computes next, and which parts are out. Integers only; no clock, no wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Task:
+    """Part `part` of `num_parts` of a step, given out at that version under a ticket that no other task ever has."""
+
+    step: int
+    part: int
+    num_parts: int
+    ticket: int = -1
+    version: int = -1
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How steps are given out: in so many parts, and how far a version may run ahead of what a worker has pulled.
+
+    bound 0: a step begins when the one before is applied. None: no bound. In whole steps: `num_parts` is then 1.
+    """
+
+    num_parts: int
+    bound: int | None
+
+    def __post_init__(self) -> None:
+        assert self.num_parts == 1 or self.bound == 0, "a step in parts is computed from one version"
+
+
+class TaskQueue:
+    """Gives out the steps from `version` on in order, up to a limit.
+
+    `busy` says of (step, part, num_parts) whether there is anything to compute.
+    """
+
+    def __init__(self, rules: Rules, version: int, busy: Callable[[int, int, int], bool]) -> None:
+        self._rules, self._busy = rules, busy
+        self.version = version
+        self.limit = version
+        self._next = version  # the first step of which nothing has been given out
+        self._ready: list[Task] = []
+        self._out: dict[int, Task] = {}
+        self._tickets = 0
+
+    @property
+    def frontier(self) -> int:
+        """The first step that nobody has been given any of."""
+        return self._next
+
+    @property
+    def out(self) -> list[Task]:
+        """What is being computed."""
+        return list(self._out.values())
+
+    def parts(self, step: int) -> int:
+        """In how many parts a step is computed; those without grains are none."""
+        return sum(self._busy(step, part, self._rules.num_parts) for part in range(self._rules.num_parts))
+
+    def take(self) -> Task | None:
+        """The next task; None where there is none, or the bound says to wait."""
+        if not self._may_begin():
+            return None
+        if not self._ready and self._next < self.limit and (self._rules.bound != 0 or self._next == self.version):
+            count = self._rules.num_parts
+            parts = [part for part in range(count) if self._busy(self._next, part, count)]
+            self._ready = [Task(self._next, part, count) for part in parts]
+            self._next += 1
+        if not self._ready:
+            return None
+        self._tickets += 1
+        task = replace(self._ready.pop(0), ticket=self._tickets, version=self.version)
+        self._out[task.ticket] = task
+        return task
+
+    def _may_begin(self) -> bool:
+        """Whether one more task keeps every task's staleness within the bound.
+
+        Each task that is out may be applied before any other of them, so that one that was given out at version v sees
+        at most version - v + (number of the others) applied before it.
+        """
+        if self._rules.bound in (None, 0):
+            return True
+        others = len(self._out)  # of each that is out, with the new one
+        return all(self.version - task.version + others <= self._rules.bound for task in self._out.values()) and (
+            others <= self._rules.bound
+        )
+
+    def done(self, ticket: int) -> Task | None:
+        """The task that is done with that; None where no such task is out: it was given to somebody else since."""
+        return self._out.pop(ticket, None)
+
+    def put_back(self, task: Task) -> None:
+        """Gives a task out anew, before any other."""
+        self._out.pop(task.ticket, None)
+        self._ready.insert(0, task)
+
+    def restart(self, rules: Rules, version: int) -> None:
+        """Gives out the steps from `version` on once more, by other rules; where nothing is out."""
+        assert not self._out, "between two steps"
+        assert not self._ready, "between two steps"
+        self._rules, self.version, self.limit, self._next = rules, version, version, version
+
+    def applied(self) -> None:
+        """One more step was decided."""
+        self.version += 1

@@ -1,0 +1,247 @@
+"""Worker: a process that computes what it is given: it pulls parameters, pushes gradients, and asks for more."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.loader import DataRank, MapLoader
+from shoal.distributed.agreement import Report, measures, to_row
+from shoal.distributed.failures import as_shoal_error, to_json
+from shoal.distributed.mesh import alone, choose_device
+from shoal.errors import JobError, PeerError
+from shoal.job import Job
+from shoal.launch.environment import Environment
+from shoal.numerics.precision import Precision, widest
+from shoal.parallel.data.pushed import ExactPart, FastPart, unpack
+from shoal.plans.plan import Plan
+from shoal.training.computation import MicrobatchPolicy
+from shoal.training.engine import Engine, Options, build
+from shoal.training.observer import Observer
+from shoal.training.parameter_server.channel import Channel, ClosedError, connect
+from shoal.training.parameter_server.peers import OverError, introduce, key_of, raise_if_error
+from shoal.training.parameter_server.roles import Role
+from shoal.training.step import StepRunner
+
+BEAT_SECONDS = 1.0
+# Within so long a conductor that ends the run has told everybody.
+_LAST_WORD_SECONDS = 5.0
+
+
+class Worker:
+    """One worker's engine and its wires; `watch` is told what it does."""
+
+    def __init__(self, engine: Engine, wire: Channel, key: bytes, watch: WorkerObserver) -> None:
+        """Collective: the conductor, which says where the servers are and what is the same for the whole run."""
+        if not isinstance(engine.loader, MapLoader):
+            raise JobError(
+                given="a stream as train_data, in a plan with servers",
+                conflict="a worker that replaces another reads the same samples again by their ids",
+                remedy='use a map-style dataset, or server.mode = "none"',
+            )
+        self._engine, self._wire, self._watch, self._loader = engine, wire, watch, engine.loader
+        self._runner: StepRunner | None = None
+        self._parts = engine.step_parts(0, lambda text: None)
+        self._reduce = widest(Precision.of(engine.plan.precision, engine.mesh.device).reduce, engine.parameters)
+        wire.send({"kind": "ready"})  # not before: until here nobody reads what it is told
+        welcome, tensors = wire.receive()
+        if welcome["kind"] == "end":
+            raise OverError
+        named = dict(engine.model.named_parameters())
+        fixed = fixed_tensors(engine.model)
+        with torch.no_grad():
+            for tensor, value in zip(fixed, tensors, strict=True):
+                tensor.copy_(value)
+        self._homes = [[named[name] for name in names] for names in welcome["names"]]
+        self._servers = [connect("127.0.0.1", port, key) for port in welcome["ports"]]
+        self._versions = [-1] * len(self._servers)
+        self._era = 0
+
+    def attend(self) -> None:
+        """Does what it is told until the run has ended. Raises: ClosedError; what the job raises."""
+        self._engine.model.train()
+        while True:
+            task, tensors = self._wire.receive()
+            if task["kind"] == "end":
+                return
+            if task["kind"] == "show":
+                self._adopt(task, tensors)
+                self._wire.send({"kind": "shown", "version": self._pull(task["version"])})
+            else:
+                self._compute(task, tensors)
+
+    def _compute(self, task: dict[str, Any], tensors: list[Tensor]) -> None:
+        clock, before = self._parts.clock, self._counted()
+        clock.begin()
+        clock.mark("exposed_communication")
+        runner = self._adopt(task, tensors)
+        version = self._pull(task["version"])
+        clock.mark("other")
+        self._loader.move(DataRank(task["part"], task["num_parts"]))
+        self._loader.seek(task["step"], self._parts.computer.computation.effective_grains)
+        data = runner.fetch(task["step"])
+        if runner.error is not None:
+            raise runner.error
+        self._watch.begins(task["part"])
+        runner.run(data, 1.0, lambda has_data, error: [])
+        self._watch.computed()
+        clock.mark("exposed_communication")
+        sums, taken = self._push(task)
+        seconds, spans = clock.end()
+        sent, received = (now - then for now, then in zip(self._counted(), before, strict=True))
+        memory = clock.peak_memory_bytes()
+        done = {
+            "kind": "done",
+            "ticket": task["ticket"],
+            "version": version,
+            "nodes": [list(node) for node in sums],
+            "computation": self._parts.computer.computation.to_json(),
+            "row": to_row(Report(measures=measures(spans, seconds, memory))),
+            "taken": taken,
+            "pushed_bytes": sent,
+            "pulled_bytes": received,
+        }
+        self._wire.send(done, list(sums.values()))
+
+    def _adopt(self, task: dict[str, Any], tensors: list[Tensor]) -> StepRunner:
+        """Takes up what the run has found out of how to compute, and the buffers before this step."""
+        if task["era"] != self._era:  # the run went back: versions that were pulled since are not those of now
+            self._era, self._versions = task["era"], [-1] * len(self._servers)
+        runner = self._runner
+        if runner is None:
+            self._runner = runner = StepRunner(self._parts)
+        if task["computation"] is not None:
+            runner.recall(task["computation"])
+            names = MicrobatchPolicy.from_json(task["computation"]).buffers
+            self._parts.buffers.watch(self._parts.computer.computation.buffers)
+            named = dict(self._engine.model.named_buffers())
+            with torch.no_grad():
+                for name, value in zip(names, tensors, strict=True):
+                    named[name].copy_(value)
+        return runner
+
+    def _pull(self, least: int) -> int:
+        """The newest parameters of every server; the oldest version among them, which is `least` at least."""
+        for place, (server, parameters) in enumerate(zip(self._servers, self._homes, strict=True)):
+            answer, tensors = server.ask({"kind": "pull", "have": self._versions[place]})
+            raise_if_error(answer, f"server {place}")
+            assert answer["version"] >= least, "a task is given out once every server has what it starts from"
+            if tensors:
+                unpack(tensors[0], parameters)
+            self._versions[place] = answer["version"]
+        self._watch.pulled(min(self._versions))
+        return min(self._versions)
+
+    def _push(self, task: dict[str, Any]) -> tuple[dict[tuple[int, int], Tensor], bool]:
+        """Sends every server its gradients; the step's sums, and whether all of them took what they got."""
+        part = self._engine.strategy
+        assert isinstance(part, FastPart | ExactPart)
+        taken = True
+        for place, (server, parameters) in enumerate(zip(self._servers, self._homes, strict=True)):
+            gradients = part.gradients(parameters, self._reduce)
+            push = {key: task[key] for key in ("step", "part", "ticket")}
+            nodes = [list(node) for node in gradients]
+            header = {"kind": "push", **push, "nodes": nodes, "used": part.used(parameters)}
+            answer, _ = server.ask(header, list(gradients.values()))
+            raise_if_error(answer, f"server {place}")
+            taken = taken and answer["taken"]
+        return part.sums, taken
+
+    def _counted(self) -> tuple[int, int]:
+        return sum(s.sent_bytes for s in self._servers), sum(s.received_bytes for s in self._servers)
+
+    def close(self) -> None:
+        """Ends the wires."""
+        for wire in self._servers:
+            wire.close()
+
+
+def fixed_tensors(model: nn.Module) -> list[Tensor]:
+    """What no server keeps: parameters that are not trained, and buffers."""
+    frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
+    return [*frozen, *model.buffers()]
+
+
+def work(job: Job, plan: Plan, environment: Environment, role: Role, watch: WorkerObserver | None = None) -> None:
+    """Computes until the conductor says that the run has ended, which is also told of what this raises.
+
+    Raises: PeerError where the conductor is gone before; what the job raises.
+    """
+    wire = introduce(environment, role, job, plan)
+    try:
+        threading.Thread(target=_beat, args=(wire,), daemon=True).start()
+        _work(job, plan, wire, (environment, role), watch or WorkerObserver())
+    except (PeerError, OverError):
+        raise
+    except Exception as error:
+        told = as_shoal_error(error)
+        told.rank, told.host = environment.rank, socket.gethostname()
+        with contextlib.suppress(ClosedError):
+            wire.send({"kind": "failed", "error": to_json(told, environment.rank, socket.gethostname())})
+        raise told from error
+    finally:
+        wire.close()
+
+
+def _work(job: Job, plan: Plan, wire: Channel, who: tuple[Environment, Role], watch: WorkerObserver) -> None:
+    environment, role = who
+    local = Environment(role.number, plan.layout.data, role.number, plan.layout.data)
+    engine = build(job, plan, alone(choose_device(local)), Options(observer=watch.observer))
+    try:
+        watch.attach(engine)
+        worker = Worker(engine, wire, key_of(environment), watch)
+        try:
+            worker.attend()
+        finally:
+            worker.close()
+    except ClosedError as error:
+        if _is_over(wire):
+            raise OverError from error
+        raise PeerError(
+            given=f"{role} of this run",
+            conflict=f"a process that it needs is gone: {error}",
+            remedy="look at what the conductor said; --resume goes on from the newest checkpoint",
+        ) from error
+    finally:
+        engine.close()
+
+
+class WorkerObserver:
+    """Who looks at what a worker computes; this one does not."""
+
+    observer = Observer()
+
+    def attach(self, engine: Engine) -> None:
+        """Before the first step."""
+
+    def pulled(self, version: int) -> None:
+        """The worker has the parameters after so many steps."""
+
+    def begins(self, part: int) -> None:
+        """The worker begins to compute a part of a step."""
+
+    def computed(self) -> None:
+        """The worker has computed its part of a step; gradients are in the parameters' `.grad`, in fast mode."""
+
+
+def _beat(wire: Channel) -> None:
+    """Says now and then that this process runs; a stopped one says nothing."""
+    pause = threading.Event()
+    with contextlib.suppress(ClosedError, OSError):
+        while not pause.wait(BEAT_SECONDS):
+            wire.send({"kind": "alive"})
+
+
+def _is_over(wire: Channel) -> bool:
+    """Whether what the conductor has said and nobody has read ends the run, and with it the servers."""
+    with contextlib.suppress(ClosedError, TimeoutError):
+        wire.limit(_LAST_WORD_SECONDS)
+        while True:
+            if wire.receive()[0]["kind"] == "end":
+                return True
+    return False

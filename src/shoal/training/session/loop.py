@@ -1,0 +1,383 @@
+"""The loop: the steps of one `Session.steps`, and how all ranks come out of it together."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+import weakref
+from collections.abc import Generator, Iterator
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from shoal.checkpoint.keeper import RunState
+from shoal.data.loader import Loader, MapLoader
+from shoal.data.microbatch import Microbatch, StepData
+from shoal.data.order import Order
+from shoal.distributed.agreement import raise_together
+from shoal.distributed.failures import as_shoal_error, is_lost_peer
+from shoal.errors import PeerError, ShoalError
+from shoal.job import Progress
+from shoal.numerics.precision import LossScale
+from shoal.parallel.base import StepSums
+from shoal.training.session.asked import Asked
+from shoal.training.session.guard import Guard
+from shoal.training.session.meeting import Meeting, Word, groups_differ, meet
+from shoal.training.session.mistakes import (
+    left_within,
+    not_finite,
+    not_iterated,
+    not_now,
+    other_passes,
+    which_optimizer,
+)
+from shoal.training.session.passes import BatchPass, BatchPasses
+from shoal.training.session.prepared import Prepared
+from shoal.training.session.rates import group_values, number_of
+from shoal.training.session.saving import Saving
+from shoal.training.session.ways import Base, Chosen
+
+
+class SessionStep:
+    """One step. Iterate it for this rank's batches and call `backward` once for each; the optimizer then updates.
+
+    With several optimizers, or several updates a step, iterate `batches(optimizer)` once for each update instead.
+    After an iteration `loss` is the mean over the global batch, `grad_norm` the norm before clipping, `learning_rate`
+    that of the first group; `number` counts from 1.
+    """
+
+    def __init__(self, loop: Loop, data: StepData) -> None:
+        self._loop = loop
+        self.number = data.step + 1
+        self.epoch = data.epoch
+        self.loss = math.nan
+        self.grad_norm = math.nan
+        self.learning_rate = math.nan
+
+    def backward(self, total: Tensor, weight: Tensor | float | None = None) -> None:
+        """Takes the loss of the batch at hand: a sum over its samples or tokens, and how many they were.
+
+        Raises: LossError for a total without its weight.
+        """
+        self._loop.passes.backward(self.number, total, weight)
+
+    def batches(self, *optimizers: Any) -> Iterator[Any]:
+        """A pass over this rank's batches of the step, after which these optimizers update; all where none is given.
+
+        Raises: JobError for an optimizer that was not prepared.
+        """
+        return self._loop.turn(self, optimizers, alone=False)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loop.turn(self, (), alone=True)
+
+
+class Loop:
+    """What is behind the steps: passes, checkpoints, and what the ranks tell each other."""
+
+    def __init__(self, base: Base, prepared: Prepared, loader: Loader, order: Order) -> None:
+        """Collective: all ranks. Raises: JobError, PlanError; as the checkpoints."""
+        self._base, self._prepared, self._loader, self._order = base, prepared, loader, order
+        self._mesh = base.mesh
+        self.passes = BatchPasses(base, prepared)
+        self._saving = Saving(base, prepared, self.passes.sharded_model, loader, self.passes.ways.strategy)
+        self._guard: Guard | None = None
+        self.closed = False
+        try:
+            self.state = self._begun()
+        except BaseException:
+            self.close()
+            raise
+        self.asked = Asked()
+        self._turns: list[Chosen] = []  # the passes of the step at hand
+        self._known: set[tuple[Chosen, ...]] = set()  # with which steps have ended
+        self._alone = False
+        self._over = False
+        self._pass: weakref.ReferenceType[Generator[Any]] | None = None
+        self._open = False
+        self._held: list[Microbatch] | None = None
+        self._sums: StepSums | None = None
+        self._skipped: str | None = None
+
+    def _begun(self) -> RunState:
+        """The state to go on from, which the model, the optimizers and the loader then have. Collective: all ranks."""
+        training, plan, replay = self._base.training, self._base.plan, self._base.replay
+        scale = LossScale.of(plan.precision.loss_scale, self._base.precision.compute)
+        state = (self._saving.load(scale) if training.resume else None) or RunState(loss_scale=scale)
+        fuse = training.fuse and not (replay and replay.grain_by_grain)
+        self._loader.seek(state.step, plan.batch.grains_per_microbatch if fuse else 1)
+        self.passes.watch()
+        return state
+
+    def run(self) -> Generator[SessionStep]:
+        """The steps. All ranks leave together: where one does not come to the next step, the others raise."""
+        self._guard = Guard(self._prepared.optimizers, lambda: self._open)
+        try:
+            with self.asked.noted(self._saving.keeps):
+                while (data := self._next()) is not None:
+                    step = SessionStep(self, data)
+                    self._data, self._held = data, None
+                    try:
+                        yield step
+                    except GeneratorExit:
+                        self._leave()
+                        return
+                    self._conclude(step)
+                self._end()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Gives back what the loop has taken, also of one that never began; once."""
+        self._over = True
+        if self.closed:
+            return
+        self.closed = True
+        if self._guard is not None:
+            self._guard.lift()
+        self._saving.close()
+        self._loader.close()
+        self.passes.close()
+
+    def _next(self) -> StepData | None:
+        """The next step on this rank; None at the end."""
+        replay = self._base.replay
+        num_steps = min(self._order.num_steps, replay.num_steps) if replay else self._order.num_steps
+        if self.state.step >= num_steps:
+            return None
+        self._saving.mark()
+        if isinstance(self._loader, MapLoader):
+            return self._loader.step(self.state.step)
+        data, error = None, None
+        try:
+            data = self._loader.step(self.state.step)
+        except Exception as caught:
+            error = as_shoal_error(caught)
+        meeting = self._meet(self._word(error=error is not None, has_data=data is not None))
+        if any(word.error for word in meeting.words):
+            self._over = True
+            try:
+                raise_together(self._mesh, error)
+            finally:
+                self._save()
+        if not any(word.has_data for word in meeting.words):
+            if self._mesh.rank == 0:
+                text = f"the stream has ended after {self.state.step} of {num_steps} steps"
+                warnings.warn(text, RuntimeWarning, stacklevel=3)
+            return None
+        return data or StepData(self.state.step, 0, 0, iter(()))
+
+    def turn(self, step: SessionStep, optimizers: tuple[Any, ...], alone: bool) -> Iterator[Any]:
+        """A pass of the step at hand."""
+        every = tuple(range(len(self._prepared.optimizers)))
+        if alone and len(every) > 1:
+            raise which_optimizer(len(every))
+        chosen = tuple(sorted({self._prepared.index(optimizer) for optimizer in optimizers})) or every
+        if step.number != self.state.step + 1 or self._over or self._open or (self._alone and self._turns):
+            raise not_now(step.number, self._open)
+        self._alone = alone
+        found = self._batches(step, chosen)
+        self._pass = weakref.ref(found)
+        return found
+
+    def _batches(self, step: SessionStep, chosen: Chosen) -> Generator[Any]:
+        """This rank's batches, then the update."""
+        self._agree(step, chosen)
+        self.passes.begin(BatchPass(self.state.step, chosen, len(self._turns), self.state.loss_scale))
+        self._open = True
+        try:
+            yield from self.passes.batches(self._microbatches(), self._data.num_microbatches)
+            self.passes.rate(self._progress())
+        except GeneratorExit:
+            with contextlib.suppress(Exception):  # what took this rank out of its loop is what is told of here
+                self._sum(left_within(step.number, self._mesh.rank))
+            return
+        except BaseException:
+            self._over = True  # Ctrl-C in the midst of what the ranks do together
+            raise
+        sums = self._sum(self.passes.error)
+        self._open = False
+        self._update(step, chosen, sums)
+
+    def _agree(self, step: SessionStep, chosen: Chosen) -> None:
+        """Before a pass: whether all go on, with the same optimizers and rates; and whether a checkpoint is due."""
+        values = group_values(self._prepared.optimizers) if self._mesh.world_size > 1 else []
+        due = not self._turns and self._saving.due(self.state.step)
+        bits = float(sum(1 << number for number in chosen))
+        meeting = self._meet(self._word(checkpoint=due, passes=bits, groups=number_of(values)))
+        if meeting.differ("passes"):
+            self._fail(other_passes(step.number))
+        if meeting.differ("groups"):
+            self._fail(groups_differ(self._mesh, values, step.number))
+        if meeting.words[0].checkpoint:
+            self._saving.regular(self.state)
+
+    def _microbatches(self) -> Iterator[Microbatch]:
+        """Those of the step at hand; kept where another pass may read them again."""
+        if self._held is not None:
+            yield from self._held
+            return
+        self._held = []
+        for microbatch in self._data.microbatches:
+            if not self._alone:
+                self._held.append(microbatch)
+            yield microbatch
+
+    def _sum(self, error: ShoalError | None) -> StepSums:
+        """The sums of a pass. Raises: on every rank, where any has an error. Collective: all ranks."""
+        try:
+            sums = self.passes.finish(error)
+        except Exception as caught:
+            raise self._lost(caught) from caught
+        if sums.flags.errors:
+            self._restore()
+            self._over = True
+            try:
+                raise_together(self._mesh, error)
+            finally:
+                self._save()
+        return sums
+
+    def _update(self, step: SessionStep, chosen: Chosen, sums: StepSums) -> None:
+        assert self._guard is not None
+        try:
+            with self._guard.lifted():
+                update = self.passes.update(sums, self._progress())
+        except BaseException as error:
+            self._over = True
+            if isinstance(error, Exception) and not self.passes.torn:
+                raise self._lost(error) from error
+            raise
+        step.loss, step.grad_norm, step.learning_rate = sums.loss, update.grad_norm, update.learning_rate
+        if update.skipped == "nonfinite" and not self._base.training.skip_nonfinite:
+            self._fail(not_finite(step.number, sums, update))
+        self._turns.append(chosen)
+        self._sums, self._skipped = sums, self._skipped or update.skipped
+        self.state.adapt(update.skipped)
+
+    def _progress(self) -> Progress:
+        return Progress(self.state.step, self._order.num_steps, self.state.samples)
+
+    def _conclude(self, step: SessionStep) -> None:
+        """Counts a step that its loop's body has gone through. Raises: UserCodeError for one without its batches."""
+        begun = self._pass() if self._pass is not None else None
+        if begun is not None and self._open:
+            begun.close()
+        if self._over:
+            raise not_iterated(step.number)
+        if not self._turns:
+            self._leave()
+            raise not_iterated(step.number)
+        self._count()
+
+    def _count(self) -> None:
+        assert self._sums is not None
+        self._known.add(tuple(self._turns))
+        self._loader.commit()
+        self.state.count(self._sums, self._skipped)
+        self._turns, self._skipped = [], None
+
+    def _is_finished(self) -> bool:
+        """Whether a step that was left in its body had all its updates: those of a step before it."""
+        return bool(self._turns) and (self._alone or tuple(self._turns) in self._known)
+
+    def _leave(self) -> None:
+        """This rank's loop ends here; it tells the others, and all save what was finished. Collective: all ranks."""
+        begun = self._pass() if self._pass is not None else None
+        if begun is not None and self._open:
+            begun.close()
+        if self._over:
+            return
+        live = self._is_finished()
+        if live:
+            self._count()
+        try:
+            meeting = self._meet(self._word(leaves=True))
+            self._over = True
+            self.asked.tell(any(word.asked for word in meeting.words))
+            self._save_all(meeting, live=live)
+        except ShoalError as error:  # nobody would see it raised: the generator is being closed
+            self._over = True
+            warnings.warn(f"the loop was left after {self.state.step} steps: {error}", RuntimeWarning, stacklevel=2)
+
+    def _end(self) -> None:
+        """After the last step. Collective: all ranks. Raises: PeerError where another has left within it."""
+        self._saving.mark()
+        meeting = self._meet(self._word(leaves=True))
+        self._over = True
+        self._save_all(meeting, live=True)
+        if not meeting.clean:
+            raise meeting.behind(self.state.step)
+        if any(word.asked for word in meeting.words):
+            raise self.asked.end()
+
+    def _save_all(self, meeting: Meeting, live: bool = False) -> None:
+        """The last checkpoint, where all ranks say that the state is the same one. Collective: all ranks."""
+        if meeting.clean:
+            self._save(live=live)
+        else:
+            self._saving.torn(self.state, self._names(), at_first=not self._known)
+
+    def _names(self) -> list[str]:
+        """Of the optimizers that have made updates of the step at hand."""
+        numbers = sorted({number for chosen in self._turns for number in chosen})
+        return [type(self._prepared.optimizers[number]).__name__ for number in numbers]
+
+    def _word(self, leaves: bool = False, **said: Any) -> Word:
+        # Between two updates of a step there is nothing to save: a request waits for the last of them.
+        asked = bool(self.asked.received) and (leaves or not self._turns)
+        return Word(leaves=leaves, asked=asked, clean=not self._turns, step=self.state.step, **said)
+
+    def _meet(self, word: Word) -> Meeting:
+        """What all say. Raises: PeerError where another has left, what ends a rank that was asked to stop."""
+        try:
+            meeting = meet(self._mesh, word)
+        except Exception as error:
+            raise self._lost(error) from error
+        if word.leaves or not meeting.ends:
+            return meeting
+        self._over = True
+        self._save_all(meeting)
+        if any(other.leaves for other in meeting.words):
+            raise meeting.left(self.state.step)
+        raise self.asked.end()
+
+    def _save(self, live: bool = False) -> None:
+        """The last checkpoint. Collective: all ranks."""
+        if self._turns:
+            self._saving.torn(self.state, self._names(), at_first=not self._known)
+            return
+        try:
+            self._saving.last(self.state, live=live)
+        except Exception as error:
+            if isinstance(error, ShoalError) or not is_lost_peer(error):
+                raise
+            self._saving.alone(self.state)
+
+    def _fail(self, error: ShoalError) -> NoReturn:
+        """Raises an error that all ranks have alike, after the last checkpoint. Collective: all ranks."""
+        self._over = True
+        self._restore()
+        self._save()
+        raise error
+
+    def _restore(self) -> None:
+        """What a pass that did not come to its update has changed is put back."""
+        if self._open:
+            self.passes.restore()
+        self._open = False
+
+    def _lost(self, error: Exception) -> Exception:
+        """The error where a collective failed: another rank is gone without a word."""
+        self._over = True
+        if isinstance(error, ShoalError) or not is_lost_peer(error):
+            return error
+        self._restore()
+        torn = "the step was left between its updates, and is not saved"
+        said = torn if self._turns else self._saving.alone(self.state)
+        return PeerError(
+            given=f"step {self.state.step + 1} on rank {self._mesh.rank}",
+            conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}",
+            remedy=f"look at what the other rank said; {said}",
+        )

@@ -1,0 +1,99 @@
+"""Meeting: what the ranks of a Session tell each other before each pass, and where one of them leaves the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from shoal.distributed.mesh import Mesh
+from shoal.errors import JobError, PeerError
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one rank says.
+
+    `leaves`: its loop has ended, whatever the reason; `asked`: a signal asked it to stop; `error`: its data could not
+    be read. `step` counts finished steps, and `clean` says that the state is the one after them. `passes`: the
+    optimizers of the pass that begins, a bit each; `groups`: a number of their values.
+    """
+
+    leaves: bool = False
+    asked: bool = False
+    error: bool = False
+    has_data: bool = True
+    checkpoint: bool = False
+    clean: bool = True
+    step: int = 0
+    passes: float = 0.0
+    groups: float = 0.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What all have said, in rank order."""
+
+    words: tuple[Word, ...]
+
+    @property
+    def ends(self) -> bool:
+        """Whether any rank leaves, or was asked to."""
+        return any(word.leaves or word.asked for word in self.words)
+
+    @property
+    def clean(self) -> bool:
+        """Whether all have the same state, that after a finished step."""
+        return all(word.clean and word.step == self.words[0].step for word in self.words)
+
+    def differ(self, name: str) -> bool:
+        """Whether not all have said the same under that name."""
+        return len({getattr(word, name) for word in self.words}) > 1
+
+    def left(self, step: int) -> PeerError:
+        """The error of those that have not left."""
+        gone = [rank for rank, word in enumerate(self.words) if word.leaves]
+        return PeerError(
+            given=f"rank {', '.join(map(str, gone))} left the loop after {step} steps (break, return or exception)",
+            conflict="the ranks of a Session take every step together",
+            remedy="leave the loop on all ranks after the same step: decide by what is the same on all of them, as "
+            "step.loss and session.evaluate() are",
+        )
+
+    def behind(self, step: int) -> PeerError:
+        """The error of those that have finished the last step, where another has not."""
+        others = [rank for rank, word in enumerate(self.words) if not word.clean or word.step != step]
+        return PeerError(
+            given=f"rank {', '.join(map(str, others))} between two updates of a step that is finished elsewhere",
+            conflict="the ranks of a Session take every step together",
+            remedy="make the same updates on all ranks, and look at what that rank said",
+        )
+
+
+def meet(mesh: Mesh, word: Word) -> Meeting:
+    """Collective: all ranks, one all-gather of 9 numbers a rank."""
+    if mesh.world_size == 1:
+        return Meeting((word,))
+    names = [field.name for field in fields(Word)]
+    table = mesh.all_gather([float(getattr(word, name)) for name in names])
+    return Meeting(tuple(_word(dict(zip(names, row, strict=True))) for row in table.tolist()))
+
+
+def _word(row: dict[str, float]) -> Word:
+    flags = {name: row[name] > 0 for name in ("leaves", "asked", "error", "has_data", "checkpoint", "clean")}
+    return Word(**flags, step=int(row["step"]), passes=row["passes"], groups=row["groups"])
+
+
+def groups_differ(mesh: Mesh, values: list[dict[str, str]], step: int) -> JobError:
+    """The error where ranks would step with other rates than each other. Collective: all ranks, a JSON gather."""
+    told = mesh.gather_json(values)
+    found = "their number"
+    for rank, other in enumerate(told):
+        for number, (mine, theirs) in enumerate(zip(told[0], other, strict=False)):
+            key = next((k for k in mine if mine[k] != theirs.get(k)), None)
+            if key is not None:
+                found = f"group {number}: {key} = {mine[key]} on rank 0 and {theirs.get(key)} on rank {rank}"
+                break
+    return JobError(
+        given=f"parameter groups that differ between the ranks before step {step}: {found}",
+        conflict="every rank makes the same update, or the models drift apart",
+        remedy="change groups, and step schedulers, by what is the same on all ranks: step.loss, session.evaluate()",
+    )

@@ -1,0 +1,141 @@
+"""Saving: the checkpoints of a loop of one's own, also of one that is left early."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from pathlib import Path
+
+from shoal.checkpoint.keeper import Keeper, RunState, Trained
+from shoal.checkpoint.store import Store
+from shoal.data.loader import Loader
+from shoal.distributed.agreement import together
+from shoal.errors import RunDirectoryError, StorageError
+from shoal.numerics.precision import LossScale
+from shoal.parallel.base import Strategy
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.training.session.prepared import Prepared
+from shoal.training.session.rates import Groups, as_one
+from shoal.training.session.schedulers import Schedulers
+from shoal.training.session.ways import Base
+
+
+class Saving:
+    """Checkpoints are of the state after a finished step, whatever its successor has changed of groups already."""
+
+    def __init__(
+        self, base: Base, prepared: Prepared, sharded_model: ShardedModel, loader: Loader, strategy: Strategy
+    ) -> None:
+        """Raises: JobError for schedulers whose state no checkpoint can keep."""
+        folder = base.training.checkpoints if base.replay is None else None  # a verification leaves the user's alone
+        store = None if folder is None else Store(Path(folder))
+        self._held = contextlib.ExitStack()
+        self._rank = base.mesh.rank
+        self._prepared, self._schedulers = prepared, Schedulers(prepared.schedulers)
+        every = as_one(prepared.optimizers, base.plan.execution.exact)
+        trained = Trained(sharded_model, every, loader, strategy, self._schedulers)
+        self.keeps = store is not None
+        try:
+            if store is not None:
+                together(base.mesh, lambda: self._take(store, base.training.resume))
+            self._keeper = Keeper(base.mesh, store, trained, None)
+        except BaseException:
+            self._held.close()
+            raise
+        self.mark()
+
+    def _take(self, store: Store, resume: bool) -> None:
+        """Raises: InUseError; RunDirectoryError where another training's checkpoints would be taken for this one's."""
+        self._schedulers.state()
+        if self._rank != 0:
+            return
+        if names := self._prepared.unprepared():
+            warnings.warn(
+                f"a scheduler of {', '.join(names)} was not given to prepare(): its place is in no checkpoint, and "
+                "a resume begins its schedule anew; write session.prepare(model, optimizer, scheduler)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        store.hold(self._held)
+        steps = store.steps()
+        if steps and not resume:
+            raise RunDirectoryError(
+                given=f"Session(checkpoints={str(store.folder)!r}) without resume",
+                conflict=f"it holds checkpoints up to step {max(steps)}, which a resume would take for this training's",
+                remedy="write resume=True to go on from there, or another directory",
+            )
+
+    def load(self, scale: LossScale) -> RunState | None:
+        """The state of the newest good checkpoint. Collective: all ranks. Raises: as Keeper.load."""
+        state, complaints = self._keeper.load(scale)
+        for complaint in complaints if self._rank == 0 else ():
+            warnings.warn(complaint, RuntimeWarning, stacklevel=2)
+        self.mark()
+        return state
+
+    def mark(self) -> None:
+        """Notes groups and schedulers, before a step's own changes of them."""
+        if self.keeps:
+            self._groups, self._noted = Groups(self._prepared.optimizers), self._schedulers.state()
+
+    def due(self, step: int) -> bool:
+        """As Keeper.due."""
+        return self._keeper.due(step)
+
+    def regular(self, state: RunState) -> None:
+        """A checkpoint in the midst of the training. Collective: all ranks."""
+        if not self.keeps:
+            return
+        groups, noted = Groups(self._prepared.optimizers), self._schedulers.state()
+        self._put_back()
+        self._keeper.save(state)
+        groups.put_back()
+        self._schedulers.restore(noted)
+
+    def last(self, state: RunState, *, live: bool) -> None:
+        """The last checkpoint; of groups and schedulers as they are, or as they were marked. Collective: all ranks."""
+        if not self.keeps or state.step == 0:
+            return
+        if not live:
+            self._put_back()
+        with contextlib.suppress(StorageError):  # the writer has warned; what comes after the loop is the user's
+            self._keeper.save(state, wait=True)
+
+    def alone(self, state: RunState) -> str:
+        """The last checkpoint after other ranks are gone, where rank 0 has it all; what came of it, in words."""
+        if state.step == 0:
+            return "no step was finished"
+        if not self.keeps:
+            return "no checkpoints were asked for"
+        self._put_back()
+        why = self._keeper.save_alone(state)
+        if why is None:
+            return f"step {state.step} was saved, and Session(resume=True) goes on from it"
+        return (
+            f"step {state.step} could not be saved here ({why}); Session(resume=True) goes on from the newest there is"
+        )
+
+    def torn(self, state: RunState, names: list[str], *, at_first: bool) -> None:
+        """Warns that a step was left between its updates. `at_first`: none before it tells which updates a step has."""
+        if not self.keeps or self._rank != 0:
+            return
+        if not names:
+            said = "the ranks left the loop within a step, some before and some after the last of its updates: that"
+        elif at_first:
+            said = (
+                f"step {state.step + 1} was left after the update of {', '.join(names)}, and no step before it tells "
+                "whether that was the last of its updates: that may be"
+            )
+        else:
+            said = f"step {state.step + 1} was left after the update of {', '.join(names)} and before its others: that"
+        said += (" the" if said.endswith("be") else " is the") + " state after no step, and is not saved; "
+        warnings.warn(f"{said}the newest checkpoint is that of an earlier step", RuntimeWarning, stacklevel=2)
+
+    def _put_back(self) -> None:
+        self._groups.put_back()
+        self._schedulers.restore(self._noted)
+
+    def close(self) -> None:
+        """Waits for what is being written, and leaves the directory to others."""
+        self._keeper.close()
+        self._held.close()

@@ -1,0 +1,224 @@
+"""Session: what a training loop of one's own is given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.data.opened import open_evaluation
+from shoal.distributed.agreement import together
+from shoal.distributed.mesh import open_mesh
+from shoal.distributed.process_setup import prepare_process
+from shoal.errors import JobError, PlanError
+from shoal.job import Length
+from shoal.launch.environment import Environment, joined
+from shoal.numerics.precision import Precision
+from shoal.parallel.blocks.compiled import compile_blocks
+from shoal.parallel.blocks.recompute import recompute
+from shoal.plans import AXES, Plan
+from shoal.plans.legal import check
+from shoal.plans.resolve import Wishes, apply_wishes, complete, refuse_unsupported
+from shoal.plans.unheeded import unheeded, warn_of
+from shoal.training.evaluation import Evaluator
+from shoal.training.session.loop import Loop, SessionStep
+from shoal.training.session.prepared import Prepared
+from shoal.training.session.reading import open_loader
+from shoal.training.session.training import Training, missing_attribute
+from shoal.training.session.ways import Base
+from shoal.training.trace.replay import Replay
+
+
+class Session:
+    """Parallel training for a loop of your own: one process alone, or one of many under torchrun.
+
+    `plan` and the keyword arguments `exact` and `precision` say how; everything else is a field of `Training`.
+    Raises: JobError, PlanError, LaunchError as `shoal run` does. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self, plan: Plan | None = None, *, exact: bool | None = None, precision: str | None = None, **training: Any
+    ) -> None:
+        if plan is not None and not isinstance(plan, Plan):
+            raise PlanError(
+                given=f"Session({plan!r:.60})",
+                conflict="the first argument of a Session is its plan",
+                remedy="write shoal.Session(shoal.Plan(), global_batch=256), or leave the plan out",
+            )
+        self.training = Training.given(training)
+        self._job = self.training.job()
+        self._says_workers = plan is not None and "workers" in plan.data.model_fields_set
+        environment = joined(os.environ) or Environment()
+        wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
+        plan = apply_wishes(plan or Plan(), wishes, from_file=False)
+        self.replay = Replay.told(os.environ)
+        if environment.rank == 0 and not self.replay:
+            check(plan)
+            warn_of(self._job.without_effect())
+            warn_of(unheeded(plan, self._job.grains, None if self.training.fuse else "fuse=False"))
+        if self.replay and self.replay.of is not None:  # the same loop on one process
+            plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
+        if self.replay:  # compressed sums are not those of one process
+            plan = plan.uncompressed
+        self.plan = complete(plan, self._job.grains, self._job.grain_size)
+        refuse_unsupported(self.plan)
+        _refuse_divided(self.plan)
+        prepare_process(self.plan.execution.exact, num_threads=None)
+        self._exit = contextlib.ExitStack()
+        self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
+        self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
+        self._prepared = Prepared()
+        self._loop: Loop | None = None
+        self._steps: weakref.ReferenceType[Generator[SessionStep]] | None = None
+
+    @property
+    def rank(self) -> int:
+        """This process's number; rank 0 prints."""
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self.mesh.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches and prepared models are."""
+        return self.mesh.device
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_attribute(name)
+
+    @property
+    def samples(self) -> int:
+        """How many samples all finished steps have read, those before a resume too."""
+        return self._loop.state.samples if self._loop is not None else 0
+
+    def prepare(self, *objects: Any) -> Any:
+        """The same objects, one or a tuple in the same order: models, optimizers and torch's schedulers, any number.
+
+        Models are on their device in the plan's dtype, with rank 0's values on every rank. Schedulers are yours to
+        step, as in plain torch. Raises: JobError for anything else, with what to write instead.
+        """
+        if self._steps is not None:
+            raise JobError(
+                given="session.prepare() after session.steps()",
+                conflict="what is trained is divided among the ranks before the first step",
+                remedy="prepare everything first; freeze what comes later with requires_grad, or add a param group",
+            )
+        taken, models = self._prepared.take(objects)
+        for model in models:
+            self._place(model)
+        return taken[0] if len(taken) == 1 else tuple(taken)
+
+    def _place(self, model: nn.Module) -> None:
+        model = self._precision.apply(model.to(self.mesh.device))
+        self.mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
+        if not any(p.requires_grad for p in model.parameters()):
+            return
+        recompute(model, self.plan.memory.recompute)
+        compile_blocks(model, self.plan, self._precision)
+
+    def steps(
+        self, dataset: Any, length: Length | None = None, *, epochs: float | None = None
+    ) -> Iterator[SessionStep]:
+        """The steps of a training on a dataset or a stream; iterate each for this rank's batches.
+
+        Raises: on every rank, where a batch of any rank cannot be read or computed by shoal. Where one rank leaves the
+        loop (a break, an exception), the others raise a PeerError at its next step, and all save the last one that was
+        finished.
+        """
+        if self._steps is not None:
+            raise JobError(
+                given="session.steps() a second time",
+                conflict="a Session is one training: its order, schedule and checkpoints go on through all epochs",
+                remedy="write one loop over session.steps(dataset, epochs=N); step.epoch tells which it is in",
+            )
+        self._prepared.check()
+        base = Base(
+            mesh=self.mesh,
+            plan=self.plan,
+            precision=self._precision,
+            training=self.training,
+            job=self._job,
+            replay=self.replay,
+            says_workers=self._says_workers,
+        )
+        loader, order = open_loader(base, dataset, length, epochs)
+        self._loop = Loop(base, self._prepared, loader, order)
+        found = self._loop.run()
+        self._steps = weakref.ref(found)
+        return found
+
+    def evaluate(
+        self, dataset: Any, metrics: Mapping[str, Callable[[Any, Any], Any]], model: nn.Module | None = None
+    ) -> tuple[dict[str, float], int]:
+        """Each metric's sum over its count on every sample once, and how many samples that were. Collective: all.
+
+        `model`: which of several prepared ones. Raises: JobError.
+        """
+        models = self._prepared.models
+        if model is None and len(models) != 1:
+            raise JobError(
+                given=f"session.evaluate() with {len(models)} prepared models",
+                conflict="a metric is called with one",
+                remedy="write session.evaluate(dataset, metrics, model=generator)"
+                if models
+                else "write first: model, optimizer = session.prepare(model, optimizer)",
+            )
+        self._insist()
+        data = together(self.mesh, lambda: open_evaluation("dataset", dataset, self.training.collate))
+        if self.mesh.rank == 0:
+            warn_of(data.notes)
+        evaluator = Evaluator(self._job, self.mesh, self._precision, data.source, metrics, collate=data.collate)
+        return evaluator.evaluate(models[0] if model is None else model)
+
+    def close(self) -> None:
+        """Ends the process group; a loop that was left is saved first. Raises: KeyboardInterrupt that came in it."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        try:
+            steps = self._steps() if self._steps is not None else None
+            if steps is not None:
+                steps.close()
+            if self._loop is not None:
+                self._loop.close()
+        finally:
+            self._exit.close()
+        self._insist(error)
+
+    def _insist(self, error: BaseException | None = None) -> None:
+        """Raises: what a request to stop ends with, where the loop is over and could not raise it itself."""
+        if self._loop is not None and self._loop.closed:
+            self._loop.asked.insist(error)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+
+def _refuse_divided(plan: Plan) -> None:
+    if plan.serves:
+        raise PlanError(
+            given=f'a Session with server.mode = "{plan.server.mode}"',
+            conflict="a loop of your own updates the parameters itself, which servers would do",
+            remedy='use shoal run with a job file, or server.mode = "none"',
+        )
+    if plan.divides_model:
+        degrees = ", ".join(f"{axis} = {n}" for axis, n in plan.layout.model_dump().items() if n > 1)
+        raise PlanError(
+            given=f"a Session with {degrees}" + (f", shard.level = {plan.shard.level!r}" if plan.shards_model else ""),
+            conflict="a Session is given a model and an optimizer that are whole, and each rank of it keeps them so",
+            remedy='use data, or shard with shard.level = "optimizer"; or a Job and shoal run, which divide the model',
+        )

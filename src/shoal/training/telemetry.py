@@ -1,0 +1,144 @@
+"""Telemetry: where a step's time went. It never waits for anything and never raises into the training."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shoal.runs.records import SPANS, StepRecord, read_steps
+
+# To ask the system takes some 50 us.
+_MEMORY_SECONDS = 0.05
+
+
+class StepClock:
+    """Wall time divided among the spans of a step: one span runs at a time, so that they sum to the step.
+
+    On a CUDA device the marks are events on the current stream, read after the step's one synchronisation: a span is
+    then the stream's time, idle time included, and not the time to enqueue the work.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self._device, self._cuda = device, device.type == "cuda"
+        self._memory_bytes, self._memory_until = 0, 0.0
+        self.enabled = enabled
+        self._seconds = dict.fromkeys(SPANS, 0.0)
+        self._current, self._since, self._began = "other", 0.0, 0.0
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+
+    def begin(self) -> None:
+        """Starts a step, in the span `other`."""
+        self._seconds = dict.fromkeys(SPANS, 0.0)
+        self._events = []
+        self._current = "other"
+        self._began = self._since = time.perf_counter()
+        if self._cuda and self.enabled:
+            self._record("other")
+
+    def mark(self, span: str) -> None:
+        """Ends the running span and starts `span`."""
+        if not self.enabled:
+            return
+        if self._cuda:
+            self._record(span)
+            return
+        now = time.perf_counter()
+        self._seconds[self._current] += now - self._since
+        self._current, self._since = span, now
+
+    def end(self) -> tuple[float, dict[str, float]]:
+        """Seconds of the whole step and of each span, rounded to float32, in which they travel to the other ranks."""
+        self.mark("other")
+        total = time.perf_counter() - self._began
+        if self._cuda and self.enabled:
+            self._read_events(total)
+        total, *spans = np.array([total, *self._seconds.values()], dtype=np.float32).tolist()
+        return total, dict(zip(self._seconds, spans, strict=True))
+
+    def peak_memory_bytes(self) -> int:
+        """As the function of that name says; on CPUs up to 50 ms ago: short steps share a reading."""
+        if self._cuda:
+            return peak_memory_bytes(self._device)
+        now = time.monotonic()
+        if now >= self._memory_until:
+            self._memory_bytes, self._memory_until = peak_memory_bytes(self._device), now + _MEMORY_SECONDS
+        return self._memory_bytes
+
+    def _record(self, span: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append((span, event))
+
+    def _read_events(self, total: float) -> None:
+        self._events[-1][1].synchronize()
+        for (span, event), (_, following) in zip(self._events, self._events[1:], strict=False):
+            self._seconds[span] += event.elapsed_time(following) / 1000.0
+        self._seconds["other"] = max(0.0, total - sum(v for k, v in self._seconds.items() if k != "other"))
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held, to float32's 24 bits: of the GPU's allocator, or resident."""
+    if device.type == "cuda":
+        return int(np.float32(torch.cuda.max_memory_allocated(device)))
+    return int(np.float32(_peak_resident_bytes()))
+
+
+def _peak_resident_bytes() -> int:
+    """As the kernel counts it: on Linux ru_maxrss of a new program is what the one that started it had held."""
+    with contextlib.suppress(OSError, ValueError):
+        found = Path("/proc/self/status").read_bytes()
+        line = found.index(b"VmHWM:") + len(b"VmHWM:")
+        return int(found[line : found.index(b"kB", line)]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class RecordWriter:
+    """Appends step records to a file, a line each; a full or vanished disk warns once and changes nothing else."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0) if path else None
+
+    def write(self, record: StepRecord) -> None:
+        """Appends one line and hands it to the operating system."""
+        if self._file is None:
+            return
+        try:
+            line = record.to_line().encode() + b"\n"
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except (OSError, ValueError) as error:
+            self._give_up(error)
+
+    def forget_after(self, step: int) -> None:
+        """Leaves out the records of steps after `step`: they are about to be trained again."""
+        if self._path is None or self._file is None:
+            return
+        try:
+            self._file.close()
+            kept = [record.to_line() + "\n" for record in read_steps(self._path) if record.step <= step]
+            fresh = self._path.with_suffix(".tmp")
+            fresh.write_text("".join(kept), encoding="utf-8")
+            fresh.replace(self._path)
+            self._file = self._path.open("ab", buffering=0)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.close()
+        warnings.warn(f"no more step records: {self._path}: {error}", RuntimeWarning, stacklevel=3)
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None

@@ -1,0 +1,218 @@
+"""Recorder: an observer that writes the trace of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.checkpoint.state import optimizer_state
+from shoal.data.microbatch import Microbatch
+from shoal.parallel.base import Strategy
+from shoal.parallel.model.sharded_model import Held, ShardedModel, local, merged
+from shoal.training.observer import Observer
+from shoal.training.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write
+
+INPUT = "(batch)"
+# What makes the tensor of the whole model of the one that a module gives here.
+Whole = Callable[[Tensor], Tensor]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class ForwardRecorder:
+    """Fingerprints of what each module of a model gives, a grain at a time; for engine and reference alike."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None,
+        is_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`outputs` and `is_elsewhere` of a divided model, as Division has them."""
+        self._is_elsewhere = is_elsewhere
+        self.found: dict[str, dict[int, list[float]]] = {}
+        self._outputs = outputs or {}
+        self._microbatch: Microbatch | None = None
+        self._calls: Counter[str] = Counter()
+        names = {module: name or "(model)" for name, module in model.named_modules()}
+        self._handles = [m.register_forward_hook(self._hook(name)) for m, name in names.items()]
+
+    def clear(self) -> None:
+        """Forgets what was seen."""
+        self.found = {}
+
+    def begin(self, microbatch: Microbatch, batch: Any) -> None:
+        """From now on until `end` forwards are of this microbatch."""
+        self._microbatch, self._calls = microbatch, Counter()
+        self._note(INPUT, batch)
+
+    def end(self) -> None:
+        """What is computed from now on is recomputation."""
+        self._microbatch = None
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            whole = self._outputs.get(name, _same)
+            # A compiled block shows itself and nothing within.
+            if self._microbatch is not None and whole is not None and not torch.compiler.is_compiling():
+                self._calls[name] += 1
+                call = self._calls[name]
+                if self._is_elsewhere():
+                    return
+                self._note(name if call == 1 else f"{name}#{call}", output, whole)
+
+        return hook
+
+    def _note(self, call: str, value: Any, whole: Whole = _same) -> None:
+        microbatch = self._microbatch
+        assert microbatch is not None
+        rows = [grain.size for grain in microbatch.grains]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for number, leaf in enumerate(tree_leaves(value)):
+                # What is not divided by samples cannot be compared a grain at a time.
+                if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.shape[0] != sum(rows) or _is_blank(leaf):
+                    continue
+                name = call if number == 0 else f"{call}[{number}]"
+                for grain, numbers in zip(microbatch.grains, fingerprint(whole(leaf), rows), strict=True):
+                    self.found.setdefault(name, {})[grain.index] = numbers
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _is_blank(leaf: Tensor) -> bool:
+    """Whether it stands for what another stage has: NaN everywhere, of one number in memory."""
+    return leaf.numel() > 1 and not any(leaf.stride()) and bool(leaf.view(-1)[0].isnan())
+
+
+class OwnGradients:
+    """What autograd gives for each parameter on this rank, added up over microbatches before anything else sees it."""
+
+    def __init__(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self._handles = [parameter.register_hook(self._hook(name)) for name, parameter in parameters]
+
+    def clear(self) -> None:
+        """Starts a step."""
+        self.sums = {}
+
+    def _hook(self, name: str) -> Any:
+        def hook(gradient: Tensor) -> None:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                wide = (gradient.to_dense() if gradient.is_sparse else gradient).to(_wide(gradient.dtype))
+                held = self.sums.get(name)
+                self.sums[name] = wide.clone() if held is None else held.add_(wide)
+
+        return hook
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class TraceRecorder(Observer):
+    """Writes every step of an engine to a folder, this rank's part of it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+
+    def attach(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+        """Watches a model and its optimizer, and writes their state. Collective: as Holding.wholes."""
+        self._sharded_model, self._optimizer, self._strategy = sharded_model, optimizer, strategy
+        self._named = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad]
+        # What is summed in the backward, or of a part of the model only, is not the gradient of a rank's grains.
+        self._own = OwnGradients([] if sharded_model.divided else self._named)
+        division = sharded_model.division
+        self._forward = ForwardRecorder(sharded_model.model, division.outputs, division.is_elsewhere)
+        self._trace = StepTrace(-1)
+        self._state()
+        write(self._folder, self._trace, self._rank)
+
+    def begin(self, step: int, factor: float) -> None:
+        """Forgets the last attempt."""
+        self._trace = StepTrace(step, factor=factor)
+        self._forward.clear()
+        self._own.clear()
+
+    def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
+        """Fingerprints the batch, and the forward that comes."""
+        self._microbatch = microbatch
+        self._forward.begin(microbatch, batch)
+
+    def forwarded(self) -> None:
+        """Looks no further."""
+        self._forward.end()
+
+    def loss(self, total: Tensor, weight: Tensor | float) -> None:
+        """Notes the microbatch's loss."""
+        self._forward.end()
+        taken = self._microbatch
+        if not self._sharded_model.counts_loss:
+            return
+        ids = tuple(tuple(ids.tolist()) for ids in taken.ids)
+        grains = tuple(grain.index for grain in taken.grains)
+        self._trace.parts.append(MicrobatchTrace(self._rank, grains, ids, float(total), float(weight)))
+
+    def reduced(self, loss: float, weight: float, scale: float) -> None:
+        """Keeps the mean gradients, and this rank's share of them."""
+        trace = self._trace
+        trace.loss, trace.weight, trace.forward = loss, weight, self._forward.found
+        if not self._sharded_model.divided:
+            used = {name for name, p in self._named if p.grad is not None}  # others are another optimizer's
+            trace.gradients[self._rank] = {name: g * scale for name, g in self._own.sums.items() if name in used}
+        self._gradients("reduction", scale)
+
+    def clipped(self, norm: float) -> None:
+        """Keeps the gradients that the optimizer gets."""
+        self._trace.norm = norm
+        self._gradients("clipping", 1.0)
+
+    def updated(self, skipped: str | None) -> None:
+        """Keeps the state after the step and writes everything."""
+        self._trace.skipped = skipped
+        self._state()
+        write(self._folder, self._trace, self._rank)
+
+    def _gradients(self, phase: str, scale: float) -> None:
+        found = [(name, p.grad) for name, p in self._named if p.grad is not None]
+        self._keep({f"{phase}/{name}": (self._sharded_model.part(name, g), local(g) * scale) for name, g in found})
+
+    def _state(self) -> None:
+        sharded_model = self._sharded_model
+        tensors, self._trace.optimizer = optimizer_state(self._optimizer, sharded_model.model)
+        if sharded_model.divides_state:
+            self._trace.optimizer = merged(sharded_model.mesh.gather_json(self._trace.optimizer))
+        self._trace.divided = sharded_model.divided
+        if not sharded_model.divided and sharded_model.divides_state:
+            self._trace.updates[self._rank] = [name for name, p in self._named if self._strategy.updates(p)]
+        parameters = {name for name, _ in sharded_model.model.named_parameters()}
+        self._keep(state_by_key(sharded_model.tensors(), parameters, sharded_model.state(tensors)))
+
+    def _keep(self, held: Held) -> None:
+        """Digests of what this rank has, and on rank 0 the logical tensors. Collective: as Holding.wholes."""
+        own = self._trace.digests.setdefault(self._rank, {})
+        for key, (part, tensor) in held.items():
+            own[key if part.is_whole else f"{key} {part.to_json()}"] = digest(tensor)
+        for key, whole in self._sharded_model.wholes(held):
+            if whole is not None:
+                self._trace.tensors[key] = whole.detach().clone()
+
+    def close(self) -> None:
+        """Takes the hooks off."""
+        self._forward.close()
+        self._own.close()

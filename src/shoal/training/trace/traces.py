@@ -1,0 +1,212 @@
+"""Traces: what was computed in a step, under logical names, from a parallel run or from a reference.
+
+A tensor's key is PHASE/NAME; the phases are those of a step in the order of its dataflow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shoal.numerics.precision import numbers
+
+T = TypeVar("T")
+
+# In the order of the dataflow. `backward` is each rank's own gradient, `reduction` the mean over all of them.
+PHASES = ("data", "forward", "loss", "backward", "reduction", "clipping", "update", "buffers", "metrics")
+
+
+# Marks the optimizer's own tensors among what an update changes.
+_OPTIMIZER = " (optimizer)"
+
+
+@dataclass(frozen=True)
+class MicrobatchTrace:
+    """One microbatch: who computed which grains and samples, and the loss that came of it."""
+
+    rank: int
+    grains: tuple[int, ...]
+    ids: tuple[tuple[int, ...], ...]
+    total: float
+    weight: float
+
+
+@dataclass
+class StepTrace:
+    """One step. `forward` holds fingerprints: call name -> grain -> numbers, in the order of the calls.
+
+    `gradients` are each rank's own, `tensors` everything else by key; `skipped` says why the update was left out.
+    """
+
+    step: int
+    parts: list[MicrobatchTrace] = field(default_factory=list)
+    forward: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+    weight: float = 0.0
+    norm: float = 0.0
+    factor: float = 1.0
+    skipped: str | None = None
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    digests: dict[int, dict[str, str]] = field(default_factory=dict)
+    updates: dict[int, list[str] | None] = field(default_factory=dict)  # by rank; None: every parameter
+    divided: bool = False  # whether ranks hold parts of the model
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters after the step."""
+        return {name: t for name, t in self.phase("update").items() if not is_optimizer(name)}
+
+    @property
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        """The optimizer's tensors after the step."""
+        found = self.phase("update").items()
+        return {name.removesuffix(_OPTIMIZER): t for name, t in found if is_optimizer(name)}
+
+    @property
+    def first_digests(self) -> dict[str, str]:
+        """Of each key the digest of the first rank that has it."""
+        found: dict[str, str] = {}
+        for _, own in sorted(self.digests.items()):
+            found = {**own, **found}
+        return found
+
+    def strays(self) -> Iterator[tuple[int, str]]:
+        """Rank and key of what a rank holds otherwise than the first that holds the same, or lacks."""
+        first = self.first_digests
+        for rank, own in sorted(self.digests.items()):
+            for key in sorted(first):
+                if own.get(key) != first[key] and not self._missing(rank, key):
+                    yield rank, key
+
+    def _missing(self, rank: int, key: str) -> bool:
+        """Whether a rank lacks what it need not hold: a part of the model, or state that it does not update."""
+        if key in self.digests[rank]:
+            return False
+        updates = self.updates.get(rank)
+        if self.divided or updates is None or not is_optimizer(key):
+            return self.divided
+        return key.partition("/")[2].partition("/")[0] not in updates
+
+    def phase(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one phase by name."""
+        return {key.partition("/")[2]: t for key, t in self.tensors.items() if key.startswith(f"{name}/")}
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a name under `update` is of the optimizer's own state."""
+    return name.endswith(_OPTIMIZER)
+
+
+def state_by_key(model: Mapping[str, T], parameters: Container[str], optimizer: Mapping[str, T]) -> dict[str, T]:
+    """A training state by a trace's keys: the model's values, some of them parameters, and the optimizer's."""
+    found = {f"update/{name}" if name in parameters else f"buffers/{name}": value for name, value in model.items()}
+    return found | {f"update/{name}{_OPTIMIZER}": value for name, value in optimizer.items()}
+
+
+def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
+    """Four numbers for each run of rows: the mean, the root mean square, and the means of two regular subsets.
+
+    The subsets tell apart what only changes places. Means, so that rounding errors of many elements cancel.
+    """
+    found = []
+    for part in tensor.detach().split(rows):
+        flat = numbers(part).reshape(-1)
+        if not len(flat):
+            found.append([0.0] * 4)
+            continue
+        parts = [
+            flat.mean(),
+            flat.square().mean().sqrt(),
+            flat[::3].mean(),
+            flat[1::7].mean() if len(flat) > 1 else flat[0],
+        ]
+        found.append(torch.stack(parts).tolist())
+    return found
+
+
+def identical(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are of one dtype and shape, and the same to the bit."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 of a tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()
+
+
+_FACTS = ("loss", "weight", "norm", "factor", "skipped", "optimizer", "divided")
+
+
+def write(folder: Path, trace: StepTrace, rank: int) -> None:
+    """Writes one rank's view of a step: its own gradients, forward and digests; on rank 0 the logical tensors too."""
+    tensors = {f"gradient/{name}": t for name, t in trace.gradients.get(rank, {}).items()}
+    if rank == 0:
+        tensors |= {f"tensor/{key}": t for key, t in trace.tensors.items()}
+    save_file(
+        {k: t.detach().cpu().contiguous() for k, t in tensors.items()}, folder / f"step-{trace.step}-{rank}.safetensors"
+    )
+    facts = {
+        "parts": [vars(part) for part in trace.parts],
+        "forward": trace.forward,
+        "digests": trace.digests.get(rank, {}),
+        "updates": trace.updates.get(rank),
+        **{k: getattr(trace, k) for k in _FACTS},
+    }
+    (folder / f"step-{trace.step}-{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> StepTrace:
+    """The step as all ranks saw it together, with its tensors or only their digests."""
+    whole = StepTrace(step)
+    for rank in reversed(range(world_size)):  # rank 0 last: its view of what all share stays
+        facts = json.loads((folder / f"step-{step}-{rank}.json").read_text(encoding="utf-8"))
+        if tensors:
+            held = load_file(folder / f"step-{step}-{rank}.safetensors")
+            whole.gradients[rank] = _under("gradient/", held)
+            whole.tensors |= _under("tensor/", held)
+        whole.parts[:0] = [_part(part) for part in facts["parts"]]
+        for call, grains in facts["forward"].items():
+            whole.forward.setdefault(call, {}).update({int(g): numbers for g, numbers in grains.items()})
+        whole.digests[rank], whole.updates[rank] = facts["digests"], facts["updates"]
+        for name in _FACTS:
+            setattr(whole, name, facts[name])
+    return whole
+
+
+def write_changes(folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Writes the parameters and buffers that a loop of one's own has changed before `step`, after the last update."""
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / _changes(step))
+
+
+def read_changes(folder: Path, step: int) -> dict[str, Tensor]:
+    """From `write_changes`; nothing where nothing was changed."""
+    path = folder / _changes(step)
+    return load_file(path) if path.exists() else {}
+
+
+def _changes(step: int) -> str:
+    return f"changes-{step}.safetensors"
+
+
+def _part(facts: Mapping[str, Any]) -> MicrobatchTrace:
+    ids = tuple(tuple(ids) for ids in facts["ids"])
+    return MicrobatchTrace(facts["rank"], tuple(facts["grains"]), ids, facts["total"], facts["weight"])
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}

@@ -1,0 +1,200 @@
+"""Fork: the ranks of a run as children of this process, so that a job made of lambdas needs no file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from shoal.distributed.failures import as_shoal_error, to_json
+from shoal.distributed.process_setup import prepare_process
+from shoal.distributed.worker_process import die_with_launcher
+from shoal.errors import LaunchError, RankLostError, from_json
+from shoal.job import Job
+from shoal.launch.environment import LAUNCHER_PID, Environment, joined
+from shoal.plans.plan import Plan
+from shoal.verification.traced_run import runs, trace_rank
+
+_POLL_SECONDS = 0.005
+# Where the driver shows GPUs; to ask CUDA would make a fork unusable for it.
+_GPUS = Path("/proc/driver/nvidia/gpus")
+# After one rank has failed the others learn of it in their next collective, or are ended.
+_GRACE_SECONDS = 5.0
+
+
+# In a rank: its job, and the plan that it is given completed for that job.
+Make = Callable[[Plan], tuple[Job, Plan]]
+
+
+def trace_forked(make: Make, plan: Plan, folder: Path, num_steps: int, num_threads: int = 1) -> None:
+    """Does the plan's `runs` on this host and leaves their traces in new folders of their names.
+
+    Raises: what a rank raised; RankLostError.
+    """
+
+    def trace(ranks: Plan, into: Path, environment: Environment) -> None:
+        prepare_process(ranks.execution.exact, None)
+        if not ranks.execution.exact:
+            torch.set_num_threads(num_threads)
+        trace_rank(*make(ranks), environment, into, num_steps)
+
+    with contextlib.ExitStack() as groups:
+        waits = []
+        for kind, ranks in runs(plan).items():
+            work = functools.partial(trace, ranks, folder / kind)
+            group = forked(ranks.num_processes, work, folder / kind, aloud=kind == "parallel")
+            waits.append(groups.enter_context(group))
+            if _GPUS.exists():  # one after the other: two models may be too much for a GPU
+                waits.pop()()
+        for wait in waits:
+            wait()
+
+
+@contextlib.contextmanager
+def forked(
+    world_size: int, work: Callable[[Environment], None], folder: Path, aloud: bool = True
+) -> Iterator[Callable[[], None]]:
+    """A context in which so many ranks, children of this process, do `work`; gives the function that waits for them.
+
+    `folder` is new and for what they leave; rank 0 prints where it is `aloud`.
+    Raises: what a rank raised; RankLostError.
+    """
+    launched = joined(os.environ)
+    if launched is not None:
+        raise LaunchError(
+            given=f"a verification under a launcher (RANK={launched.rank}, WORLD_SIZE={launched.world_size})",
+            conflict="it starts its ranks itself, all on this host",
+            remedy=f"call it once and without the launcher, for {launched.world_size} devices",
+        )
+    if torch.cuda.is_initialized():
+        raise _cuda_in_use()
+    folder.mkdir(parents=True)
+    children: dict[int, int] = {}
+    key = secrets.token_hex(32)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        try:
+            for rank in range(world_size):
+                descriptor = listener.fileno() if rank == 0 else None
+                port = listener.getsockname()[1]
+                environment = Environment(rank, world_size, rank, world_size, port=port, listen_fd=descriptor, key=key)
+                log = None if rank == 0 and aloud else _log(folder, rank)
+                children[_fork(work, environment, folder, log)] = rank
+            yield lambda: _wait(children, folder)
+        finally:
+            for pid in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _fork(work: Callable[[Environment], None], environment: Environment, folder: Path, log: Path | None) -> int:
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that the parent had
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.environ[LAUNCHER_PID] = str(parent)
+        die_with_launcher()
+        if _GPUS.exists() and torch.cuda._is_in_bad_fork():  # as after torch.cuda.is_available()
+            raise _cuda_in_use()
+        if environment.world_size > 1:
+            os.environ.update(environment.variables())
+        if log is not None:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+        torch.set_num_threads(1)  # whatever threads the parent had are not here
+        _refuse_lost_threads()
+        work(environment)
+        code = 0
+    except BaseException as error:
+        told = to_json(as_shoal_error(error), environment.rank, socket.gethostname())
+        (folder / f"error-{environment.rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(children: dict[int, int], folder: Path) -> None:
+    """Waits until all have ended, or one has failed and the others do not end; removes those that have.
+
+    Raises: a rank's own error before its peers' complaints, and a silent death before those.
+    """
+    lost: RankLostError | None = None
+    deadline: float | None = None
+    while children and (deadline is None or time.monotonic() < deadline):
+        for pid in list(children):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            rank = children.pop(pid)
+            if status:
+                deadline = deadline or time.monotonic() + _GRACE_SECONDS
+                if not (folder / f"error-{rank}.json").exists():
+                    lost = lost or _lost(rank, status, folder)
+        time.sleep(_POLL_SECONDS)
+    told = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("error-*.json"))]
+    own = [t for t in told if t["kind"] != "PeerError"]
+    if not own and lost is not None:
+        raise lost
+    for document in own or told:
+        raise from_json(document)
+
+
+def _cuda_in_use() -> LaunchError:
+    return LaunchError(
+        given="a verification in a process that has asked or used CUDA",
+        conflict="its ranks are forked, and CUDA does not survive a fork",
+        remedy="call it before anything touches the GPU, or use the command: shoal verify JOBFILE",
+    )
+
+
+def _refuse_lost_threads() -> None:
+    """Raises: LaunchError in a process whose parent had autograd's own threads: no backward is possible in it.
+
+    The parent has them after a backward where there is an accelerator, or within 60 others, each called by the one
+    before. Torch does not tell of them but by failing.
+    """
+    try:
+        torch.ones((), requires_grad=True).square().backward()
+    except RuntimeError as error:
+        if "fork-based" not in str(error):
+            raise
+        raise LaunchError(
+            given="a verification in a process whose earlier backward has started threads of torch's autograd",
+            conflict="its ranks are forked, and these threads do not survive a fork: the job is not at fault",
+            remedy="call it before that backward, or use the command: shoal verify JOBFILE",
+        ) from None
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"log-{rank}.txt"
+
+
+def _lost(rank: int, status: int, folder: Path) -> RankLostError:
+    log = _log(folder, rank)
+    lines = log.read_text(errors="replace").strip().splitlines()[-5:] if log.exists() else []
+    said = "".join(f"\n{line[:200]}" for line in lines)
+    return RankLostError(
+        given=f"rank {rank} of the run to verify",
+        conflict=f"it ended with code {os.waitstatus_to_exitcode(status)} and without a word{said}",
+        remedy="try the plan with shoal run",
+    )

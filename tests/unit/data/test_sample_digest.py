@@ -1,0 +1,55 @@
+"""The digest of a step adds up over grains in any order and tells every change."""
+
+import hashlib
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.data.sample_digest import DIGEST_WORDS, EMPTY_DIGEST, chain_digest, grain_digest
+
+IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
+
+
+def words(step: int, parts: list[list[int]]) -> np.ndarray:
+    return sum((grain_digest(step, g, np.array(ids, np.int64)) for g, ids in enumerate(parts)), np.zeros(DIGEST_WORDS))
+
+
+@given(st.lists(IDS, min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_grains_add_up_in_any_order(parts: list[list[int]], random: object) -> None:
+    each = [grain_digest(5, g, np.array(ids, np.int64)) for g, ids in enumerate(parts)]
+    order = list(range(len(each)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    assert np.array_equal(sum(each[i] for i in order), words(5, parts))
+
+
+def test_every_change_shows() -> None:
+    base = words(5, [[1, 2], [3, 4]])
+    changed = [
+        words(6, [[1, 2], [3, 4]]),  # step
+        words(5, [[2, 1], [3, 4]]),  # order in a grain
+        words(5, [[3, 4], [1, 2]]),  # grains exchanged
+        words(5, [[1, 2, 3], [4]]),  # another division
+        words(5, [[1, 2], [3, 5]]),  # an id
+        words(5, [[1, 2], [3]]),  # one lost
+        words(5, [[1, 2]]),  # a grain lost
+    ]
+    digests = {chain_digest(EMPTY_DIGEST, w) for w in [base, *changed]}
+    assert len(digests) == 8
+
+
+def test_words_are_whole_and_below_two_to_the_32() -> None:
+    found = grain_digest(1, 2, np.arange(3))
+    assert found.shape == (DIGEST_WORDS,)
+    assert np.array_equal(found, np.floor(found))
+    assert found.max() < 2**32
+    expected = hashlib.sha256(b"".join(n.to_bytes(8, "little") for n in (1, 2, 0, 1, 2))).digest()
+    assert found.astype("<u4").tobytes() == expected
+
+
+def test_the_chain_remembers_what_came_before() -> None:
+    one, two = words(0, [[1]]), words(1, [[2]])
+    there = chain_digest(chain_digest(EMPTY_DIGEST, one), two)
+    assert there != chain_digest(chain_digest(EMPTY_DIGEST, two), one)
+    assert there != chain_digest(EMPTY_DIGEST, two)
+    assert len(there) == 64

@@ -1,0 +1,33 @@
+"""Faults: memory that ran out is named as that, whoever's code asked for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
+from shoal.errors import CollectiveError, JobError, OutOfMemoryError, PeerError, UserCodeError
+
+CPU = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 36"
+
+
+@pytest.mark.parametrize("error", [RuntimeError(CPU), MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_memory_that_ran_out_in_the_jobs_code_is_no_fault_of_it(error: Exception) -> None:
+    for found in (user_error("the optimizer", error), as_shoal_error(error)):
+        assert isinstance(found, OutOfMemoryError)
+        assert "memory ran out" in found.conflict
+        assert "shard = N" in found.remedy
+    assert user_error("the optimizer", error).given == "the optimizer of this job"
+
+
+def test_another_error_of_the_jobs_code_is_its_own() -> None:
+    assert isinstance(user_error("the optimizer", RuntimeError("something else")), UserCodeError)
+
+
+@pytest.mark.parametrize("kind", [PeerError, CollectiveError])
+def test_a_collective_within_a_backward_says_itself_who_is_lost(kind: type[PeerError] | type[CollectiveError]) -> None:
+    error = kind(given="rank 1 (process 7)", conflict="it ended", remedy="look")
+    assert is_lost_peer(error)
+    assert as_shoal_error(error) is error
+    assert is_lost_peer(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
+    assert not is_lost_peer(JobError(given="gloo = 3", conflict="none", remedy="none"))

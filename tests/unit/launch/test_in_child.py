@@ -1,0 +1,65 @@
+"""Work in a child process: its value comes back, its death is told, a signal ends it."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import ExitCode, LaunchError
+from shoal.launch.in_child import aside
+
+
+def no_children() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_the_value_comes_back_from_another_process() -> None:
+    here = os.getpid()
+    found = aside(lambda: {"pid": os.getpid(), "text": "x" * 200_000})
+    assert found is not None
+    assert found["pid"] != here
+    assert len(found["text"]) == 200_000
+    assert aside(lambda: None) is None
+    assert no_children()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_death_is_told() -> None:
+    def die() -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+    with pytest.raises(LaunchError, match="ended with code -9"):
+        aside(die)
+    assert no_children()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_signal_ends_it(tmp_path: Path) -> None:
+    def sleep() -> None:
+        (tmp_path / "began").touch()
+        time.sleep(60)
+
+    def interrupt() -> None:
+        while not (tmp_path / "began").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(SystemExit) as stop:
+        aside(sleep)  # type: ignore[arg-type]
+    thread.join()
+    assert stop.value.code == ExitCode.INTERRUPTED
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert no_children()

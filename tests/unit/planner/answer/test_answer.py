@@ -1,0 +1,52 @@
+"""The plan of an answer is the one that was predicted, so that the run is the one of the prediction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.unit.planner.models import facts, gpus, transformer
+
+from shoal.planner.answer.answer import Answer
+from shoal.planner.answer.outlook import Case, ScalingCurve
+from shoal.planner.answer.question import Question
+from shoal.planner.predict.step_time import Predictor
+from shoal.planner.predict.workload import Workload
+from shoal.planner.search.aims import parse
+from shoal.planner.search.choice import choose
+from shoal.planner.search.search import Candidate
+from shoal.planner.search.space import Space
+from shoal.plans.legal import check
+from shoal.plans.plan import Plan
+
+STAGES = Plan().with_sections(layout={"pipeline": 2}, batch={"grains_per_microbatch": 1})
+
+
+@pytest.fixture(scope="module")
+def whole() -> Answer:
+    work = Workload(transformer(layers=4, width=256, ffn=512, vocabulary=4096, positions=64, heads=4), 8, 8)
+    case = Case(work, gpus(1, 2), Space(Plan(), facts(8, layers=4, heads=4, positions=64), (1, 2)))
+    choice = choose(case.search(), parse("fastest"))
+    return Answer(Question(case, 10), choice, ScalingCurve((), None, ""), (), None, None, 0.0, "job")
+
+
+def of_stages(whole: Answer) -> Answer:
+    prediction = Predictor(whole.question.case.work, whole.question.case.cluster).predict(STAGES)
+    return replace(whole, choice=replace(whole.choice, chosen=Candidate(STAGES, prediction)))
+
+
+def test_a_pipeline_is_cut_where_it_was_predicted(whole: Answer) -> None:
+    staged = of_stages(whole)
+    assert staged.plan.pipeline.split == staged.chosen.prediction.split
+    assert len(staged.plan.pipeline.split) == 1
+    check(staged.plan, whole.question.case.space.facts)
+
+
+def test_a_place_where_no_stage_can_begin_is_not_written(whole: Answer) -> None:
+    case = whole.question.case
+    elsewhere = replace(case, space=replace(case.space, facts=replace(case.space.facts, cuts=("head",))))
+    assert of_stages(replace(whole, question=Question(elsewhere, 10))).plan.pipeline.split == ()
+
+
+def test_one_stage_has_no_split(whole: Answer) -> None:
+    assert whole.plan.pipeline.split == ()

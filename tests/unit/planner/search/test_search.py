@@ -1,0 +1,435 @@
+"""The pruned search gives what predicting every plan gives, and keeps its reasons."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from tests.unit.planner import made
+from tests.unit.planner.models import facts, gpus, transformer
+
+from shoal.errors import PlanError
+from shoal.planner.calibrate.comparison import section
+from shoal.planner.predict.pipeline_bound import PipelineShape
+from shoal.planner.predict.workload import Prediction, Workload
+from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
+from shoal.planner.search.bounds import Costs, ScheduleFamily
+from shoal.planner.search.choice import NothingFitsError, choose, limit_of
+from shoal.planner.search.costs import costs_of
+from shoal.planner.search.search import Candidate, Search, Seen
+from shoal.planner.search.space import (
+    Degrees,
+    Level,
+    MicrobatchSchedule,
+    ModelDegrees,
+    Space,
+    counts,
+    microbatch_sizes,
+    simplicity,
+)
+from shoal.plans.legal import ModelFacts, check
+from shoal.plans.plan import Plan
+from shoal.plans.toml import read, write
+from shoal.plans.words import described
+
+MEMORY = 100.0
+
+
+def noise(*parts: object) -> float:
+    """The same number in [0, 1) for the same parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6]) / 2**48
+
+
+class Invented:
+    """Costs without physics that keep what `Costs` promises."""
+
+    def __init__(self, seed: int, num_grains: int) -> None:
+        self.seed, self.num_grains = seed, num_grains
+        self.num_predicted = 0
+
+    def microbatches(self, plan: Plan) -> int:
+        return -(-self.share(plan) // plan.batch.grains_per_microbatch)
+
+    def share(self, plan: Plan) -> int:
+        return -(-self.num_grains // (plan.layout.data * plan.layout.shard))
+
+    def least_seconds(self, plan: Plan) -> float:
+        at, size = plan.layout, plan.batch.grains_per_microbatch
+        again = {"none": 1.0, "selective": 1.1, "full": 1.4}[plan.memory.recompute]
+        one = size * again * (1 + noise(self.seed, at.tensor, at.context, plan.tensor.sequence)) + 0.3
+        fill = 1.0 + noise(self.seed, plan.pipeline.schedule, plan.pipeline.stages_per_rank) if at.pipeline > 1 else 1.0
+        return self.microbatches(plan) * one * fill / (at.tensor * at.context * at.pipeline)
+
+    def nearly(self, plan: Plan) -> float:
+        alone = 40.0 if self.seed % 2 else 0.0  # what no division makes faster
+        at = plan.layout
+        place = Degrees(at.data * at.shard, ModelDegrees(at.tensor, at.pipeline, at.context))
+        return (
+            alone
+            + self.beside(place)
+            + self.least_at(plan) * (1 + 0.3 * noise(self.seed, plan.layout, plan.shard.level))
+        )
+
+    def least_bytes(self, plan: Plan) -> float:
+        at = plan.layout
+        kept = {"none": 9.0, "selective": 5.0, "full": 2.0}[plan.memory.recompute]
+        depth = {"optimizer": 60.0, "gradients": 40.0, "parameters": 20.0}[plan.shard.level] if at.shard > 1 else 120.0
+        parts = at.tensor * at.pipeline * at.context
+        return depth / parts + 80.0 / (at.shard * parts) + kept * plan.batch.grains_per_microbatch / parts
+
+    def least_at(self, plan: Plan) -> float:
+        replicas = plan.layout.data * plan.layout.shard
+        return self.least_seconds(plan) * (1 + 0.2 * noise(self.seed, replicas, plan.layout.pipeline))
+
+    def beside(self, place: Degrees) -> float:
+        return 3.0 * place.devices if self.seed % 3 else 0.0
+
+    def filled(self, seconds: float, turns: PipelineShape) -> float:
+        return seconds * turns.microbatches / turns.pipeline
+
+    def predict(self, plan: Plan) -> Prediction:
+        self.num_predicted += 1
+        seconds = self.nearly(plan) * (1 + 0.5 * noise(self.seed, *plan.to_mapping().items()))
+        peak = self.least_bytes(plan) * (
+            1 + 0.2 * noise(self.seed, plan.layout, plan.memory, plan.shard, plan.pipeline)
+        )
+        bubble = 0.4 * noise(self.seed, plan.layout) if plan.layout.pipeline > 1 else 0.0
+        terms = {"compute": seconds * (1 - bubble), "bubble": seconds * bubble}
+        lacks = max(0.0, peak - MEMORY)
+        return Prediction(seconds, terms, {"parameters": peak}, peak, lacks == 0, lacks, bubble, 1.0, None)
+
+    def costs(self) -> Costs:
+        return Costs(
+            predict=self.predict,
+            least_seconds=self.least_seconds,
+            least_bytes=self.least_bytes,
+            nearly=self.nearly,
+            memory_bytes=MEMORY,
+            filled=self.filled,
+            least_at=self.least_at,
+            beside=self.beside,
+        )
+
+
+def every_plan(space: Space) -> Iterator[Plan]:
+    """All plans of a space, one by one."""
+    for cut in space.cuts:
+        for place in space.places(cut):
+            share = space.share(place)
+            for size, recompute, sequence in product(space.sizes(share), space.recomputes, space.sequences(cut)):
+                for way in space.ways(place, ScheduleFamily(size, recompute, sequence)):
+                    yield from space.plans(place, way)
+
+
+def small(seed: int) -> tuple[Space, Invented]:
+    pick = random.Random(seed)
+    grains = pick.choice([4, 6, 8, 12])
+    found = facts(grains, layers=pick.choice([2, 4, 6]), heads=pick.choice([2, 4, 6]))
+    cluster = gpus(pick.choice([1, 2, 3]), pick.choice([2, 4]))
+    space = Space(Plan(), found, counts(cluster), engine=pick.random() < 0.7)
+    invented = Invented(seed, grains)
+    return space, invented
+
+
+def fitting(space: Space, invented: Invented) -> list[Candidate]:
+    plans = [plan for plan in every_plan(space) if space.refusal(plan) is None]
+    found = [Candidate(plan, invented.predict(plan)) for plan in plans]
+    return [candidate for candidate in found if candidate.prediction.fits]
+
+
+AIMS = ["fastest", "cheapest", "deadline=900s", "efficiency=0.7", "widest=0.6"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_order_is_that_of_all_plans(seed: int) -> None:
+    space, invented = small(seed)
+    every = fitting(space, invented)
+    num_plans, invented.num_predicted = invented.num_predicted, 0
+    costs = invented.costs()
+    search = Search(space, lambda devices: costs, 1)
+    for text in AIMS:
+        aim = parse(text)
+        limit = limit_of(search, aim, 100)
+        wanted = sorted(aim.key(c.devices, c.seconds) for c in every if limit.allows(c.devices, c.seconds))
+        assert [aim.key(c.devices, c.seconds) for c in search.in_order(aim, limit)] == wanted
+    fresh = Search(space, lambda devices: costs, 1)
+    invented.num_predicted = 0
+    next(fresh.in_order(Aim()), None)
+    assert invented.num_predicted < max(2, num_plans // 2)
+
+
+def simplest_of(candidates: list[Candidate], aim: Aim) -> Candidate:
+    """The simplest of those tied with the best, one by one."""
+    keys = {id(c): aim.key(c.devices, c.seconds) for c in candidates}
+    best = min(keys.values())
+    return min((c for c in candidates if tied(keys[id(c)], best)), key=lambda c: simplicity(c.plan))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("text", AIMS)
+def test_the_choice_is_the_simplest_of_the_best(seed: int, text: str) -> None:
+    space, invented = small(seed)
+    aim, costs = parse(text), invented.costs()
+    search = Search(space, lambda devices: costs, 1)
+    limit = limit_of(search, aim, 100)
+    allowed = [c for c in fitting(space, invented) if limit.allows(c.devices, c.seconds)]
+    if not allowed:
+        with pytest.raises(NothingFitsError):
+            choose(search, aim, 100)
+        return
+    wanted = simplest_of(allowed, aim)
+    near = [c for c in allowed if c.devices < wanted.devices and c.seconds <= wanted.seconds * (1 + TOLD_APART)]
+    choice = choose(search, aim, 100)
+    if aim.name == "fastest" and near:
+        assert choice.faster is not None
+        assert choice.faster.plan == wanted.plan
+        fewest = min(c.devices for c in near)
+        wanted = simplest_of([c for c in near if c.devices == fewest], aim)
+    else:
+        assert choice.faster is None
+    assert choice.chosen.plan == wanted.plan
+    places = {(c.devices, described(c.plan)) for c in choice.alternatives}
+    assert len(places) == len(choice.alternatives)
+    assert all(c.devices == choice.chosen.devices for c in choice.alternatives)
+    told = {r.what for r in choice.rejected if r.devices == choice.chosen.devices}
+    assert len(told) == len(search.by_devices[choice.chosen.devices]) - 1
+    assert all(r.reason for r in choice.rejected)
+    lacking = {r.what for r in choice.rejected if r.reason.startswith("does not fit")}
+    assert not lacking & {str(c.place) for c in fitting(space, invented) if c.devices == choice.chosen.devices}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_of_each_place_comes_once_and_in_order(seed: int) -> None:
+    space, invented = small(seed)
+    best: dict[Degrees, float] = {}
+    for candidate in fitting(space, invented):
+        best[candidate.place] = min(candidate.seconds, best.get(candidate.place, candidate.seconds))
+    costs = invented.costs()
+    search = Search(space, lambda devices: costs, 1)
+    for places in search.by_devices.values():
+        wanted = sorted((best[place], place) for place in places if place in best)
+        assert [(c.seconds, c.place) for c in search.best_of_each(Aim(), places, Seen())] == wanted
+
+
+def test_what_efficiency_means() -> None:
+    space, invented = small(3)
+    costs = invented.costs()
+    search = Search(space, lambda devices: costs, 1)
+    every = fitting(space, invented)
+    least = min(c.devices * c.seconds for c in every)
+    efficient = [c for c in every if least / (c.devices * c.seconds) >= 0.7]
+    assert choose(search, parse("efficiency=0.7")).chosen.devices == min(c.devices for c in efficient)
+    assert choose(search, parse("widest=70%")).chosen.devices == max(c.devices for c in efficient)
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_space_has_all_legal_degrees(engine: bool) -> None:
+    found = facts(6, layers=4, heads=4)
+    space = Space(Plan(), found, (1, 2, 3, 4, 8), engine=engine)
+    degrees = {tuple(plan.layout.model_dump().values()) for plan in every_plan(space)}
+    legal = set()
+    for layout in product(range(1, 9), repeat=5):
+        data, shard, tensor, pipeline, context = layout
+        world = data * shard * tensor * pipeline * context
+        divides = 4 % tensor == 0 and (4 // tensor) % context == 0
+        if world not in space.counts or data * shard > 6 or pipeline > 4 or not divides:
+            continue
+        legal.add(layout)
+    assert degrees == legal
+
+
+def test_without_known_cuts_there_is_no_tensor_axis() -> None:
+    space = Space(Plan(), facts(6, layers=4, heads=4), (1, 2, 4), tensor=False)
+    assert {plan.layout.tensor for plan in every_plan(space)} == {1}
+    assert "tensor > 1" in [found.what for found in space.illegal()]
+
+
+def test_every_plan_is_one_that_the_engine_admits() -> None:
+    found = facts(6, layers=4, heads=4)
+    space = Space(Plan(), found, (1, 2, 4, 8))
+    plans = list(every_plan(space))
+    assert len(plans) == len({repr(plan) for plan in plans})
+    for plan in plans[:: max(1, len(plans) // 400)]:
+        again = Plan.from_mapping(plan.to_mapping(), source="test")
+        assert again == plan
+        check(again, found)
+
+
+@pytest.mark.parametrize("share", [1, 2, 7, 12, 64, 100])
+def test_microbatch_sizes(share: int) -> None:
+    numbers = {-(-share // size): size for size in range(share, 0, -1)}
+    assert list(microbatch_sizes(share)) == sorted(numbers.values(), reverse=True)
+
+
+def test_counts_are_whole_hosts() -> None:
+    cluster = gpus(4, 4)
+    assert counts(cluster) == (1, 2, 3, 4, 8, 12, 16)
+    assert counts(cluster, 9) == (1, 2, 3, 4, 8)
+    assert counts(cluster, 3) == (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[Space, Workload, Search]:
+    profile = transformer(layers=4, width=1024, ffn=2048, vocabulary=8192, positions=512, heads=8)
+    work, cluster = Workload(profile, 16, 16), gpus(2, 4, gib=6)
+    mapped = dict.fromkeys(range(2, 9), "shared_memory")
+    space = Space(Plan(), facts(16, layers=4, heads=8, positions=512), counts(cluster), all_reduces=mapped)
+    return space, work, Search(space, costs_of(work, cluster), work.grain_size)
+
+
+def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search]) -> None:
+    space, _, search = real
+    plans = list(every_plan(space))
+    for plan in random.Random(0).sample(plans, 600):
+        at, costs = plan.layout, search.costs(plan.layout.world_size)
+        place = next(p for p in search.by_devices[at.world_size] if p.cut == (at.tensor, at.pipeline, at.context))
+        predicted = costs.predict(plan)
+        almost = 1 + 1e-9
+        beside = costs.beside(place)
+        assert search.floor(place) + beside <= predicted.step_seconds * almost
+        assert costs.least_seconds(plan) <= costs.least_at(plan) * almost
+        assert costs.least_at(plan) + beside <= costs.nearly(plan) * almost
+        assert costs.nearly(plan) <= predicted.step_seconds * almost
+        assert costs.least_bytes(plan) <= predicted.peak_bytes * almost
+        way = MicrobatchSchedule(
+            plan.batch.grains_per_microbatch,
+            plan.memory.recompute,
+            plan.tensor.sequence,
+            plan.pipeline.schedule,
+            plan.pipeline.stages_per_rank,
+        )
+        assert search.lacks(place, way, plan) == costs.least_bytes(plan) - costs.memory_bytes
+        group = ScheduleFamily(*way[:3])
+        bounds = {whole.group: (seconds, whole) for seconds, whole in search.groups(place)}
+        if group in bounds:
+            least, whole = bounds[group]
+            filled = search.filled(search.kin([place])[0], way, whole)
+            assert search.floor(place) <= least * almost
+            assert least + beside <= predicted.step_seconds * almost
+            assert filled + beside <= predicted.step_seconds * almost
+        else:
+            assert not predicted.fits
+
+
+def test_the_bounds_of_one_rank_know_that_it_may_have_all_cores() -> None:
+    profile = transformer(layers=2, width=256, ffn=512, vocabulary=512, positions=64, heads=4)
+    one = gpus(1, 2)
+    twice = {dtype: 2 * flops for dtype, flops in one.device.flops.items()}
+    fast = replace(one.device, flops=twice, memory_bytes_per_second=2 * one.device.memory_bytes_per_second)
+    cluster = replace(one, alternatives={1: fast})
+    work = Workload(profile, 8, 8)
+    space = Space(Plan(), facts(8, layers=2, heads=4, positions=64), counts(cluster))
+    search = Search(space, costs_of(work, cluster), work.grain_size)
+    for place in (p for places in search.by_devices.values() for p in places):
+        for least, whole in search.groups(place):
+            for way in space.ways(place, whole.group):
+                for plan in space.plans(place, way):
+                    found = search.costs(place.devices).predict(plan)
+                    assert least + search.beside(place) <= found.step_seconds * (1 + 1e-9), (place, way)
+    every = [search.costs(n).predict(plan) for n in (1, 2) for plan in every_plan(space.at(n))]
+    best = min(p.step_seconds for p in every if p.fits)
+    assert next(search.in_order(Aim())).seconds == pytest.approx(best, rel=1e-12)
+
+
+def test_the_real_search_is_exact(real: tuple[Space, Workload, Search]) -> None:
+    space, _, search = real
+    on_two = space.at(2)
+    every = [search.costs(2).predict(plan) for plan in every_plan(on_two)]
+    best = min(p.step_seconds for p in every if p.fits)
+    found = next(search.in_order(Aim(), places=search.by_devices[2]))
+    assert found.seconds == pytest.approx(best, rel=1e-12)
+
+
+def test_a_deadline_that_cannot_be_met_says_what_can(real: tuple[Space, Workload, Search]) -> None:
+    with pytest.raises(NothingFitsError, match=r"whole job.*--aim deadline="):
+        choose(real[2], parse("deadline=0.001s"), 1000)
+    with pytest.raises(PlanError, match="length of this job"):
+        choose(real[2], parse("deadline=1h"), None)
+
+
+def test_nothing_fits_says_by_how_much() -> None:
+    profile = transformer(layers=4, width=1024, ffn=2048, vocabulary=8192, positions=512, heads=8)
+    work, cluster = Workload(profile, 4, 4), gpus(1, 1, gib=1.2)
+    space = Space(Plan(), facts(4, layers=4, heads=8, positions=512), counts(cluster))
+    search = Search(space, costs_of(work, cluster), work.grain_size)
+    least = min(search.costs(1).predict(plan).missing_bytes for plan in every_plan(space))
+    with pytest.raises(NothingFitsError, match=r"needs \d+\.\d [MG]iB more") as error:
+        choose(search, Aim())
+    amount = float(str(error.value).split("needs ")[1].split(" ")[0])
+    unit = 1 << (30 if "GiB more" in str(error.value) else 20)
+    assert amount == pytest.approx(least / unit, abs=0.06)
+
+
+def test_a_model_without_heads_and_layers_is_divided_by_data_alone() -> None:
+    space = Space(Plan(), ModelFacts(8, 4), (1, 2, 4))
+    assert {tuple(cut) for cut in space.cuts} == {(1, 1, 1)}
+    assert [i.what for i in space.illegal()] == ["context > 1", "pipeline > 1"]
+
+
+def test_grains_stay_apart_where_they_must() -> None:
+    space = Space(Plan(), ModelFacts(8, 4), (1, 2), max_grains=1)
+    assert {plan.batch.grains_per_microbatch for plan in every_plan(space)} == {1}
+
+
+def test_a_plan_travels_with_its_prediction(
+    real: tuple[Space, Workload, Search], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    chosen = choose(real[2], Aim()).chosen
+    document = chosen.plan.to_mapping()
+    document["prediction"] = section(chosen.prediction, {"cluster": "two hosts", "factors": {}})
+    plan = Plan.from_mapping(document, source="test")
+    path = tmp_path_factory.mktemp("plan") / "plan.toml"
+    path.write_text(write(plan))
+    assert read(path) == plan
+    assert sum(read(path).prediction["terms"].values()) == pytest.approx(chosen.seconds)
+
+
+def test_limits() -> None:
+    assert Limit().allows(8, 1e9)
+    assert not Limit(seconds=1.0).allows(1, 1.1)
+    assert not Limit(device_seconds=4.0).allows(5, 1.0)
+
+
+def test_places_in_words() -> None:
+    space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2, 4))
+    assert {str(place) for cut in space.cuts for place in space.places(cut) if place.devices == 1} == {"one device"}
+    assert any(str(Degrees(2, cut)) == "data x shard 2, tensor 2" for cut in space.cuts)
+
+
+def test_ranks_exchange_by_what_is_fastest_among_so_many() -> None:
+    space = Space(Plan(), facts(8, layers=4, heads=4), (1, 2, 3, 4), all_reduces={2: "shared_memory", 3: "ring"})
+
+    def chosen(replicas: int, shard: int = 1, level: Level = "parameters", tensor: int = 1) -> str:
+        return space.plan(
+            Degrees(replicas, ModelDegrees(tensor)), MicrobatchSchedule(1), shard, level
+        ).collectives.all_reduce
+
+    assert chosen(2) == chosen(2, 2, "optimizer") == chosen(2, 2) == chosen(1, tensor=2) == "shared_memory"
+    assert chosen(3) == chosen(3, 3, "optimizer") == "ring"
+    assert chosen(1) == chosen(3, 3) == chosen(4) == "native"  # fully_shard has no ring
+    # By its own ranks, whatever the replicas.
+    assert [chosen(replicas, tensor=3) for replicas in (1, 2, 3)] == ["native", "native", "ring"]
+    assert chosen(3, tensor=2) == "shared_memory"
+    exact = replace(space, base=Plan().with_sections(execution={"exact": True}))
+    assert exact.plan(Degrees(2, ModelDegrees()), MicrobatchSchedule(1)).collectives.all_reduce == "native"
+
+
+@pytest.mark.parametrize("name", ["fastest", "widest"])
+def test_what_fits_of_one_number_of_replicas_is_not_taken_from_another(name: str) -> None:
+    """Of 8 grains 5, 6 and 7 replicas leave a rank 2, but each maps the buckets of all others: 7 do not fit."""
+    work, aim = made.work(), Aim(name)
+    space = Space(Plan(), ModelFacts(8, 1), (5, 6, 7), all_reduces=dict.fromkeys((5, 6, 7), "shared_memory"))
+    cores = made.cluster(7, device=replace(made.DEVICE, kind="cpu"))
+    of_six = space.plan(Degrees(6, ModelDegrees()), MicrobatchSchedule(1, "full"))
+    peak = costs_of(work, cores)(6).predict(of_six).peak_bytes
+    costs = costs_of(work, replace(cores, device=replace(cores.device, memory_bytes=int(peak) + 1)))
+    every = [(plan.layout, costs(plan.layout.world_size).predict(plan)) for plan in every_plan(space)]
+    whole = {layout.data for layout, found in every if found.fits and layout.shard == 1}
+    assert whole == {5, 6}
+    wanted = sorted(aim.key(layout.world_size, found.step_seconds) for layout, found in every if found.fits)
+    found = Search(space, costs, work.grain_size).in_order(aim)
+    assert [aim.key(c.devices, c.seconds) for c in found] == wanted

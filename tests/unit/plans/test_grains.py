@@ -1,0 +1,57 @@
+"""Grains divide a global batch the same way whatever the devices."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.plans.grains import Grain, divide, grain_size, legal_data_degrees, microbatches, random_key, share
+
+COUNTS = st.integers(1, 300)
+
+
+@given(COUNTS, COUNTS, st.data())
+def test_grains_partition_the_samples(global_batch: int, num_grains: int, data: st.DataObject) -> None:
+    num_samples = data.draw(st.integers(0, global_batch))
+    grains = divide(num_samples, global_batch, num_grains)
+    assert [i for g in grains for i in range(g.start, g.start + g.size)] == list(range(num_samples))
+    assert [g.index for g in grains] == list(range(len(grains)))
+    assert len(grains) <= num_grains
+    size = grain_size(global_batch, num_grains)
+    assert all(g.size == size for g in grains[:-1])
+    assert all(0 < g.size <= size for g in grains)
+
+
+def test_a_short_step_has_fewer_grains_not_smaller_ones() -> None:
+    assert divide(9, 32, 8) == [Grain(0, 0, 4), Grain(1, 4, 4), Grain(2, 8, 1)]
+    assert divide(0, 32, 8) == []
+
+
+@given(st.integers(0, 100), st.integers(1, 40))
+def test_shares_partition_the_grains_evenly(count: int, num_parts: int) -> None:
+    grains = [Grain(i, i, 1) for i in range(count)]
+    shares = [share(grains, part, num_parts) for part in range(num_parts)]
+    assert [g for part in shares for g in part] == grains
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(st.integers(0, 100), st.integers(0, 40))
+def test_microbatches_are_runs_of_neighbours(count: int, per: int) -> None:
+    grains = [Grain(i, i, 1) for i in range(count)]
+    runs = microbatches(grains, per)
+    assert [g for run in runs for g in run] == grains
+    assert all(len(run) == max(1, per) for run in runs[:-1])
+    assert all(runs)
+
+
+@pytest.mark.parametrize(("grains", "words"), [(8, "1 to 8 (evenly: 1, 2, 4, 8)"), (6, "1 to 6 (evenly: 1, 2, 3, 6)")])
+def test_legal_degrees_in_words(grains: int, words: str) -> None:
+    assert legal_data_degrees(grains) == words
+
+
+def test_random_keys_are_63_bits_and_belong_to_their_parts() -> None:
+    keys = {random_key(seed, name, step) for seed in range(20) for name in ("data", "model") for step in range(50)}
+    assert len(keys) == 2000
+    assert all(0 <= key < 2**63 for key in keys)
+    # The value itself is part of what a run is: a change of it changes every run.
+    assert random_key(0, "model", 1) == 8060184075517457471
+    assert random_key(1, 23) != random_key(12, 3)

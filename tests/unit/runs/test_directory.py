@@ -1,0 +1,95 @@
+"""A run directory is never written over, and files in it are whole or not there."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import RunDirectoryError
+from shoal.runs.directory import RunDirectory, default_directory, read_json, write_file
+
+
+def run_in(path: Path, result: dict[str, Any] | None = None) -> RunDirectory:
+    path.mkdir(parents=True, exist_ok=True)
+    directory = RunDirectory(path)
+    write_file(directory.job, "{}")
+    if result is not None:
+        write_file(directory.result, json.dumps(result))
+    return directory
+
+
+def test_a_new_or_empty_directory_may_be_used(tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "a" / "b").check(resume=False)
+    RunDirectory(tmp_path).check(resume=False)
+
+
+@pytest.mark.parametrize(
+    ("result", "holds"),
+    [
+        (None, True),
+        ({"status": "completed", "steps": 10}, True),
+        ({"status": "failed", "steps": 3}, True),
+        ({"status": "failed", "steps": 0}, False),
+        ({"status": "completed", "steps": 0}, True),
+        ({}, True),
+    ],
+)
+def test_a_run_is_not_written_over(tmp_path: Path, result: dict[str, Any] | None, holds: bool) -> None:
+    directory = run_in(tmp_path, result)
+    assert directory.holds_run() is holds
+    directory.check(resume=True)
+    if holds:
+        with pytest.raises(RunDirectoryError, match="nothing is overwritten"):
+            directory.check(resume=False)
+    else:
+        directory.check(resume=False)
+
+
+def test_a_resume_needs_a_run(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "new"):
+        with pytest.raises(RunDirectoryError, match=r"it has no job\.json"):
+            RunDirectory(path).check(resume=True)
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("")
+    with pytest.raises(RunDirectoryError, match="that is a file"):
+        RunDirectory(tmp_path / "f").check(resume=False)
+
+
+def test_nothing_lies_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("")
+    with pytest.raises(RunDirectoryError):
+        RunDirectory(tmp_path / "f" / "run").check(resume=False)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(RunDirectoryError, match="is not writable"):
+        RunDirectory(tmp_path / "a" / "b").check(resume=False)
+
+
+def test_the_default_is_the_first_that_holds_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert default_directory("mnist", resume=False) == default_directory("mnist", resume=True) == Path("runs/mnist")
+    run_in(Path("runs/mnist"))
+    run_in(Path("runs/mnist-2"))
+    assert default_directory("mnist", resume=False) == Path("runs/mnist-3")
+    assert default_directory("mnist", resume=True) == Path("runs/mnist-2")
+
+
+def test_a_file_is_written_whole_and_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_file(path, "old")
+    write_file(path, '{"ä": 1}')
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    assert read_json(path) == {"ä": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"3"])
+def test_a_damaged_file_reads_as_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    assert read_json(tmp_path / "a.json") is None
+    assert read_json(tmp_path / "nowhere.json") is None

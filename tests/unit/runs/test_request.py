@@ -1,0 +1,253 @@
+"""A call of `shoal run` becomes one request; what contradicts itself is refused before torch is loaded."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import shoal.runs.request
+from shoal.cli.main import _parser
+from shoal.errors import CommandError, InUseError, PlanError, RunDirectoryError, SettingError, SettingWarning
+from shoal.plans import Plan
+from shoal.plans.layout import AXES
+from shoal.plans.legal import conflicts
+from shoal.plans.resolve import complete
+from shoal.plans.toml import write
+from shoal.runs.directory import RunDirectory
+from shoal.runs.request import RunRequest, cores_here, devices_here
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("net_job.py").write_text("")
+    return "net_job.py"
+
+
+def request(*arguments: str) -> RunRequest:
+    return RunRequest.from_options(_parser().parse_args(["run", *arguments]), started_at=5.0)
+
+
+def began(out: Path, job: dict[str, Any] | None = None, plan: Plan | None = None) -> None:
+    out.mkdir(parents=True)
+    RunDirectory(out).job.write_text(json.dumps(job or {}))
+    if plan is not None:
+        RunDirectory(out).plan.write_text(write(plan))
+
+
+def test_defaults(job: str) -> None:
+    found = request(job)
+    assert (found.plan, found.out, found.resume) == (Plan(), Path("runs/net_job"), False)
+    assert (found.steps, found.checkpoint_every, found.telemetry, found.started_at) == (None, None, True, 5.0)
+    assert found.job.settings == ()
+
+
+def test_every_option(job: str) -> None:
+    options = "--devices 2 --exact --precision bf16 --set lr=0.1 --set name=x --steps 7 --out o --checkpoint-every 3"
+    found = request(f"{job}:other", *options.split(), *["--max-microbatch", "64", "--workers", "2", "--no-telemetry"])
+    assert found.job.function == "other"
+    assert found.job.settings == (("lr", "0.1"), ("name", "x"))
+    assert found.plan.layout.data == found.world_size == 2
+    assert found.plan.execution.exact
+    assert found.plan.precision.compute == "bfloat16"
+    assert found.plan.data.workers == 2
+    assert (found.steps, found.out, found.checkpoint_every) == (7, Path("o"), 3)
+    assert found.wishes.max_microbatch == 64
+    assert not found.telemetry
+    assert found.threads_per_process == 1
+
+
+@pytest.mark.parametrize("option", ["--devices", "--steps", "--checkpoint-every", "--max-microbatch"])
+@pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", ""])
+def test_counts_start_at_one(job: str, option: str, value: str) -> None:
+    with pytest.raises(CommandError, match=f"{option} takes a whole number of at least 1"):
+        request(job, f"{option}={value}")
+
+
+def test_a_plan_file_says_the_devices(job: str) -> None:
+    Path("plan.toml").write_text(write(Plan().with_sections(layout={"data": 4})))
+    assert request(job, "--plan", "plan.toml").with_devices(lambda: 9).world_size == 4
+    with pytest.raises(PlanError, match="--devices 3 with a plan"):
+        request(job, "--plan", "plan.toml", "--devices", "3")
+    with pytest.raises(PlanError, match="cannot be read"):
+        request(job, "--plan", "nowhere.toml")
+
+
+def test_what_is_not_executed_is_refused_at_once(job: str) -> None:
+    plan = Plan().with_sections(execution={"exact": True}, collectives={"compression": "int8"})
+    Path("plan.toml").write_text(write(plan))
+    with pytest.raises(PlanError, match=r"collectives\.compression = .int8"):
+        request(job, "--plan", "plan.toml")
+
+
+def test_what_contradicts_itself_is_refused_with_the_nearest(job: str) -> None:
+    plan = Plan().with_sections(layout={"tensor": 2}, execution={"exact": True})
+    Path("plan.toml").write_text(write(plan))
+    with pytest.raises(PlanError, match=r"larger data or shard axis"):
+        request(job, "--plan", "plan.toml")
+
+
+def test_a_job_is_looked_at_where_only_that_tells(job: str) -> None:
+    assert request(job, "--devices", "2").needs_look  # the file does not say
+    Path(job).write_text("import shoal\ndef job(): return shoal.Job()\n")
+    assert not request(job).needs_look
+    assert not request(job, "--devices", "8").needs_look
+    assert request(job, "--devices", "9").needs_look
+    Path(job).write_text("import shoal\ndef job(): return shoal.Job(grains=3)\n")
+    assert not request(job, "--devices", "3").needs_look
+    assert request(job, "--devices", "4").needs_look
+    found = request(job)
+    divided = found.plan.with_sections(layout={"pipeline": 2})
+    assert replace(found, plan=divided).needs_look
+
+
+def test_devices_are_counted_where_nobody_says(job: str) -> None:
+    assert request(job).with_devices(lambda: 3).world_size == 3
+    assert request(job, "--devices", "2").with_devices(lambda: 3).world_size == 2
+
+
+def test_a_run_directory_is_checked(job: str) -> None:
+    began(Path("runs/net_job"))
+    request(job).check()  # takes runs/net_job-2
+    with pytest.raises(RunDirectoryError, match="nothing is overwritten"):
+        request(job, "--out", "runs/net_job").check()
+    request(job, "--resume").check()
+    with pytest.raises(RunDirectoryError, match=r"no job\.json"):
+        request(job, "--resume", "--out", "elsewhere").check()
+
+
+def test_two_starts_without_a_directory_choose_two(job: str) -> None:
+    with request(job).claim() as first, request(job).claim() as second:
+        assert (first.folder, second.folder) == (Path("runs/net_job"), Path("runs/net_job-2"))
+        with pytest.raises(InUseError, match="it is in use by pid"):
+            request(job, "--out", "runs/net_job").claim()
+        with pytest.raises(InUseError, match="it is in use by pid"):
+            request(job, "--resume", "--out", "runs/net_job").claim()
+    assert not Path("runs").exists()
+    late = request(job)
+    began(Path("runs/net_job"))  # by another, in between
+    with late.claim() as lock:
+        assert lock.folder == Path("runs/net_job-2")
+    with pytest.raises(RunDirectoryError, match="nothing is overwritten"):
+        request(job, "--out", "runs/net_job").claim()
+
+
+def test_a_resume_takes_plan_settings_and_steps_of_the_run(job: str) -> None:
+    plan = Plan().with_sections(layout={"data": 2}, execution={"exact": True})
+    began(Path("runs/net_job"), {"given": {"lr": "0.5", "name": "a"}, "stop_after": 40}, plan)
+    found = request(job, "--resume")
+    assert found.plan == plan
+    assert dict(found.job.settings) == {"lr": "0.5", "name": "a"}
+    assert found.steps == 40
+    assert found.with_devices(lambda: 8).world_size == 2
+
+
+def test_a_resume_may_change_devices_steps_and_settings(job: str) -> None:
+    plan = Plan().with_sections(layout={"data": 2}, execution={"exact": True})
+    began(Path("runs/net_job"), {"given": {"lr": "0.5", "name": "a"}, "stop_after": 40}, plan)
+    found = request(job, "--resume", "--devices", "4", "--steps", "80", "--set", "lr=1")
+    assert found.world_size == 4
+    assert found.plan.execution.exact
+    assert dict(found.job.settings) == {"lr": "1", "name": "a"}
+    assert found.steps == 80
+    Path("plan.toml").write_text(write(Plan()))
+    assert request(job, "--resume", "--plan", "plan.toml").plan == Plan()
+
+
+def layouts() -> Iterator[dict[str, int]]:
+    for degrees in itertools.product((1, 2), repeat=len(AXES)):
+        yield dict(zip(AXES, degrees, strict=True))
+
+
+@pytest.mark.parametrize("sections", [{}, {"execution": {"exact": True}}, {"server": {"mode": "synchronous"}}])
+def test_of_what_nobody_wrote_nothing_is_said(job: str, sections: dict[str, Any]) -> None:
+    """Each layout by itself and as the complete plan that a run of it keeps, used again; warnings are errors."""
+    num = 0
+    for layout in layouts():
+        plan = Plan().with_sections(layout=layout, **sections)
+        if conflicts(plan):
+            continue
+        found = replace(request(job), plan=plan)
+        if not found.plan.serves:
+            found = found.with_own_sums()
+        found.check_plan()
+        kept = complete(found.plan, 8, 4)
+        Path("plan.toml").write_text(write(kept))
+        again = request(job, "--plan", "plan.toml")
+        again.with_devices(lambda: 9).with_own_sums().check_plan()
+        assert complete(again.plan, 8, 4) == kept
+        num += 1
+    assert num > 1
+
+
+def test_a_resume_on_other_devices_says_nothing_of_what_the_run_chose(job: str) -> None:
+    chosen = Plan().with_sections(
+        layout={"data": 2}, collectives={"all_reduce": "shared_memory"}, batch={"grains_per_microbatch": 4}
+    )
+    began(Path("runs/net_job"), plan=chosen)
+    request(job, "--resume", "--devices", "1").check_plan()
+    complete(request(job, "--resume", "--exact").plan, 8, 4)
+    Path("plan.toml").write_text(write(chosen.with_sections(layout={"data": 1})))
+    with pytest.warns(SettingWarning, match="all_reduce = .shared_memory.: no effect"):
+        request(job, "--plan", "plan.toml").check_plan()
+
+
+def test_a_setting_without_a_value_is_refused(job: str) -> None:
+    with pytest.raises(SettingError):
+        request(job, "--set", "lr")
+
+
+def test_threads_share_the_cores(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shoal.runs.request, "cores_here", lambda: 8)
+    assert request(job, "--devices", "3").threads_per_process == 2
+    assert request(job, "--devices", "16").threads_per_process == 1
+    assert request(job, "--devices", "2", "--exact").threads_per_process == 1
+    assert cores_here() >= 1
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "found"),
+    [(0, None, 1), (4, None, 4), (4, "0,2", 2), (4, "", 1), (4, "-1", 1), (2, "0,1,2,3", 2), (0, "0,1", 1)],
+)
+def test_devices_are_the_gpus_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, visible: str | None, found: int
+) -> None:
+    folder = SimpleNamespace(iterdir=lambda: iter(range(gpus)), is_dir=lambda: gpus > 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(shoal.runs.request, "Path", lambda text: folder)
+        patched.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            patched.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert devices_here() == found
+
+
+def test_shared_memory_unless_it_cannot_be_and_then_why(
+    job: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.gpus", list)
+    monkeypatch.setattr("shoal.hardware.detect.gpus", list)
+    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.why_not_shared", lambda: None)
+    two = request(job, "--devices", "2")
+    assert two.with_own_sums().plan.collectives.all_reduce == "shared_memory"
+    assert two.notes() == []
+    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.why_not_shared", lambda: "there is no /proc")
+    assert two.with_own_sums().plan.collectives.all_reduce == "native"
+    assert two.notes() == ["gradients are summed over sockets (native): there is no /proc"]
+    alone = request(job, "--devices", "1")
+    assert alone.with_own_sums().plan.collectives.all_reduce == "native"
+    assert alone.notes() == []
+
+
+@pytest.mark.parametrize(("fastest", "chosen"), [("shared_memory", "shared_memory"), ("ring", "native")])
+def test_exact_sums_go_through_shared_memory_or_sockets(
+    job: str, monkeypatch: pytest.MonkeyPatch, fastest: str, chosen: str
+) -> None:
+    monkeypatch.setattr("shoal.hardware.fastest_all_reduce.all_reduce_here", lambda ranks: fastest)
+    found = request(job, "--devices", "2", "--exact").with_own_sums()
+    assert found.plan.collectives.all_reduce == chosen
