@@ -15,9 +15,11 @@ import ctypes
 import functools
 import gc
 import importlib
+import importlib.abc
 import inspect
 import json
 import os
+import pkgutil
 import runpy
 import select
 import signal
@@ -30,15 +32,11 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
-# What a run, a verification and a plan import when they need it.
-_LOADED = (
-    *("shoal.cli", "shoal.run", "shoal.session", "shoal.strategies.fully_sharded", "shoal.strategies.pipeline"),
-    *("shoal.strategies.parameter_server", "shoal.strategies.context_parallel", "shoal.strategies.tensor_parallel"),
-    *("shoal.serving.crew", "shoal.serving.conductor", "shoal.verification.command", "shoal.planning.command"),
-)
 # What Python, the loader or a library reads once, when it starts; threads and path can be set later.
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH_LOGS", "CUDA_")
 _THREADS, _PATH = "OMP_NUM_THREADS", "PYTHONPATH"
@@ -340,11 +338,58 @@ def _end(code: int) -> NoReturn:
     os._exit(code & 0xFF)
 
 
+class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Modules that are loaded and look as if they were not, until one of them is imported: then all are there."""
+
+    def __init__(self, *names: str) -> None:
+        before = dict(sys.modules)
+        for name in names:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        self._modules = {name: module for name, module in sys.modules.items() if name not in before}
+        for name in self._modules:
+            del sys.modules[name]
+            parent, _, own = name.rpartition(".")
+            if parent in before:
+                vars(before[parent]).pop(own, None)
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        """All are put back, and this one is found."""
+        module = self._modules.get(fullname)
+        if module is None:
+            return None
+        sys.meta_path.remove(self)
+        sys.modules.update({name: found for name, found in self._modules.items() if name not in sys.modules})
+        for name, found in self._modules.items():
+            parent, _, own = name.rpartition(".")
+            if parent and parent not in self._modules:
+                setattr(sys.modules[parent], own, found)
+        return ModuleSpec(
+            fullname, self, origin=getattr(module, "__file__", None), is_package=hasattr(module, "__path__")
+        )
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The one that was loaded."""
+        return self._modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It was executed when it was loaded."""
+
+
+def _load() -> None:
+    """Imports all of shoal, but what adapts frameworks that few jobs need."""
+    for module in pkgutil.walk_packages(importlib.import_module("shoal").__path__, "shoal."):
+        if not module.name.endswith(("__main__", "mpi_worker")) and ".adapters" not in module.name:
+            importlib.import_module(module.name)
+    # What some commands import, and shoal looks whether they have.
+    late = ("torch._dynamo", "torch.distributed.pipelining", "torch.profiler", "sklearn.datasets")
+    sys.meta_path.insert(0, _Hidden(*late))
+
+
 def _main() -> NoReturn:
     requests = socket.socket(fileno=int(sys.argv[1]))
     del sys.path[0]  # this file's folder
-    for name in _LOADED:
-        importlib.import_module(name)
+    _load()
     _usual_threads()
     gc.collect()
     gc.freeze()  # or a collection in a child would copy every page
