@@ -1,4 +1,4 @@
-"""shoal: one model, any number of devices, the same training run."""
+"""Parallel training for PyTorch: one model, any number of devices, the same training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m shoal` is the `shoal` command."""
+"""Entry point of `python -m shoal`: runs the `shoal` command."""
 
 from shoal.cli.main import main
 

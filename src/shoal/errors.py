@@ -1,6 +1,6 @@
-"""The exception tree: each leaf carries three beats and is also the built-in exception that it refines.
+"""Exception tree: each leaf names what was given, what that conflicts with and what to write instead.
 
-The beats are what a person needs to go on: what was given, what that conflicts with, what to write instead.
+Each leaf is also the built-in exception that it refines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ExitCode(IntEnum):
 
 
 class ShoalError(Exception):
-    """Base of all of shoal's errors: `given`, `conflict` and `remedy` are one sentence each."""
+    """Base class of all errors: `given`, `conflict` and `remedy` are one sentence each."""
 
     exit_code = ExitCode.USER
 
@@ -95,7 +95,7 @@ class RunDirectoryError(ShoalError, FileExistsError):
 
 
 class InUseError(RunDirectoryError):
-    """A directory that another run has."""
+    """Another run uses the directory."""
 
 
 class DataError(ShoalError, RuntimeError):
@@ -135,21 +135,21 @@ class RankLostError(ShoalError, ChildProcessError):
 
 
 class PeerError(ShoalError, ConnectionError):
-    """This rank is well, another one failed: never the root cause."""
+    """Another rank failed, this one did not; never the root cause."""
 
     exit_code = ExitCode.RANK_LOST
 
 
 class CollectiveError(ShoalError, ValueError):
-    """A collective that cannot be: a tensor that it does not take, or ranks that do not call the same one."""
+    """A collective got a tensor that it does not take, or ranks called different collectives."""
 
 
 class CertificateError(ShoalError, ValueError):
-    """A certificate that does not speak for the run that demands one."""
+    """The certificate does not cover the run that demands one."""
 
 
 class NotDeterministicError(ShoalError, RuntimeError):
-    """A job that is not the same function of its inputs twice, so that nothing can be compared with it."""
+    """A job gives different results for the same inputs, so that nothing can be compared with it."""
 
 
 class StorageError(ShoalError, OSError):

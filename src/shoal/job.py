@@ -1,4 +1,4 @@
-"""Job: what to train. A frozen value of callables and numbers; it knows neither torch nor the number of devices."""
+"""Job: a training problem as a frozen value of callables and numbers, without torch and the number of devices."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from shoal.plans.grains import grain_size
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """So many passes over the training data; a fraction ends inside a pass, at a whole step."""
+    """Training length in passes over the data; a fraction ends inside a pass, at a whole step."""
 
     count: float
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """So many optimizer steps."""
+    """Training length in optimizer steps."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """So many samples; the last step is short where they do not divide."""
+    """Training length in samples; the last step is short where they do not divide."""
 
     count: int
 
@@ -36,7 +36,7 @@ Length = Epochs | Steps | Samples
 
 
 class Progress(float):
-    """How far the training is, as a fraction in [0, 1]: a float that also knows its step.
+    """Fraction of the training that is done, in [0, 1]: a float that also knows its step.
 
     `step` counts from 0, `num_steps` is the job's own length, `samples` is how many samples came before this step.
     """
@@ -85,7 +85,7 @@ def warmup_cosine(warmup: float = 0.0, floor: float = 0.0) -> WarmupCosine:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train.
+    """Training problem: model, loss, optimizer, data, batch, length and seed.
 
     model: builds the module; called once on every rank with the generators seeded by `seed`.
     loss: (model, batch) -> (total, weight): a scalar sum over the batch's samples or tokens, and how many they were.
@@ -137,7 +137,7 @@ class Job:
         return grain_size(self.global_batch, self.grains)
 
     def without_effect(self) -> list[str]:
-        """What is set and does nothing, a sentence each."""
+        """The settings that have no effect, a sentence each."""
         found = []
         if self.metrics and self.eval_data is None:
             names = ", ".join(map(str, self.metrics))

@@ -77,7 +77,7 @@ SERVED = {"FastPart", "ExactPart"}
 
 
 def test_no_strategy_is_left_out() -> None:
-    """A strategy that is not run here is not done: add it to parallel.py."""
+    """A strategy that is not run here is not done: add it to strategies.py."""
 
     def concrete(kind: type[Strategy]) -> set[str]:
         below = set().union(*(concrete(child) for child in kind.__subclasses__()))

@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors and JSON, written atomically, verified before anything is believed."""
+"""Checkpoints: safetensors and JSON, written atomically and verified before they are loaded."""
 
 from shoal.checkpoint.state import weights_sha256
 

@@ -1,4 +1,4 @@
-"""Withheld: what compressed sums carry from step to step, in checkpoints and out of them under any number of ranks."""
+"""Checkpointed state of gradient compression (error feedback, PowerSGD's factors), loaded by any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ GROUP = "compression"
 
 @dataclass(frozen=True)
 class CompressedState:
-    """The state of a run's compression; `names` are those of the trainable parameters, in the order of the strategy."""
+    """Compression state of a run; `names` are those of the trainable parameters, in the order of the strategy."""
 
     compression: Compression
     mesh: Mesh
     names: Sequence[str]
 
     def held(self) -> Held:
-        """What this rank holds back of each parameter, under its name and the rank's; the factors all ranks have."""
+        """Residuals of this rank by parameter name and rank; PowerSGD's factors, which are equal on all ranks."""
         found: Held = {}
         for index, tensor in self.compression.withheld_of():
             found[f"{self.names[index]}@{self.mesh.rank}"] = TensorSlice.whole(tensor.shape), tensor

@@ -1,4 +1,4 @@
-"""Keeper: the state of a training run into checkpoints and out of them, on all ranks together."""
+"""Saves and restores a training run's state in checkpoints. Collective: all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shoal.parallel.model.sharded_model import Held, ShardedModel, merged
 
 @dataclass
 class RunState:
-    """Everything that a run carries from step to step besides tensors. The same on all ranks.
+    """Training progress besides tensors: counters, sums and schedules. The same on all ranks.
 
     `step` counts finished steps; `digest` is over the ids of all samples read so far; `bad_steps`, with what was found
     there, are left out when a rollback comes to them again; `server` is what the guard over stale parameters has seen.
@@ -91,7 +91,7 @@ class RunState:
 
 
 class AlsoKept(Protocol):
-    """What else a checkpoint keeps, the same on all ranks."""
+    """Further state in a checkpoint, the same on all ranks."""
 
     def state(self) -> Any:
         """A JSON value."""
@@ -102,7 +102,7 @@ class AlsoKept(Protocol):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint is of. `schedulers` of a loop of one's own."""
+    """Model, optimizer, loader and strategy, whose state a checkpoint saves. `schedulers` of a loop of one's own."""
 
     sharded_model: ShardedModel
     optimizer: torch.optim.Optimizer
@@ -112,7 +112,7 @@ class Trained:
 
 
 class Keeper:
-    """Saves and loads. `store` is None where nothing is kept."""
+    """Checkpoint manager of a run. `store` is None where no checkpoint is written."""
 
     def __init__(self, mesh: Mesh, store: Store | None, trained: Trained, every_steps: int | None) -> None:
         self._mesh, self._store, self._trained, self._every = mesh, store, trained, every_steps

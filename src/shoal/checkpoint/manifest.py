@@ -1,4 +1,4 @@
-"""Manifests: what a checkpoint directory must contain, byte for byte. Pure: bytes in, values or complaints out."""
+"""Checkpoint manifest: name, size and SHA-256 of each file of a checkpoint directory. Pure: no file access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces: a checkpoint's tensors as the parts that ranks hold, each in one file, and back into other parts."""
+"""Sharded tensors in checkpoints: each rank writes its slices to one file and reads any other slices from all files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def file_name(group: str, rank: int, world_size: int, number: int) -> str:
 
 
 def described(held: Mapping[str, Held]) -> dict[str, dict[str, Any]]:
-    """What a rank tells the others of what it holds, and in which of its files. JSON values."""
+    """This rank's slices and the file of each, for the other ranks. JSON values."""
     found = {}
     for group, tensors in held.items():
         told, number, size = entries(tensors), 0, 0

@@ -1,4 +1,4 @@
-"""The training state as tensors and JSON, under logical names, and back again."""
+"""Conversion of the training state to tensors and JSON under logical names, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Store: checkpoint directories on disk. Written aside and renamed; verified in full before they are used."""
+"""Checkpoint directories: written under a temporary name, renamed, and verified in full before use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds: CPU tensors by file and name, and a JSON document."""
+    """Contents of a checkpoint: CPU tensors by file and name, and a JSON document."""
 
     step: int
     tensors: dict[str, dict[str, Tensor]]
@@ -82,7 +82,7 @@ class SavedCheckpoint:
 
 
 class Store:
-    """The checkpoints under one directory; keeps the newest `keep`."""
+    """Checkpoints under one directory, of which the newest `keep` remain."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder, self.keep = folder, keep

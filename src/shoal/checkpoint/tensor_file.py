@@ -1,4 +1,4 @@
-"""Tensor files: the safetensors format, written from the tensors' own memory.
+"""Safetensors files, written from the tensors' own memory.
 
 The library's `save` makes the whole file in memory first; at the end of a run that fills its memory there is no room
 for that, and a failed allocation of the library's ends the process or leaves it standing.

@@ -1,4 +1,4 @@
-"""Writer: checkpoints written by a thread while the training goes on; at most one on its way."""
+"""Asynchronous checkpoint writer: a thread writes while the training goes on, at most one checkpoint at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHARE, _SOONEST_SECONDS, _LATEST_SECONDS = 0.01, 5.0, 600.0
 
 
 class CheckpointWriter:
-    """Hands snapshots to the store. A disk that refuses is a warning, not the end of the training."""
+    """Writer thread of a store. A disk that refuses is a warning, not the end of the training."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,1 +1,1 @@
-"""The commands: arguments in, exit codes out."""
+"""Command-line interface: arguments in, exit codes out."""

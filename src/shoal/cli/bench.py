@@ -1,4 +1,4 @@
-"""Command: `shoal bench` starts the processes that measure, as `shoal run` starts its own, and writes the result."""
+"""The `shoal bench` command: starts measuring processes, as `shoal run` starts its own, and writes the result."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def counts(ranks: int) -> list[int]:
 
 
 class Busy:
-    """How busy other programs kept the cores, between its making and the notes."""
+    """Load of other programs on the cores, between the construction and the notes."""
 
     def __init__(self) -> None:
         self._busy, self._own, self._began = busy_seconds(), _own_seconds(), time.monotonic()

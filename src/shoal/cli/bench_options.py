@@ -1,4 +1,4 @@
-"""Options of `shoal bench`, apart so that every other command's help loads nothing of it."""
+"""Options of `shoal bench`, in a module of their own so that the help of other commands stays fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints: what to write instead of a word that a command does not know; options as the parsers have them."""
+"""Suggestions for misspelt commands and options, from the parsers' own options."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _COMMANDS = {**dict.fromkeys(("train", "fit", "launch", "start"), "run"), **dict
 
 
 def hints(command: str | None, options: Mapping[str, Sequence[str]], given: Sequence[str]) -> str:
-    """What may have been meant by the unknown words among those given, to append to a remedy.
+    """Suggestions for unknown words among `given`, to append to a remedy.
 
     `options`: of each command the names of its own.
     """

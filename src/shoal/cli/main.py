@@ -1,4 +1,4 @@
-"""The `shoal` command. Arguments in, exit code out; everything heavy is imported when it is needed."""
+"""The `shoal` command: arguments in, exit code out; heavy modules are imported on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress: what a person sees of a running training; a live line in a terminal, plain lines elsewhere."""
+"""Progress display of a training run: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LIVE_EVERY_SECONDS = 0.2
 
 
 class Reporter(Protocol):
-    """Where progress goes."""
+    """Interface of progress displays."""
 
     def note(self, text: str) -> None:
-        """One line that stays."""
+        """Prints one line that stays."""
 
     def step(self, record: StepRecord, slowest_rank: int) -> None:
         """A finished step."""
@@ -29,7 +29,7 @@ class Reporter(Protocol):
 
 @dataclass
 class Pace:
-    """Steps, samples and time since this call began; `first` and `last` are step numbers."""
+    """Throughput since this call began: steps, samples and seconds; `first` and `last` are step numbers."""
 
     first: int
     last: int
@@ -61,7 +61,7 @@ class Pace:
 
 
 class Silent:
-    """For every rank but the first."""
+    """Progress display of every rank but the first: prints nothing."""
 
     def note(self, text: str) -> None:
         """Nothing."""
@@ -74,7 +74,7 @@ class Silent:
 
 
 class Plain:
-    """Lines for logs: the first step, then one every two seconds, evaluations and the last step."""
+    """Progress display for logs: the first step, then a line every two seconds, evaluations and the last step."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace, self._next = pace, 0.0
@@ -97,7 +97,7 @@ class Plain:
 
 
 class Live:
-    """One line that changes, at the bottom of a terminal."""
+    """Progress display of a terminal: one line that changes."""
 
     def __init__(self, pace: Pace) -> None:
         from rich.console import Console

@@ -1,4 +1,4 @@
-"""Run: from a request to a trained model on this rank, and the files of the run directory."""
+"""The `shoal run` command: trains the requested model on this rank and writes the run directory's files."""
 
 from __future__ import annotations
 

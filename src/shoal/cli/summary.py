@@ -1,4 +1,4 @@
-"""Announcement: what a run says of itself at its beginning and at its end."""
+"""Summary lines of a run: its settings at the start, its result and prediction at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.training.engine import Engine
 
 
 def introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: RunRequest, resumed: int | None) -> None:
-    """What was chosen, and why."""
+    """Prints the settings of a run, and why they were chosen."""
     job, plan, mesh = loaded.job, engine.plan, engine.mesh
     share = -(-job.grains // plan.divides_step)
     per = plan.batch.grains_per_microbatch
@@ -70,7 +70,7 @@ def introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: Ru
 
 
 def conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:
-    """How it ended, beside what was predicted, and how to go on."""
+    """Prints the result of a run beside its prediction, and how to go on."""
     values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
     early = result.ended_early

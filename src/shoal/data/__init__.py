@@ -1,1 +1,1 @@
-"""Samples: their order as arithmetic, their fetching, their way to the device."""
+"""Input data: order of samples, fetching, and transfer to the device."""

@@ -1,4 +1,4 @@
-"""Transfer: batches on their way to the device while it is still computing."""
+"""Asynchronous transfer of batches to the device."""
 
 from __future__ import annotations
 

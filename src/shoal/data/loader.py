@@ -1,4 +1,4 @@
-"""Loaders: the microbatches of each step that this rank computes, fetched ahead where that helps.
+"""Data loaders: the microbatches of this rank for each step, prefetched where that helps.
 
 A loader is told the step; it has no position of its own that could differ from the trainer's.
 """
@@ -26,14 +26,14 @@ WORKER_TIMEOUT_SECONDS = 300
 
 @dataclass(frozen=True)
 class DataRank:
-    """This rank's place among the data ranks."""
+    """This rank's index among the data ranks, and their number."""
 
     rank: int
     num_ranks: int
 
 
 class Loader(Protocol):
-    """Where the trainer gets its steps from."""
+    """Interface of data loaders: one rank's microbatches of each step."""
 
     looks_ahead: bool  # whether a step may be read before the one in hand is committed
 
@@ -53,7 +53,7 @@ class Loader(Protocol):
         """Says that the step asked for last has been trained on; until then asking for it again gives it again."""
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on after the last committed step. JSON values."""
+        """State from which `restore` continues after the last committed step. JSON values."""
 
     def restore(self, states: Sequence[dict[str, Any]]) -> None:
         """Takes up the states of all the ranks that saved them, whatever their number."""
@@ -102,7 +102,7 @@ def _started(own: Callable[[int], object], data: Any, worker: int) -> None:
 
 
 class MapLoader:
-    """Steps of a map-style source: everything but the samples themselves is arithmetic."""
+    """Loader of a map-style dataset: everything but the samples themselves is arithmetic."""
 
     looks_ahead = True
 
@@ -146,7 +146,7 @@ class MapLoader:
         return self._microbatch(first, self._fetcher[first])
 
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
-        """What this data rank, or another, fetches for `step`, a microbatch each."""
+        """Sample ids that this data rank, or another, fetches for `step`, by microbatch."""
         mine = share(self._order.grains(step), self._place.rank if rank is None else rank, self._place.num_ranks)
         runs = zip(
             *(microbatches(many, self._per_microbatch) for many in (mine, self._order.ids(step, mine))), strict=True

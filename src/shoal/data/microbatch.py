@@ -1,4 +1,4 @@
-"""Microbatches: what one forward computes, and what of a step is one rank's."""
+"""Microbatches: the division of a rank's grains of a step into forwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.plans.grains import Grain
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Neighbouring grains that one forward computes; `batch` is what the collate function made of them.
+    """Neighbouring grains that share one forward; `batch` is the collate function's result.
 
     `ids` holds one int64 array of sample ids a grain. `split` fetches the same samples again, grain by grain, and
     `samples` those of a single grain one by one.
@@ -38,7 +38,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StepData:
-    """What this rank computes in one step: `num_microbatches` of them, which may be none."""
+    """One rank's microbatches of one step: `num_microbatches` of them, which may be none."""
 
     step: int
     epoch: int

@@ -1,4 +1,4 @@
-"""Data opened: the source behind what a job or a session was given, and what came with it."""
+"""Data sources of a job or a session, opened once, with the settings that a loader brought along."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from shoal.job import Job
 
 @dataclass(frozen=True)
 class Opened:
-    """A source, and how it is read. `collate` is for a stream's samples; a map-style source has its own.
-
-    `shuffle`, `workers` and `reading` (arguments for worker processes) are what a DataLoader said; None where the data
-    say nothing. `notes`: what it said and has no effect, a sentence each.
-    """
+    """A data source with its order. `collate` is for a stream's samples; a map-style source has its own."""
 
     source: Source
     collate: Collate | None = None

@@ -1,4 +1,4 @@
-"""The order of samples as arithmetic: which ids a step holds is a function of (seed, epoch, position) alone.
+"""Sample order as arithmetic: the sample ids of a step are a function of (seed, epoch, position) alone.
 
 A seeded permutation of [0, N) without a table: a balanced Feistel network on the next even number of bits, with
 cycle-walking for the values outside [0, N) (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Any
@@ -79,7 +79,7 @@ def _mix(words: _Words) -> _Words:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of a map-style dataset of `num_samples` under a job's batch, grains, seed and length."""
+    """Sample order of a map-style dataset of `num_samples` under a job's batch, grains, seed and length."""
 
     num_samples: int
     global_batch: int

@@ -1,4 +1,4 @@
-"""Reading: the order of a training's samples, and the loader that reads them in it, from data that are opened."""
+"""Construction of a training's sample order and of the loader for it, from opened data."""
 
 from __future__ import annotations
 

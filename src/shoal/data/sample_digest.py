@@ -1,4 +1,4 @@
-"""The ledger: a digest of every sample id that a run has read, in the records and in the checkpoints."""
+"""Sample digest: a hash over every sample id that a run has read, in its records and checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMPTY_DIGEST = hashlib.sha256(b"shoal sample digest 1").hexdigest()
 
 
 def grain_digest(step: int, grain: int, ids: Ids) -> npt.NDArray[np.float64]:
-    """What one grain adds to its step's digest: 8 words of SHA-256 over (step, grain, ids), float64 [8].
+    """Digest of one grain, a term of its step's: 8 words of SHA-256 over (step, grain, ids), float64 [8].
 
     The words add up over grains in any order, so that the sum is the same whichever rank held which grain.
     """

@@ -1,4 +1,4 @@
-"""Sources: a job's training or evaluation data behind one small interface, whatever kind it is."""
+"""Data sources: one interface for a job's training and evaluation data of every kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FEW = 2
 
 
 class MapSource(ABC):
-    """A dataset of known length whose samples are fetched by id."""
+    """Map-style dataset of known length; samples are fetched by id."""
 
     draws = True  # whether reading a sample may draw random numbers
 
@@ -47,7 +47,7 @@ Source = MapSource | Iterable[Any]
 
 
 class TensorSource(MapSource):
-    """Tensors that share their first dim: a batch is one index operation on each."""
+    """In-memory dataset of tensors that share their first dim: a batch is one index operation on each."""
 
     draws = False
 
@@ -73,7 +73,7 @@ class TensorSource(MapSource):
 
 
 class SampleSource(MapSource):
-    """Any dataset with `__len__` and `__getitem__` or `__getitems__`, and a collate function."""
+    """Dataset with `__len__` and `__getitem__` or `__getitems__`, and a collate function."""
 
     def __init__(self, name: str, data: Any, collate: Collate | None) -> None:
         super().__init__(name, len(data), data)

@@ -1,4 +1,4 @@
-"""Streams: iterables without a length, divided over grains so that the number of ranks changes nothing.
+"""Iterable-style datasets, divided over grains so that the number of ranks changes nothing.
 
 A stream with `shard(num_shards=, index=)` (the convention of Hugging Face's datasets) is opened once per grain: grain g
 reads shard g of G, whoever holds it. Any other iterable is read whole by every rank, which keeps its own grains.
@@ -71,7 +71,7 @@ class _Reader:
 
 
 class StreamLoader:
-    """Steps of a stream. Its ids are places in the stream: ordinal * G + g of shard g, or the ordinal itself."""
+    """Loader of streams. Its ids are places in the stream: ordinal * G + g of shard g, or the ordinal itself."""
 
     looks_ahead = False
 

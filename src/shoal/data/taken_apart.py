@@ -1,4 +1,4 @@
-"""Loaders of torch's kind, taken apart: their dataset, and what they say of how it is read."""
+"""Settings and dataset of a torch DataLoader, or of a loader with its attributes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "prefetch_factor
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """What was in a loader. `collate` is None where it is torch's default, `shuffle` where the dataset is a stream.
+    """Settings of a DataLoader. `collate` is None where it is torch's default, `shuffle` where the dataset is a stream.
 
     `reading` are arguments for worker processes; `notes` say what has no effect, a sentence each.
     """

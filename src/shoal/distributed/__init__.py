@@ -1,1 +1,1 @@
-"""Process groups, agreement, and sums over ranks."""
+"""Process groups, agreement, and collectives."""

@@ -1,4 +1,4 @@
-"""Agreement: what all ranks decide together before each step, and how an exception on one becomes an end on all."""
+"""Agreement: an exchange of all ranks before each step on data, errors and stop requests, so that all end together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STEP, _EXPOSED = _MEASURES.index("step_seconds"), _MEASURES.index("exposed_comm
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank says at the start of a step; `measures` are of the step before."""
+    """One rank's contribution at the start of a step; `measures` are of the step before."""
 
     has_data: bool = False
     error: bool = False
@@ -33,7 +33,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know: whether any of them has data, failed, was asked to stop; rank 0 calls for checkpoints."""
+    """Common state of all ranks: whether any has data, failed, or was asked to stop; rank 0 calls for checkpoints."""
 
     any_data: bool
     any_error: bool
@@ -73,7 +73,7 @@ def _own(report: Report) -> Agreement:
 
 
 def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
-    """What all ranks know from the rows of all, [world_size, 14]."""
+    """The agreement, from the rows of all ranks, [world_size, 14]."""
     has_data, error, stop, _ = np.any(table[:, : len(_FLAGS)] > 0, axis=0).tolist()
     measured = table[:, len(_FLAGS) :]
     # Who computes longest waits least: a slow rank shows in its own work, everywhere else as communication.
@@ -124,7 +124,7 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
 
 
 def collectively(mesh: Mesh, divided: bool, work: Callable[[], T]) -> T:
-    """What `work` gives. Raises: its exception, on every rank as `together` does; in a divided model on this one alone.
+    """Result of `work`. Raises: its exception, on every rank as `together` does; in a divided model on one alone.
 
     There the others wait within the same work: this rank's end is what they notice, and no collective must come before.
     """

@@ -1,4 +1,4 @@
-"""What an exception on a rank means: whose it is, where it happened, and in which words people meet it."""
+"""Attribution of failures: the rank, the place and the message of an exception."""
 
 from __future__ import annotations
 

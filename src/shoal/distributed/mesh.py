@@ -1,4 +1,4 @@
-"""Mesh: the process group of a run and this rank's place in it. Owned by who opened it, and passed; never global."""
+"""Device mesh of a run and this rank's coordinates, passed to every user and never global."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Mesh:
-    """A rank's view of the run: `layout`, `rank`, `device`, and collectives over all the ranks.
+    """View of the run from one rank: `layout`, `rank`, `device`, and collectives over all the ranks.
 
     With one process no process group exists and every collective is the identity.
     """

@@ -1,4 +1,4 @@
-"""Start-up: what a process is set to before it trains, and torch's compiler, not loaded where nothing is compiled.
+"""Process setup before training: threads, determinism, and a deferred import of torch's compiler.
 
 torch.optim.Optimizer imports torch._dynamo (more than a second, as long as torch itself) in its constructor and in
 `step`, only to tell a compiler that is not running where not to look. Inside `compiler_deferred` these imports find a
@@ -78,7 +78,7 @@ def _use_deterministic_algorithms() -> None:
 
 
 def versions() -> dict[str, str]:
-    """What this process runs: of shoal, torch and Python."""
+    """Versions of shoal, torch and Python in this process."""
     return {"shoal": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 

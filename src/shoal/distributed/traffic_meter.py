@@ -1,4 +1,4 @@
-"""Traffic: the messages and bytes that this rank's collectives really move, counted where torch dispatches them.
+"""Communication meter: the messages and bytes of this rank's collectives, counted where torch dispatches them.
 
 Every collective ends in an operator of torch's `c10d` library, whoever asks for it: torch.distributed, functional
 collectives, DTensor, fully_shard, compiled code; in the forward, or in a hook of the backward on autograd's own thread.
@@ -47,13 +47,13 @@ Listener = Callable[[str, str, list[Tensor], list[Tensor]], None]
 
 @runtime_checkable
 class Tells(Protocol):
-    """A group whose collectives do not all come to the dispatcher; it tells of the others, by torch's name of it."""
+    """Process group that reports those of its collectives which the dispatcher does not see, by torch's name of it."""
 
     listeners: list[Listener]
 
 
 class Traffic:
-    """Counts this process's collectives between `start` and `stop`, by (group, kind); one count at a time.
+    """Counter of this process's collectives between `start` and `stop`, by (group, kind); one count at a time.
 
     Bytes as in plans/accounting/collectives.py: the larger of a rank's two buffers, nccl-tests' `size`. A collective of
     several tensors is one message. `names` maps axes to their process groups; that of all ranks is `world`. `wires`

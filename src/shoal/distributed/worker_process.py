@@ -1,4 +1,4 @@
-"""Worker: what a rank's process owes to the launcher that started it."""
+"""Exit protocol of a rank's process towards the launcher that started it."""
 
 from __future__ import annotations
 

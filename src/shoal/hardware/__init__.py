@@ -1,4 +1,4 @@
-"""Catalogue: known devices, links and hosts, and clusters by name, from a file, or as measured on this machine."""
+"""Hardware catalogue: devices, links and hosts, and clusters by name, from a file, or as measured on this machine."""
 
 from shoal.hardware.cluster_names import cluster, device, link
 from shoal.hardware.toml import dump, load

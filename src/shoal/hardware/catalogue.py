@@ -1,4 +1,4 @@
-"""Entries of the catalogue: devices, links and hosts of the TOML files beside this module, by name or alias."""
+"""Hardware catalogue: devices, links and hosts of the TOML files beside this module, by name or alias."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BESIDE = ("like", "aliases", "match", "host", "reach")  # keys of an entry that
 
 @dataclass(frozen=True)
 class Host:
-    """So many devices, joined by `within`; each host has `ports` of the network link `between`."""
+    """A host of the catalogue: its devices, joined by `within`, and `ports` of the network link `between`."""
 
     name: str
     device: str

@@ -1,4 +1,4 @@
-"""Clusters by name: "8xH100", "4x8xA100-80-SXM", "2xDGX-1", "2xcpu", with "@pcie4" or "@200Gb", a file, or "here"."""
+"""Cluster names: "8xH100", "4x8xA100-80-SXM", "2xDGX-1", "2xcpu", with "@pcie4" or "@200Gb", a file, or "here"."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _built(text: str, host: Host, num_hosts: int, per_host: int) -> Cluster:
 
 
 def of_cores(core: Device, cores: int, ranks: int) -> Device:
-    """What a rank gets of a host of `cores` cores when `ranks` run there: as many threads as fit, memory in parts."""
+    """The device of each of `ranks` ranks on a host of `cores` cores: as many threads as fit, memory in parts."""
     threads = cores // ranks
     if threads == 1 and ranks == cores:
         return core

@@ -1,4 +1,4 @@
-"""The machine that this runs on: what `shoal bench` wrote for it, else what it has, with the catalogue's numbers."""
+"""Detection of this machine's hardware: the file that `shoal bench` wrote, else its devices with catalogue numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def here() -> Cluster:
 
 
 def measured_file() -> Path:
-    """Where `shoal bench` keeps what it measured on this machine: by host name, processor and cores."""
+    """The file of `shoal bench`'s measurements on this machine: by host name, processor and cores."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     host = re.sub(r"[^A-Za-z0-9.-]", "-", platform.node()) or "host"
     kind = f"{processor()} {cores()} {' '.join(gpus())}"
@@ -54,7 +54,7 @@ def gpus() -> list[str]:
 
 
 def detected() -> Cluster:
-    """What is here, without measuring: GPUs that the catalogue knows, or else the cores."""
+    """The hardware of this machine, without measuring: GPUs that the catalogue knows, or else the cores."""
     found = gpus()
     kinds = {kind_of(model) for model in found}
     if len(kinds) == 1 and (kind := kinds.pop()):

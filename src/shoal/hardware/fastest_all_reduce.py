@@ -1,4 +1,4 @@
-"""Which all-reduce is fastest between processes of this machine: as `shoal bench collectives` measured it, or known."""
+"""The fastest all-reduce algorithm on this machine: as `shoal bench collectives` measured it, else by a rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORTH = 0.95
 
 
 def comparison_file(ranks: int) -> Path:
-    """Where `shoal bench collectives` keeps what it measured on this machine with so many ranks."""
+    """The file of `shoal bench collectives`' measurements on this machine with so many ranks."""
     known = measured_file()
     return known.with_name(f"{known.stem}-collectives-{ranks}.json")
 
@@ -60,7 +60,7 @@ def all_reduce_here(ranks: int, num_bytes: int = BUCKET_BYTES) -> str:
 
 
 def why_not_shared() -> str | None:
-    """What keeps processes of this machine from sharing memory, found by trying; None where nothing does."""
+    """The reason why processes of this machine cannot share memory, from a trial; None where they can."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return f"{sys.platform} has no memory without a name"
     if platform.machine() not in _ORDERED:

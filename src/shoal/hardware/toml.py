@@ -1,4 +1,4 @@
-"""Clusters as TOML files: read with exact keys, devices and links by name or in full, and written whole."""
+"""Cluster files in TOML: read with exact keys, devices and links by name or in full, and written whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hardware values from mappings of TOML's types and back, key by key, with every mistake told at once."""
+"""Conversion of hardware values from and to TOML's types, key by key; an error lists every mistake."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 class Reading:
-    """Reads one document; collects what is wrong with it under the names of its keys."""
+    """Reader of one document; collects mistakes under the names of their keys."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -102,11 +102,11 @@ class Reading:
         return kind(**found)
 
     def field(self, where: str, field: Field[Any], value: Any) -> Any:
-        """What a field holds; None where it is wrong."""
+        """The value of a field; None where it is wrong."""
         return self.read(where, _READERS[str(field.type)], value)
 
     def read(self, where: str, reader: Callable[[Any], Any], value: Any) -> Any:
-        """What `reader` makes of a value; None where it is wrong."""
+        """The result of `reader` for a value; None where it is wrong."""
         try:
             return reader(value)
         except _WrongError as wrong:

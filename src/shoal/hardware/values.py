@@ -1,6 +1,6 @@
-"""Hardware: devices, links and clusters as values in SI units, from the catalogue or from a measurement, in TOML.
+"""Hardware description: devices, links and clusters as values in SI units.
 
-No number here: they are in `catalogue/*.toml`, each with its source, or in a file that `shoal bench` wrote.
+Their numbers are in `catalogue/*.toml`, each with its source, or in a file that `shoal bench` wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def kind_of(device_type: str) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """A fraction over a size: linear between its points in the size's logarithm, constant beyond them."""
+    """Efficiency by size: linear between its points in the size's logarithm, constant beyond them."""
 
     points: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
 
@@ -86,7 +86,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What carries messages between devices of one host, or between hosts.
+    """An interconnect between devices of one host, or a network between hosts.
 
     `bytes_per_second`: what one device can send while it receives as much (within a host), or what all devices of a
     host send together (between hosts); as achieved, not as printed. `latency_seconds`: of one hop of a ring.
@@ -158,7 +158,7 @@ class Cluster:
         return self.devices_per_host * self.num_hosts
 
     def device_for(self, ranks_per_host: int) -> Device:
-        """What one rank gets where so many run on a host; of counts that nobody measured, the next larger one's."""
+        """The device of one rank where so many run on a host; of counts not measured, the next larger one's."""
         counts = sorted(n for n in self.alternatives if n >= ranks_per_host)
         if counts and (ranks_per_host < self.devices_per_host or counts[0] == ranks_per_host):
             return self.alternatives[counts[0]]

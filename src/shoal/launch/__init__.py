@@ -1,1 +1,1 @@
-"""Starting the processes of a run."""
+"""Launchers of a run's processes."""

@@ -1,4 +1,4 @@
-"""Environment: who this process is among the processes of a run. Read once at the edge, then passed."""
+"""Process environment: rank, world size and rendezvous address, read once at the edge, then passed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STARTED_AT = "SHOAL_STARTED_AT"  # time.time() at which the command began
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's rank and how the ranks find each other.
+    """Rank of this process, and the rendezvous of all ranks.
 
     `listen_fd` is an open listening socket for rank 0's store; `agent_store` says that a launcher already serves one.
     `key`: a secret of the run, where its launcher made one. `own_gpu`: a process may see its own GPU only.
@@ -43,7 +43,7 @@ class Environment:
         return self.local_world_size == self.world_size
 
     def variables(self) -> dict[str, str]:
-        """What `joined` reads this from."""
+        """Environment variables from which `joined` reads this value."""
         found = {"RANK": self.rank, "WORLD_SIZE": self.world_size, "LOCAL_RANK": self.local_rank}
         found |= {"LOCAL_WORLD_SIZE": self.local_world_size, "MASTER_PORT": self.port}
         if self.listen_fd is not None:

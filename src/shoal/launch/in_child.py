@@ -1,4 +1,4 @@
-"""Aside: what a launcher has done in a child process, so that nothing of it (torch, a job's data) stays with it."""
+"""Function calls in a child process, so that no import or data of theirs (torch, a job's) stays in the launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POLL_SECONDS = 0.02
 
 
 def aside(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """What `work` returns in a child process that has ended when this returns; a JSON value.
+    """The result of `work` in a child process that has ended when this returns; a JSON value.
 
     Raises: LaunchError where the child dies; SystemExit on SIGTERM or SIGINT, which end the child.
     """

@@ -1,4 +1,4 @@
-"""The local launcher: worker processes on this host, watched until all have ended."""
+"""Local launcher: starts worker processes on this host and waits until all have ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_REPLACED = 3
 
 @dataclass(frozen=True)
 class LocalRun:
-    """What to start: the `shoal` arguments of each worker, how many, and the threads that each may use.
+    """Processes to start: the `shoal` arguments of each worker, how many, and the threads of each.
 
     A rank in `replaceable` that dies without a word is started again, a few times. `lock`: a descriptor that every
     worker inherits, so that what it locks is locked until the last of them is gone.

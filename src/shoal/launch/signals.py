@@ -1,4 +1,4 @@
-"""Signals: SIGTERM and Ctrl-C as requests to stop, from the first moment of a command to its last."""
+"""Signal handling: SIGTERM and Ctrl-C as requests to stop, from a command's first moment to its last."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from shoal.errors import ExitCode
 
 @dataclass
 class Signals:
-    """The signals that arrived. `impatient`: the second of a kind ends this process at once.
-
-    One of each kind is no impatience: a scheduler may send SIGTERM where the terminal has sent SIGINT.
-    """
+    """Signals that arrived. `impatient`: the second of a kind ends this process at once."""
 
     impatient: bool
     received: list[int] = field(default_factory=list)

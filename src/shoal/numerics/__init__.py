@@ -1,1 +1,1 @@
-"""Numbers that must not depend on the layout."""
+"""Numerics that do not depend on the layout."""

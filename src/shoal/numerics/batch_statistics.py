@@ -18,7 +18,7 @@ from shoal.numerics.precision import numbers
 
 
 class StepBuffers:
-    """The changing buffers of a model; `names` is agreed among the ranks, so that their vectors match."""
+    """The changing buffers of a model; ranks agree on `names`, so that their vectors match."""
 
     def __init__(self, model: nn.Module, counts: Callable[[str], bool] = lambda name: True) -> None:
         """`counts` says of a name whether the sum over ranks takes this rank's values: of equal ones, it takes one."""

@@ -1,4 +1,4 @@
-"""Randomness and batch statistics that belong to the grain, also where several grains are computed in one forward.
+"""Random numbers and batch statistics by grain, also where several grains share one forward.
 
 Before each forward the global generators are seeded by (seed, step), the same on every rank. Under `GrainScope` every
 random operation of the model draws one number from that generator, and each grain's rows come from a generator keyed by
@@ -31,11 +31,11 @@ _PYTHON_BYTES = random.Random.__base__.__basicsize__ - object.__basicsize__  # t
 
 
 class NotFusibleError(Exception):
-    """The model does something with a batch that cannot be told apart by grain."""
+    """The model computes something of a batch that cannot be divided by grain."""
 
 
 class GrainScope(TorchFunctionMode):
-    """A context around forward and backward of one microbatch; `calls` counts what it had to take care of."""
+    """Context of a microbatch's forward and backward that seeds random operations and normalises by grain."""
 
     def __init__(self, seed: int, step: int, grains: Sequence[Grain]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _DrawnError(Exception):
 
 
 class DrawCounter(TorchFunctionMode):
-    """A context that counts what a GrainScope would draw, and computes as if none were there."""
+    """Context that counts the random operations a GrainScope would seed, and changes no result."""
 
     _sizes = (1,)
     _rows = 1

@@ -1,4 +1,4 @@
-"""Modes: torch's function and dispatch modes, set aside while a model is tried."""
+"""Suspension of torch's function and dispatch modes while a model is tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precision: dtypes of parameters and compute, and the scale that keeps float16 gradients in range."""
+"""Mixed precision: dtypes of parameters and compute, and the loss scale that keeps float16 gradients in range."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ _SMALLEST = 2.0**-10
 
 @dataclass(frozen=True)
 class LossScale:
-    """What the mean loss is multiplied by before the backward, and its bookkeeping; a value, the same on all ranks.
+    """Loss scaling: the factor of the mean loss before the backward, and its state; a value, the same on all ranks.
 
     torch's GradScaler is not used: it judges each rank's own gradients, while here one norm of the reduced gradient
     serves clipping, the non-finite policy and the scale.
@@ -147,7 +147,7 @@ class LossScale:
         return cls(_START, dynamic=True) if setting == "dynamic" else cls(float(setting))
 
     def factor(self, global_batch: int) -> float:
-        """What a loss *total* is multiplied by: the scale over the global batch, rounded to a power of two.
+        """The factor of a loss *total*: the scale over the global batch, rounded to a power of two.
 
         A power of two changes no bit of a gradient that neither overflows nor underflows. Of samples that weigh one in
         a batch of 2^n the summed gradient is the mean then, and no pass over it is needed to make it so.

@@ -1,4 +1,4 @@
-"""Narrow dtypes on processors without instructions for them: products in float32, rounded once.
+"""Matrix products of 16-bit floats in float32, rounded once, on processors without instructions for them.
 
 There torch takes loops of its own that are 10 to 90 times as slow as float32 (a GPT's backward in bfloat16 on AVX2: 272
 ms for a product that takes 2.9 ms in float32). Products of narrow numbers are exact in float32 and are summed in it by
@@ -32,7 +32,7 @@ _PRODUCTS = frozenset(
 
 
 class ProductsInFloat32(TorchDispatchMode):
-    """A context in which products of CPU tensors in bfloat16 or float16 are computed in float32 and rounded."""
+    """Context in which products of CPU tensors in bfloat16 or float16 are computed in float32 and rounded."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""Ways of dividing a training step over processes."""
+"""Parallelism strategies."""

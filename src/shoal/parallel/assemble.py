@@ -1,4 +1,4 @@
-"""The only place where a Plan becomes strategies, and a model what each rank holds of it."""
+"""Construction of the strategies of a plan, and of this rank's shard of the model; every plan goes through here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """How a model comes about and what it is for: its constructor, the seed's key, the loss, and a small batch.
+    """Source of a model: its constructor, the seed's key, the loss, and a small batch.
 
     `pair` is the loss as the engine computes it: under autocast, and checked.
     """
@@ -54,7 +54,7 @@ _LARGE_BYTES = 64 << 20
 
 
 def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> tuple[ShardedModel, Pipeline | None]:
-    """What this rank holds of a model, nowhere the whole, and the pipeline that computes it, where the plan has one.
+    """Sharded model of this rank, nowhere the whole, and the pipeline that computes it, where the plan has one.
 
     Collective: all ranks, a JSON gather; on the tensor axis two broadcasts; with a pipeline, and with sums in shared
     memory, new groups and all-gathers of a few numbers.

@@ -1,4 +1,4 @@
-"""Collectives of the tensor axis that a gradient passes through; each one's backward is another of them.
+"""Differentiable collectives of a model-parallel axis; the backward of each is another of them.
 
 As in Megatron-LM (Shoeybi et al., arXiv 1909.08053). Activations are whole on every rank of the axis, or cut alike.
 """
@@ -18,7 +18,7 @@ from shoal.distributed.mesh import Mesh
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The ranks that divide one model: their number, this one's place among them, and their process group."""
+    """Process group of the ranks that divide one model, their number, and this rank's index."""
 
     degree: int
     place: int

@@ -1,4 +1,4 @@
-"""Strategy: what becomes of the gradients and sums of the microbatches that each rank computes."""
+"""Interface of parallelism strategies: backwards of microbatches, and the sums of gradients and losses over ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_SUMS = DIGEST + DIGEST_WORDS
 
 @dataclass(frozen=True)
 class Flags:
-    """What went wrong on this rank in this step; after a sum over ranks, on how many."""
+    """Failures of this rank in this step; after a sum over ranks, the number of ranks with each."""
 
     errors: int = 0
     redo: int = 0  # out of memory, or a model that has to be computed another way
@@ -35,7 +35,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class StepSums:
-    """The outcome of a step over all ranks, the same on each of them; `sums` float64 as laid out above."""
+    """Sums of a step over all ranks, the same on each of them; `sums` float64 as laid out above."""
 
     sums: npt.NDArray[np.float64]
     flags: Flags
@@ -70,7 +70,7 @@ class StepSums:
 
 
 def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor) -> Tensor:
-    """What one microbatch adds to the step's sums: float64 on the device, so that nothing waits for the device here."""
+    """One microbatch's terms of the step's sums: float64 on the device, so that nothing waits for the device here."""
     words = grain_words(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
     # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
     here = total.device.type == "cpu"
@@ -83,7 +83,7 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
 
 
 def buffer_sums(buffers: Tensor) -> Tensor:
-    """What a microbatch adds where another rank counts its loss and samples: the buffers alone."""
+    """A microbatch's terms where another rank counts its loss and samples: the buffers alone."""
     return torch.cat([buffers.new_zeros(NUM_SUMS), buffers])
 
 
@@ -92,7 +92,7 @@ Mark = Callable[[str], None]
 
 
 class Strategy(ABC):
-    """One step is: begin, then backward for each microbatch, then finish; on every rank, also one without samples.
+    """Interface of a step: begin, a backward for each microbatch, finish; on every rank, also one without samples.
 
     After `finish` each parameter's `.grad` is the sum over all grains of all ranks, not divided by the weight, or None
     where no rank's loss depended on it.
@@ -148,7 +148,7 @@ class Strategy(ABC):
         return False
 
     def gradient_buffers(self) -> list[Tensor]:
-        """What holds gradients besides the parameters' own `.grad`; none."""
+        """Gradient memory besides the parameters' own `.grad`; none."""
         return []
 
     @abstractmethod
@@ -157,7 +157,7 @@ class Strategy(ABC):
 
 
 class Replicated(Strategy):
-    """Every rank updates all that it holds."""
+    """Strategy of replicas: every rank updates all of its parameters."""
 
     def update(self, step: Callable[[], None]) -> None:
         """Every rank computes the same."""

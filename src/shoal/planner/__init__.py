@@ -1,1 +1,1 @@
-"""What a layout will send, hold and take, as formulas over integers: no torch, no processes."""
+"""Planner: search for the parallel plan of a job on a cluster, by predicted time and memory."""

@@ -1,4 +1,4 @@
-"""How a job is laid out over devices: values only, no torch, no processes."""
+"""Parallel execution plans as values: no torch, no processes."""
 
 from shoal.plans.layout import AXES, Coordinate, Layout
 from shoal.plans.plan import Plan

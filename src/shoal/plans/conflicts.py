@@ -1,6 +1,6 @@
-"""Settings of a plan that exclude each other, and settings without effect: two tables over the plan alone.
+"""Validation of a plan by itself: settings that exclude each other, and settings without effect, in two tables.
 
-What depends on the job or on its model is in `legal`.
+Rules on the job or its model are in `legal`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from shoal.plans.plan import Plan
 
 
 class Conflict(NamedTuple):
-    """One refusal: the key that it is about, and the three beats."""
+    """One refusal: the key that it is about, the given value, the conflict and the remedy."""
 
     key: str
     given: str
@@ -22,7 +22,7 @@ class Conflict(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A row: where it applies, the keys that are repeated as given (the first names it), and the other two beats."""
+    """Row of settings that exclude each other: condition, keys to repeat as given (the first names it), two beats."""
 
     applies: Callable[[Plan], bool]
     keys: tuple[str, ...]
@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """A row: where settings have no effect, which they are, and why. A setting at its default is never told of."""
+    """Row of settings without effect: condition, keys and reason. A setting at its default is never reported."""
 
     applies: Callable[[Plan], bool]
     keys: tuple[str, ...]
@@ -318,14 +318,14 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
 
 
 def excluded(plan: Plan) -> Iterator[Conflict]:
-    """What the table refuses in this plan."""
+    """Conflicts of this plan by the table."""
     for rule in (*CONFLICTS, *SERVED):
         if rule.applies(plan):
             yield Conflict(rule.keys[0], shown(plan, *rule.keys), rule.conflict, rule.remedy)
 
 
 def idle(plan: Plan) -> Iterator[str]:
-    """What has no effect in this plan, a sentence each."""
+    """Settings of this plan that have no effect, a sentence each."""
     default = Plan()
     for row in WITHOUT_EFFECT:
         keys = [key for key in row.keys if value(plan, key) != value(default, key)]

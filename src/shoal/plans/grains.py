@@ -1,4 +1,4 @@
-"""Grains: the fixed division of a global batch, and which rank computes which of them. Integers only.
+"""Grains: the fixed division of a global batch, and the share of each rank. Integers only.
 
 Nothing here knows the number of devices except `share`, and nothing that it returns enters the maths.
 """
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Grain:
-    """Samples [start, start + size) of a step's global batch; `index` is its number in 0..G-1."""
+    """Samples [start, start + size) of a step's global batch; `index` is the grain's number in 0..G-1."""
 
     index: int
     start: int

@@ -1,4 +1,4 @@
-"""Layout: the degrees of the mesh axes, and the bijection between ranks and coordinates. Integers only."""
+"""Device mesh as integers: the degrees of its axes, and the bijection between ranks and coordinates. Integers only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AXES = ("pipeline", "data", "shard", "context", "tensor")
 
 
 class Coordinate(NamedTuple):
-    """A rank's place on each axis, each in [0, degree)."""
+    """A rank's index on each axis, each in [0, degree)."""
 
     pipeline: int
     data: int
@@ -51,7 +51,7 @@ class Layout:
         return int(getattr(self, axis))
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Where `rank` stands; the inverse of `rank`. Raises: IndexError outside the world."""
+        """Coordinate of `rank`; the inverse of `rank`. Raises: IndexError outside the world."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not in a world of {self.world_size}")
         places: dict[str, int] = {}

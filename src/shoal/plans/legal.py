@@ -1,6 +1,6 @@
-"""What a layout may be for a job and its model: every conflict is refused at once, with the nearest legal values.
+"""Validation of a plan against a job and its model: all conflicts at once, with the nearest legal values.
 
-Integers and names only; `facts.facts_of` reads a model's. See `conflicts` for what a plan excludes by itself.
+Integers and names only; `model_facts.facts_of` reads a model's. See `conflicts` for the rules on a plan by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.plans.words import cut_by_itself
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a layout has to fit: of the job its grains, of the model what its structure shows. None is unknown.
+    """Limits of a layout: the job's grains, and the model's structure. None is unknown.
 
     blocks: the layers that a pipeline divides by itself, in the order in which the model holds them.
     cuts: the modules that a stage may begin with, in that order; `blocks` and what lies before and after them.
@@ -52,7 +52,7 @@ class ModelFacts:
 
 
 class World(NamedTuple):
-    """So many processes, and who says so, as people meet it: `--devices 8` or `WORLD_SIZE=8`."""
+    """Number of processes, and its source, as people meet it: `--devices 8` or `WORLD_SIZE=8`."""
 
     size: int
     source: str
@@ -70,7 +70,7 @@ def check(plan: Plan, facts: ModelFacts | None = None, world: World | None = Non
 
 
 def conflicts(plan: Plan, facts: ModelFacts | None = None, world: World | None = None) -> list[Conflict]:
-    """All that is refused, in the order of a plan's sections."""
+    """All conflicts, in the order of a plan's sections."""
     found = other_world(plan, world) if world is not None else []
     if facts is not None:
         contexts = (_context_blocks, _context_sequence, _context_heads)
@@ -95,7 +95,7 @@ def refuse(found: list[Conflict]) -> None:
 
 
 def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """What a layout does not give, though it is no mistake."""
+    """Drawbacks of a layout that is no mistake."""
     tensor, heads = plan.layout.tensor, facts.num_heads
     if heads is not None and tensor > heads:
         yield (
@@ -120,7 +120,7 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
 
 
 def idle_reduction(plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Where the only microbatch is the last."""
+    """Warning about shard.reduce where the only microbatch is the last."""
     if plan.shards_model and plan.shard.reduce == "last_microbatch" and max(num_microbatches(plan, facts)) == 1:
         yield f"{shown(plan, 'shard.reduce')}: no effect, since a rank computes one microbatch a step"
 
@@ -332,7 +332,7 @@ IN_ORDER = "stages follow each other as the modules are executed, and each begin
 
 
 def other_number(split: Sequence[str], stages: int) -> str | None:
-    """What is wrong with how many names a split has for so many stages, if anything."""
+    """Complaint about the number of names in a split for so many stages; None where it fits."""
     if len(split) == stages - 1:
         return None
     return f"it names the first module of each stage after the first: {stages - 1} names, not {len(split)}"

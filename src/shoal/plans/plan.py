@@ -1,4 +1,4 @@
-"""Plan: how a job is laid out. Frozen and complete; each section is one concept with exact keys."""
+"""Plan: the parallel layout of a job. Frozen and complete; each section is one concept with exact keys."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class LayoutSection(_Section):
 
 
 class BatchSection(_Section):
-    """How many grains one forward computes; 0 stands for all of a rank's, until the plan is resolved for a job."""
+    """Grains in one forward; 0 stands for all of a rank's, until the plan is resolved for a job."""
 
     grains_per_microbatch: Annotated[int, Field(ge=0)] = 0
 
 
 class ShardSection(_Section):
-    """What the shard axis divides: ZeRO-1, 2 or 3; and after which microbatches divided gradients are summed."""
+    """ZeRO stage of the shard axis (1, 2 or 3), and after which microbatches divided gradients are summed."""
 
     level: Literal["optimizer", "gradients", "parameters"] = "parameters"
     reduce: Literal["every_microbatch", "last_microbatch"] = "every_microbatch"
@@ -48,13 +48,13 @@ class ShardSection(_Section):
 
 
 class TensorSection(_Section):
-    """Whether the ranks of the tensor axis divide the positions of sequences between the pairs of layers."""
+    """Sequence parallelism: whether the tensor axis divides positions between the pairs of layers."""
 
     sequence: bool = False
 
 
 class PipelineSection(_Section):
-    """How the pipeline axis cuts the model and orders the microbatches."""
+    """Pipeline schedule and stages."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
     stages_per_rank: Degree = 1
@@ -71,20 +71,20 @@ class PrecisionSection(_Section):
 
 
 class MemorySection(_Section):
-    """What is recomputed in the backward instead of kept."""
+    """Activation recomputation."""
 
     recompute: Literal["none", "selective", "full"] = "none"
 
 
 class CollectivesSection(_Section):
-    """Which all-reduce sums the gradients, and how they are compressed on the way."""
+    """Algorithm of the gradients' all-reduce, and their compression."""
 
     all_reduce: Literal["native", "ring", "tree", "recursive_doubling", "hierarchical", "shared_memory"] = "native"
     compression: Literal["none", "bfloat16", "float16", "int8", "topk", "powersgd"] = "none"
 
 
 class ServerSection(_Section):
-    """Whether servers keep the parameters and workers push gradients to them; `staleness` bounds what is applied."""
+    """Parameter servers, to which workers push gradients; `staleness` bounds the age of applied ones."""
 
     mode: Literal["none", "synchronous", "bounded", "asynchronous"] = "none"
     staleness: Annotated[int, Field(ge=0)] = 0
@@ -92,7 +92,7 @@ class ServerSection(_Section):
 
 
 class CompressionSection(_Section):
-    """How far gradients are compressed, and how the sums are watched.
+    """Strength of gradient compression, and its error guard.
 
     `block`: values that share a scale of int8. `density`: the share of values that topk sends. `rank`: of powersgd's
     factors. `feedback`: what was not sent is added to the next step's gradient. Every `guard_every` steps (0: never)
@@ -109,13 +109,13 @@ class CompressionSection(_Section):
 
 
 class DataSection(_Section):
-    """Processes per rank that fetch samples; 0 fetches in the rank itself."""
+    """Data-loading processes per rank; 0 loads in the rank itself."""
 
     workers: Annotated[int, Field(ge=0)] = 0
 
 
 class ExecutionSection(_Section):
-    """Exact or fast sums over grains; compilation; whether images come with their channels last in memory."""
+    """Exact or fast sums over grains; compilation; channels-last memory format of images."""
 
     exact: bool = False
     channels_last: bool = False
@@ -141,7 +141,7 @@ def _is_number(value: object) -> bool:
 
 
 class Plan(_Section):
-    """How to lay a job out: complete, written as TOML, never an input to the maths."""
+    """Parallel layout of a job: complete, written as TOML, never an input to the maths."""
 
     schema_: Annotated[Literal[1], Field(alias="schema")] = SCHEMA
     layout: LayoutSection = LayoutSection()

@@ -1,4 +1,4 @@
-"""From what a person asks for to a complete plan that this version can execute; every conflict is refused here."""
+"""Completion of a plan from a user's options, and refusal of every conflict."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "bf16-mixe
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the command line or a Session asks for beyond the plan; None where it says nothing."""
+    """Options of a command line or Session beyond the plan; None where an option is absent."""
 
     devices: int | None = None
     exact: bool | None = None

@@ -1,4 +1,4 @@
-"""Pipeline schedules as lists of actions, one list a rank: the planner times them and the pipeline executes them.
+"""Pipeline schedules as lists of actions, one list a rank, for the planner to time and the pipeline to execute.
 
 Rank r of P holds the stages r, r + P, r + 2P and so on. Receives block and sends do not. Every schedule runs the
 backwards of a stage in the order of the microbatches, so that gradients are added up in the same order under each.
@@ -18,7 +18,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
 class ActionKind(StrEnum):
-    """What an action computes; a backward is of inputs and weights, or of each by itself."""
+    """Kind of an action; a backward is of inputs and weights, or of each by itself."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -1,4 +1,4 @@
-"""Plans as TOML files: read with exact keys, written whole."""
+"""Plan files in TOML: read with exact keys, written whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of microbatches and a job does not let happen: a sentence each, for a warning."""
+"""Warnings about a plan's microbatch settings that have no effect on a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan's layout in words, for a line that people read."""
+"""Plans in words: a line for people on a plan's layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def described(plan: Plan) -> str:
 
 
 def cut_by_itself(places: Sequence[str] | None, blocks: Sequence[str] = ()) -> str:
-    """Where a model is cut into stages without a split, in words; by its blocks where the places are not known."""
+    """Number and names of the default stage boundaries, in words; the model's blocks where they are not known."""
     if places is None:
         return f"a model of {len(blocks)} layers ({blocks[0]} to {blocks[-1]}): a stage has at least one"
     named = f" ({', '.join(places if len(places) <= 6 else [*places[:5], '...', places[-1]])})" if places else ""

@@ -1,1 +1,1 @@
-"""HTML pages from values alone: one file each, without scripts, fonts or images from elsewhere."""
+"""HTML reports from values alone: one file each, without scripts, fonts or images from elsewhere."""

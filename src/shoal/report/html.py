@@ -1,4 +1,4 @@
-"""A page: headings, paragraphs, tables and drawings, in one HTML file that needs nothing else and prints well."""
+"""HTML page of headings, paragraphs, tables and drawings, in one file that needs nothing else and prints well."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of words; the first column names the row."""
+    """Table of words; the first column names the row."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -19,7 +19,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading; `drawing` shows what the table says. Long tables are `folded`."""
+    """Section of a page under a heading; `drawing` shows the table's numbers. Long tables are `folded`."""
 
     heading: str
     paragraphs: Sequence[str] = ()
@@ -31,7 +31,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page."""
+    """HTML page."""
 
     title: str
     lead: Sequence[str]

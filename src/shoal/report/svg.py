@@ -1,4 +1,4 @@
-"""Drawings as SVG in the page itself: a waterfall and a curve, from numbers and words. Text is escaped here."""
+"""SVG charts inside a page: a waterfall and a curve, from numbers and words. Text is escaped here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WIDTH, _ROW, _LABELS, _VALUES = 720, 24, 150, 130
 
 @dataclass(frozen=True)
 class Bar:
-    """One part of a whole: its name, its share, and its value in words."""
+    """One bar of a waterfall chart: its name, its share of the whole, and its value in words."""
 
     name: str
     share: float
@@ -24,7 +24,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Spot:
-    """A point of a curve: x and y, and what to say of it; `marked` for the chosen one."""
+    """Point of a curve: x, y and a label; `marked` for the chosen one."""
 
     x: float
     y: float

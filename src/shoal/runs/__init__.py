@@ -1,1 +1,1 @@
-"""A run as a request and as files on disk."""
+"""Requests for training runs, and their files on disk."""

@@ -1,4 +1,4 @@
-"""Certificates: what `shoal verify` found about a job under a plan, and whether it speaks of a given run."""
+"""Certificates of `shoal verify`: the verdict on a job under a plan, and the test whether it covers a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run directory: which files a run keeps, and whether a directory may be used. Values only."""
+"""Run directory: names of its files, and the test whether a run may use it. Values only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directory lock: one run at a time in a directory, whoever shares it. Values only.
+"""Lock on a run directory: one run at a time, on one host or several.
 
 The lock is a file that is put there whole, by a hard link, with an OS lock (flock) on it already. Within one kernel the
 OS lock decides: it is gone with the last process of the run. On a directory that several hosts share it may be local
@@ -34,7 +34,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds: between two signs of life of a holder; how many may be missed; and for what is ending to have ended."""
+    """Time limits of a lock, in seconds: between heartbeats, of missed ones, and of processes that are ending."""
 
     beat_seconds: float = 5.0
     missed_beats: int = 6
@@ -102,7 +102,7 @@ def _command() -> str:
 
 
 class DirectoryLock:
-    """A directory that is this process's, and that of the children that have `descriptor`, until `release`."""
+    """A held lock of this process and of the children that have `descriptor`, until `release`."""
 
     def __init__(self, folder: Path, descriptor: int, holder: Holder, made: list[Path]) -> None:
         self.folder, self.descriptor, self.holder = folder, descriptor, holder

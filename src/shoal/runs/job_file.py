@@ -22,7 +22,7 @@ from shoal.runs.remedies import remedy
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Where a job comes from: a file, a function in it, and the settings given as text."""
+    """Source of a job: a file, a function in it, and its settings as text."""
 
     path: Path
     function: str | None = None
@@ -45,7 +45,7 @@ class LoadedJob:
     file_sha256: str
 
     def describe(self) -> dict[str, Any]:
-        """What is trained, as far as names and numbers can say it; JSON values."""
+        """The training problem, as far as names and numbers can say it; JSON values."""
         known = {"file_sha256": self.file_sha256, "function": self.function, "settings": self.settings}
         return {**known, **self.job.describe()}
 

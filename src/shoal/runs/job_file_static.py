@@ -1,4 +1,4 @@
-"""Job source: what a job file says of its job without being run, so that a launcher need not import torch for it."""
+"""Static analysis of a job file, without running it, so that a launcher need not import torch."""
 
 from __future__ import annotations
 

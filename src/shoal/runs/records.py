@@ -1,4 +1,4 @@
-"""What crosses from the engine to reports: values that are written as JSON lines and read back without torch."""
+"""Records of training steps and runs: written as JSON lines and read back without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remedies: what a person does about an exception of the job's own code, by the exception's kind and words."""
+"""Remedies for exceptions of the job's own code, by the exception's kind and words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_THE_DATASET = "shapes and dtypes of the batch are those of the dataset after
 
 
 def remedy(error: BaseException, *, has_line: bool, batch: Any = None) -> str:
-    """What to do about an exception; `has_line`: a line of the user's own is told beside it.
+    """The remedy for an exception; `has_line`: the message names a line of the user's own.
 
     batch: what the code was given, where it was: told where shapes, or the parts of it, are what is wrong.
     """

@@ -1,4 +1,4 @@
-"""What `shoal run` was asked for, checked as far as that goes without torch. Values only."""
+"""Request of `shoal run`: its arguments, checked as far as that goes without torch. Values only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shoal.runs.directory import RunDirectory, default_directory, read_json
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One call of `shoal run`; `plan` has every wish written into it but is not completed for the job yet.
+    """One call of `shoal run`; `plan` contains every option but is not completed for the job yet.
 
     `says_workers`: whether the command or a plan file says how many data workers a rank has.
     `plan_resumed`: it is the one that the run directory keeps, of which this call says nothing.
@@ -160,7 +160,7 @@ class RunRequest:
         return replace(self, plan=self.plan.with_sections(collectives={"all_reduce": name}))
 
     def notes(self) -> list[str]:
-        """What is chosen for want of something better, and why; for runs whose ranks are all on this host."""
+        """Defaults that were chosen, and why; for runs whose ranks are all on this host."""
         from shoal.hardware.detect import gpus
         from shoal.hardware.fastest_all_reduce import why_not_shared
 
@@ -190,7 +190,7 @@ class RunRequest:
 
     @property
     def num_processes(self) -> int:
-        """Those and, where the plan has servers, these and their conductor."""
+        """Number of ranks and, where the plan has servers, of servers and their conductor."""
         return self.plan.num_processes
 
     @property

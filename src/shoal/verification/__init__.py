@@ -1,4 +1,4 @@
-"""Verification: whether a parallel run computes what one process computes."""
+"""Verification of parallel training: the comparison of a parallel run with the same steps on one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates: what was verified, of which job and plan, under which versions, and how close it was."""
+"""Certificates of verification: job, plan, versions, verdict and largest errors, written as JSON."""
 
 from __future__ import annotations
 

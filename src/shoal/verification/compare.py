@@ -1,4 +1,4 @@
-"""Compare: a step of the parallel run against the same step computed on one process in several ways.
+"""Numerical comparison of a parallel step with reference steps on one process.
 
 For each tensor x that the parallel run computed, with r_i the same tensor from the ways that mean the same in the
 plan's precision and t from float64, the demand is
@@ -41,7 +41,7 @@ Of = Callable[[Computed], Tensor | None]  # a tensor of a reference, where it ha
 
 @dataclass(frozen=True)
 class Check:
-    """One tensor of one step: how far it is and how far it may be. `rank` where one rank alone is meant."""
+    """Error and tolerance of one tensor of one step. `rank` where one rank alone is meant."""
 
     step: int
     phase: str
@@ -68,7 +68,7 @@ class Check:
 
 @dataclass(frozen=True)
 class References:
-    """One step on one process: `ways` in the plan's precision, `exact` in float64 where that was computed.
+    """Reference steps on one process: `ways` in the plan's precision, `exact` in float64 where that was computed.
 
     `complete`: whether these are all the ways there are. `layers`: how far single layers are from float64, relative to
     their size, where the whole was not computed in it. `updated`: the optimizer's step alone, from the parallel run's
@@ -82,7 +82,7 @@ class References:
     updated: References | None = None
 
     def tensors(self, of: Of) -> tuple[list[Tensor], Tensor | None]:
-        """One tensor from all of them, as float64."""
+        """One tensor of every reference, as float64."""
         found = [numbers(t) for way in self.ways if (t := of(way)) is not None]
         true = of(self.exact) if self.exact is not None else None
         return found, None if true is None else numbers(true)

@@ -1,4 +1,4 @@
-"""Diagnose: what a first divergence looks like, in words; the signatures are those of bugs that were shipped."""
+"""Diagnosis of a first divergence in words, by the signatures of known bugs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEFT = 0.02
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The first divergence, where it is, and what it looks like, the most likely cause first."""
+    """The first divergence, its place, and its likely causes, the likeliest first."""
 
     first: Check
     causes: list[str]
@@ -47,7 +47,7 @@ class Diagnosis:
 def diagnose(
     failed: list[Check], parallel: StepTrace, before: StepTrace, references: References | None, world_size: int
 ) -> Diagnosis:
-    """What the first failed check looks like."""
+    """The diagnosis of the first failed check."""
     first = failed[0]
     rules = {
         "data": _data,

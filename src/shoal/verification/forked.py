@@ -1,4 +1,4 @@
-"""Fork: the ranks of a run as children of this process, so that a job made of lambdas needs no file."""
+"""Forked ranks: a run's ranks as children of this process, so that a job made of lambdas needs no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Halves: linear layers computed in parts, as a tensor axis computes them, on one process."""
+"""Linear layers as sums of partial products on one process, with the rounding of a tensor-parallel layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Halves(TorchFunctionMode):
-    """A context in which linear layers add the products of two halves of their inputs, for each half of their outputs.
+    """Context in which linear layers add the products of two halves of their inputs, for each half of their outputs.
 
     So the sums over inputs in the forward, and over outputs in the backward, are in another order.
     """

@@ -1,4 +1,4 @@
-"""Judge: the traces of a parallel run against the references, step by step, to a verdict."""
+"""Verdict on a parallel run, from the comparison of its traces with the references, step by step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shoal.verification.traced_run import Traced, read_outcome
 
 @dataclass
 class Verdict:
-    """What came of it; `checks` in the order of the dataflow, `seconds` of the references and the comparing."""
+    """Result of a verification; `checks` in the order of the dataflow, `seconds` of the references and comparisons."""
 
     checks: list[Check] = field(default_factory=list)
     diagnosis: Diagnosis | None = None
@@ -49,7 +49,7 @@ class Verdict:
 
     @property
     def failed(self) -> list[Check]:
-        """What diverged, the first in the dataflow first."""
+        """The checks that failed, the first in the dataflow first."""
         return [check for check in self.checks if not check.passed]
 
     def add_exact(self, checks: list[Check]) -> None:

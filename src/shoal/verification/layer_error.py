@@ -1,4 +1,4 @@
-"""Layers: how far single layers are from float64, for a model of which a whole copy in it does not fit."""
+"""Rounding error of single layers against float64, for a model too large for a whole copy in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _LayerCall:
 
 
 class SampledLayers:
-    """A context in which some layers of a model are watched; `rounding` then computes them again by themselves."""
+    """Context that records some layers' inputs and gradients; `rounding` then computes them again by themselves."""
 
     def __init__(self, model: nn.Module) -> None:
         layers = {

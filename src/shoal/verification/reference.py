@@ -1,4 +1,4 @@
-"""Reference: a step of a job on one process, written as plainly as it can be, in float64 or in the plan's precision.
+"""Reference implementation of a step on one process, in float64 or in the plan's precision.
 
 It shares with the engine what defines the training (order, grains and their randomness, the job's own functions) and
 nothing of how the engine computes it: no buckets, no strategy, no collective, no updater.
@@ -37,7 +37,7 @@ _MOST_PARTS_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class ReferenceVariant:
-    """One way to compute a step that means the same as any other.
+    """Variant of the reference step that differs in rounding alone.
 
     order: of the microbatches: 1 as they come, -1 backwards, else every `order`-th first. fused: microbatches as the
     plan has them, else grain by grain. threads: of torch's kernels, which divide their sums by them. halves: linear
@@ -53,7 +53,7 @@ class ReferenceVariant:
 
 @dataclass
 class Computed:
-    """A step as one way gave it. `contributions` holds the gradient of each rank's grains, over the step's weight.
+    """Result of a reference step. `contributions` holds the gradient of each rank's grains, over the step's weight.
 
     `parts` those of single microbatches, in a fused way and as far as they fit.
     """
@@ -65,7 +65,7 @@ class Computed:
 
 
 class Reference:
-    """One copy of the job's model and optimizer, in one precision."""
+    """Copy of the job's model and optimizer on one process, in one precision."""
 
     def __init__(self, job: Job, precision: Precision, source: MapSource, order: Order, num_ranks: int) -> None:
         self._job, self._precision, self._source, self._order = job, precision, source, order

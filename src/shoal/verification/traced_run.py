@@ -1,4 +1,4 @@
-"""The parallel run that is verified: a rank of it, with the real engine and a recorder."""
+"""Traced parallel run of `shoal verify`: a rank of it, with the real engine and a recorder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def runs(plan: Plan) -> dict[str, Plan]:
 
 @dataclass(frozen=True)
 class Traced:
-    """What the ranks left in a folder besides the steps' traces."""
+    """Outcome of a traced run besides its steps' traces, read from the ranks' folder."""
 
     num_steps: int
     world_size: int
@@ -105,5 +105,5 @@ def _leave(folder: Path, outcome: Outcome, plan: Plan, samples: int, notes: list
 
 
 def read_outcome(folder: Path) -> Traced:
-    """What `trace_rank` left."""
+    """The outcome that `trace_rank` wrote."""
     return Traced(**json.loads((folder / _OUTCOME).read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""The run that is verified where servers keep the parameters: every process of it, with recorders in what computes.
+"""Traced parameter-server run of `shoal verify`: every process of it, with recorders.
 
 A worker writes what it computes of a part of a step, and what it has pulled; the conductor what the servers make of it.
 Put together that is the trace of as many ranks as a step has parts.

@@ -1,4 +1,4 @@
-"""Verification of a loop of one's own: its Session on several forked ranks against the same loop on one process."""
+"""Verification of a user's own loop: its Session on several forked ranks against the same loop on one process."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Sums over ranks."""
+"""Collective communication."""

@@ -1,4 +1,4 @@
-"""Collective: the one interface of every algorithm that moves or sums tensors among the ranks of a group."""
+"""Interface of collectives: every algorithm that moves or sums tensors among the ranks of a group."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 class Handle(Protocol):
-    """A collective on its way. Its tensors are the collective's until `wait` has returned."""
+    """Handle of an asynchronous collective, which owns its tensors until `wait` has returned."""
 
     def wait(self) -> object:
         """Returns when the result is there. Raises: what the collective raises."""
 
 
 class Done:
-    """The handle of what is finished already."""
+    """Handle of a collective that is finished already."""
 
     def wait(self) -> None:
         """Nothing is left to do."""
 
 
 class Waiting:
-    """The handle of work on a collective's own thread."""
+    """Handle of work on a collective's own thread."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
@@ -59,7 +59,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks of a collective: a process group, None for all ranks, and how it and others like it divide all ranks.
+    """Ranks of a collective: a process group, None for all ranks, and how it and others like it divide all ranks.
 
     `partition` lists the global ranks of every such group, the same on every rank; empty where there is only the one.
     New groups are made by all ranks together, each for its own part of it.
@@ -204,7 +204,7 @@ def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tens
 
 
 class Threaded(Collective):
-    """An algorithm whose asynchronous calls run on a thread of its own, in the order of the calls."""
+    """Collective whose asynchronous calls run on a thread of its own, in the order of the calls."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)

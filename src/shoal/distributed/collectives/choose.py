@@ -1,4 +1,4 @@
-"""Choose: the collective of a name, opened for a group."""
+"""Construction of a collective algorithm by name, for a group."""
 
 from __future__ import annotations
 

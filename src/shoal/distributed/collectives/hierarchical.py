@@ -1,4 +1,4 @@
-"""Hierarchical: inside each host by shared memory, then between the hosts' first ranks by a ring, then inside again.
+"""Hierarchical all-reduce: shared memory inside each host, then a ring among the hosts' first ranks, then inside again.
 
 Messages between hosts: those of a ring among the hosts, sent by the first rank of each; all other ranks send none.
 Bytes across a host's link: 2 N (H - 1) / H of H hosts, however many ranks each has, where a flat ring sends that for

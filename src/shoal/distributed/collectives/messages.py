@@ -1,4 +1,4 @@
-"""Messages: sends and receives between ranks of a group, by torch.distributed, and what it means when one fails."""
+"""Point-to-point messages between the ranks of a group, by torch.distributed, and the errors of failed ones."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Messages:
 
 
 class Message:
-    """A message on its way."""
+    """Handle of a message."""
 
     def __init__(self, messages: Messages, work: dist.Work | None, other: int) -> None:
         self._messages, self._work, self._other = messages, work, other
@@ -110,7 +110,7 @@ class Message:
 
 
 class ByMessages(Threaded):
-    """An algorithm of messages: what it does not do better itself is done by what it has.
+    """Base class of message-passing algorithms: collectives that an algorithm lacks are built from its others.
 
     A reduce-scatter is its all-reduce, of which each rank keeps its part; an all-gather a broadcast from each rank; a
     broadcast goes down a binomial tree, ceil(log2 P) messages at most.

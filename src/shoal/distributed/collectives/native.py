@@ -1,4 +1,4 @@
-"""Native: what torch.distributed gives, Gloo between CPUs and NCCL between GPUs.
+"""torch.distributed's own collectives: Gloo between CPUs and NCCL between GPUs.
 
 Messages and bytes are the library's: Gloo's all-reduce is a ring in segments. Few ranks gather a small tensor and each
 adds it up, one exchange instead of two. It is what every other algorithm has to beat.
@@ -45,7 +45,7 @@ class Native(Collective):
         self._gathered.pop(tensor.data_ptr(), None)
 
     def buffers(self) -> list[Tensor]:
-        """Where small tensors are gathered."""
+        """The buffer in which small tensors are gathered."""
         return list(self._gathered.values())
 
     def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:

@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: partners at half the distance each time exchange half of what they still share.
+"""Recursive halving and doubling: partners at half the distance each time exchange half of their common part.
 
 Messages: 2 log2 P. Bytes: 2 N (P - 1) / P for a power of two; else the ranks beyond it fold into others first, N more
 each. Small tensors are exchanged whole: log2 P messages of N. It wins for small tensors on a power of two of ranks.

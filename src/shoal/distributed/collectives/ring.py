@@ -1,4 +1,4 @@
-"""Ring: each rank sends to the next one only; a reduce-scatter once around, then an all-gather once around.
+"""Ring all-reduce: each rank sends to the next only; a reduce-scatter once around, then an all-gather once around.
 
 Messages: 2 (P - 1) and a header. Bytes: 2 N (P - 1) / P, as few as there can be. It wins for large tensors between
 hosts of equal links; its latency grows with P. Sums are made in the order of the ring, of each part on one rank, so

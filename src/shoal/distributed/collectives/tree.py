@@ -1,4 +1,4 @@
-"""Tree: two binary trees, each for half of the tensor; up with sums, down with the result, piece after piece.
+"""Double binary tree all-reduce: a tree for each half of the tensor; sums go up, the result down, in pieces.
 
 Messages: for each piece one to the parent and one to each child. Bytes: at most 2 N a rank, and about N where a rank
 passes on in neither tree. It wins for small and middling tensors on many ranks: 2 log2 P steps deep where a ring is

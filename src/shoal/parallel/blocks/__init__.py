@@ -1,1 +1,1 @@
-"""Repeated blocks compiled or recomputed."""
+"""Compilation and activation recomputation of repeated blocks."""

@@ -1,4 +1,4 @@
-"""Compilation: the forward and backward of a model's blocks by torch's compiler, but for what belongs to grains.
+"""Compilation of a model's blocks by torch.compile, except for operations by grain.
 
 The blocks are captured as graphs without the GrainScope that is in force. What the scope divides by grains (random
 numbers, batch statistics) is cut out of each graph and called as it is, under the scope, between compiled parts. So a
@@ -114,7 +114,7 @@ def _compilers() -> tuple[ModuleType, ModuleType]:
 
 
 class Compiled:
-    """The forward of a block: compiled where gradients are asked for, for each set of shapes anew.
+    """Forward of a block, compiled where gradients are enabled, for each set of shapes anew.
 
     Where it cannot be captured as one graph it is called as it is, with a warning; in exact mode that is an error,
     since on another rank it might have been captured.
@@ -165,7 +165,7 @@ def _first_lines(error: Exception) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Backend:
-    """What becomes of a captured graph. One object for all blocks, so that those that are alike share their graphs."""
+    """torch.compile backend for captured graphs. One object for all blocks, so that equal ones share their graphs."""
 
     options: dict[str, Any]
     exact: bool

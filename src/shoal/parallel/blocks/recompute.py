@@ -1,4 +1,4 @@
-"""Recomputation: activations within a model's blocks are not kept for the backward but computed again there.
+"""Activation checkpointing: activations within a model's blocks are recomputed in the backward.
 
 Chen et al., arXiv 1604.06174. The graph, and so the order of every sum of gradients, is that without it: where kernels
 are deterministic, as in exact mode, no bit changes. See docs/decisions/0013-recompute-and-compile.md.
@@ -76,7 +76,7 @@ def _recomputes_itself(model: nn.Module, block: Block) -> bool:
 
 
 class Recomputed:
-    """The forward of a block: `forward`, whose activations are computed again in the backward.
+    """Forward of a block: `forward`, whose activations are recomputed in the backward.
 
     `modules` are what it may change buffers of. A method of an object, so that a copy of the model has its own.
     """

@@ -1,4 +1,4 @@
-"""Selective recomputation: what a block's products and convolutions gave is kept, the rest is computed again.
+"""Selective activation checkpointing: results of products and convolutions are saved, the rest is recomputed.
 
 torch's create_selective_checkpoint_contexts does the same, but raises where what was kept is changed in place, as by
 the ReLU(inplace=True) after a convolution, and draws other random numbers where it leaves out an operation that draws.
@@ -43,7 +43,7 @@ class _Result:
 
 
 class SavedResults(TorchDispatchMode):
-    """A context around the forward of a block, that keeps results; `again` is the one around its recomputation."""
+    """Context around the forward of a block, which saves results; `again` is the one around its recomputation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

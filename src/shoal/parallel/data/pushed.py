@@ -1,4 +1,4 @@
-"""Parameter server: what a worker pushes, and the shard of the parameters that a server keeps and updates.
+"""Parameter server: pushes of workers, and a server's shard of the parameters.
 
 A push is the sum of the gradients of some grains of one step, once for each node: a worker's whole part, or in exact
 mode the nodes of the fixed tree that its grains fill. It is named by (step, part), so that it counts once however often
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class FastPart(DataParallel):
-    """What one worker computes of a step: one sum over its grains; after `finish` in the parameters' `.grad`."""
+    """One worker's part of a step: one sum over its grains; after `finish` in the parameters' `.grad`."""
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
         """No gradients, no sums, no grains."""
@@ -70,7 +70,7 @@ def _flat(parameter: Tensor, gradient: Tensor | None, dtype: torch.dtype) -> Ten
 
 
 class ExactPart(ExactDataParallel):
-    """The same in exact mode: the sums over the nodes of the fixed tree that this worker's grains fill."""
+    """One worker's part of a step in exact mode: the sums over the nodes of the fixed tree that its grains fill."""
 
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """This worker's sums; nothing is sent here."""
@@ -122,7 +122,7 @@ def divide_parameters(sizes: Mapping[str, int], num_servers: int) -> list[list[s
 
 
 class Ledger:
-    """Which steps were applied, in whatever order: all below a number, and some above it."""
+    """Set of the steps that were applied, in whatever order: all below a number, and some above it."""
 
     def __init__(self, first: int = 0) -> None:
         self._below, self._above = first, set[int]()
@@ -141,13 +141,13 @@ class Ledger:
 
     @property
     def gapless(self) -> int:
-        """Every step below this one was applied."""
+        """Number below which every step was applied."""
         return self._below
 
 
 @dataclass(frozen=True)
 class Push:
-    """One push: `flats` holds a flat gradient of all the server's parameters for each of `nodes`.
+    """Push of a worker: `flats` holds a flat gradient of all the server's parameters for each of `nodes`.
 
     `used`: the places of those parameters that have a gradient at all.
     """
@@ -162,7 +162,7 @@ class Push:
 
 @dataclass(frozen=True)
 class ServerShard:
-    """What a server keeps: parameters by name, what steps their optimizer, and how gradients are added up.
+    """Parameters of a server by name, the step of their optimizer, and the sum of their gradients.
 
     `step` takes the progress of the step whose gradient the parameters' `.grad` are.
     """
@@ -174,7 +174,7 @@ class ServerShard:
 
 
 class Shard:
-    """One server's state. A version counts what was decided: updates, and steps that were left out."""
+    """State of one server. A version counts decisions: updates, and steps that were left out."""
 
     def __init__(self, kept: ServerShard, version: int = 0) -> None:
         self._kept, self.version = kept, version
@@ -244,7 +244,7 @@ class Shard:
         return self._snapshot
 
     def gradients(self) -> list[Tensor | None]:
-        """What was combined last."""
+        """Gradients of the last `combine`."""
         return [p.grad for p in self._parameters]
 
 

@@ -25,7 +25,7 @@ from shoal.plans.plan import CompressionSection, Plan
 
 @dataclass(frozen=True)
 class Summing:
-    """How gradients are summed: the algorithm, and what compresses them on the way."""
+    """Algorithm of the gradients' sum, and its compression."""
 
     algorithm: str = "native"
     scheme: str = "none"
@@ -38,7 +38,7 @@ class Summing:
 
 
 class DataParallel(Replicated):
-    """Fast mode. `mark` is told when the step waits for communication.
+    """Data parallelism in fast mode. `mark` is called when the step waits for communication.
 
     Collective: all ranks, what the algorithm needs to be opened.
     """
@@ -134,7 +134,7 @@ def all_sums(sums: Tensor, flags: Flags) -> StepSums:
 
 
 class ExactDataParallel(Replicated):
-    """Exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype.
+    """Data parallelism in exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype.
 
     `tree` sums over the grains of all ranks.
     """

@@ -1,1 +1,1 @@
-"""A model as one rank holds it: slices, structure, construction without memory."""
+"""Sharded models: tensor slices, model structure, deferred initialization."""

@@ -1,9 +1,9 @@
-"""Construction of a model without its memory: on the meta device, every initial value computed when asked for.
+"""Deferred initialization: a model on the meta device, whose initial values are computed on demand.
 
-The user's constructor runs with each tensor that it makes on the meta device, while the operations that would have
-made and filled the values are logged. A value is had by running those of them that its storage depends on, in order,
-on real memory; random ones from the state that the generator had before them. Storages are what is followed, not
-tensors: views share one, so a write through any view is a write of all.
+The user's constructor runs with each new tensor on the meta device, while the operations that would have made and
+filled the values are logged. A value is computed by running those of them that its storage depends on, in order, on
+real memory; random ones from the state that the generator had before them. Storages are followed, not tensors: views
+share one, so a write through any view is a write of all.
 
 The constructor is not to notice: `Tensor.device` says cpu, and where it reads a value it gets the right one. Where it
 does something that is not understood here, the model is constructed plainly and its values are kept.
@@ -291,7 +291,7 @@ class _Disguise(TorchFunctionMode):
 
 
 class Values:
-    """The initial values of a model's parameters and buffers, by name; `note` says why they are held, None if not."""
+    """Initial values of a model's parameters and buffers, by name; `note` says why they are in memory, None if not."""
 
     def __init__(
         self, tape: Tape, places: dict[str, TensorRef | Tensor], again: Callable[[], Values], note: str | None

@@ -1,8 +1,8 @@
-"""A tape of tensor operations, and the values of the storages that they wrote, computed when asked for.
+"""Tape of tensor operations, replayed on demand for the values of the storages that they wrote.
 
-Storages are what is followed, not tensors: views share one, so a write through any view is a write of all. A value is
-had by running, in order, those operations that its storage depends on; random ones from the state that the generator
-had before them.
+Storages are followed, not tensors: views share one, so a write through any view is a write of all. A value is computed
+by running, in order, those operations that its storage depends on; random ones from the state that the generator had
+before them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NotUnderstoodError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Where a tensor lies: the key of its storage, and its geometry therein."""
+    """Reference to a tensor: the key of its storage, and its geometry therein."""
 
     key: int
     dtype: torch.dtype
@@ -72,7 +72,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class LoggedCall:
-    """One logged call: `TensorRef`s stand for the tensors among the arguments, real tensors are held.
+    """One logged call: `TensorRef`s stand for the tensors among the arguments, real tensors stay as they are.
 
     `writes`: by storage, whether nothing remains of what was there. `generator`: its state before a random operation.
     """
@@ -110,7 +110,7 @@ class LoggedCall:
 
 
 class Tape:
-    """The operations by the storages that they write."""
+    """Log of operations by the storages that they write."""
 
     def __init__(self) -> None:
         # The meta storages are held, so that none that is made later gets an earlier one's key.

@@ -1,4 +1,4 @@
-"""Materialise: memory for what this rank holds of a model that was constructed without any, and its initial values."""
+"""Materialization of this rank's shard of a model on the meta device: memory and initial values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts: what the structure of a model says to a layout: names, classes, shapes and a config; nothing is computed."""
+"""Structure of a model: names, classes, shapes and a config, without computing anything."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def members_of(model: nn.Module) -> list[str]:
-    """What the model's lists and sequences hold, by which alone a pipeline cuts it where no split says otherwise."""
+    """Members of the model's lists and sequences, before which alone a pipeline cuts it without a split."""
     return [
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()

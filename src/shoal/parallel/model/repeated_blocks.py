@@ -1,4 +1,4 @@
-"""Blocks: the parts that a model repeats, or else the parts that it is made of, found by its structure alone."""
+"""Repeated blocks of a model, or else its composite parts, by its structure alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOT_IN_SEQUENCE = "experts"
 
 @dataclass(frozen=True)
 class Block:
-    """A module by its name in the model; `children` [start, stop) where it is only some of a Sequential's."""
+    """Module by its name in the model; `children` [start, stop) where it is only some of a Sequential's."""
 
     name: str
     module: nn.Module
@@ -57,7 +57,7 @@ def is_sequence(module: nn.Module) -> bool:
 
 
 def parts(model: nn.Module) -> list[Block]:
-    """What a model without repeated blocks is made of, but for what comes last.
+    """Parts of a model without repeated blocks, except for the last.
 
     What comes last is the first that the backward needs: to compute it again saves nothing. Nor does a part of one
     layer, whose input is kept in any case.

@@ -1,4 +1,4 @@
-"""Holding: what this rank holds of the model, under the names of the user's own, undivided module."""
+"""Sharded model: this rank's shard of the parameters and buffers, under the names of the undivided module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def cut_of(tensor: Tensor, part: TensorSlice) -> TensorSlice:
-    """What this rank has of `part` where `tensor`, which stands for it, is a DTensor that is cut further."""
+    """The slice of `part` on this rank where `tensor`, which stands for it, is a DTensor that is cut further."""
     if not hasattr(tensor, "to_local"):
         return part
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -45,7 +45,7 @@ Output = Callable[[Tensor], Tensor]
 
 @dataclass
 class ModelDivision:
-    """How a model is divided, as the axes have done it one after the other; names are of the undivided model.
+    """Division of a model over the axes, one after the other; names are of the undivided model.
 
     `parts` of what is cut, `absent` what other ranks hold. `partial`: parameters whose gradient, after the backward, is
     a partial sum over axes of the mesh, and these axes. `outputs`: modules that give other tensors than in the whole
@@ -74,7 +74,7 @@ class ModelDivision:
 
 
 class ShardedModel:
-    """What this rank holds of a model. What it does not hold is on the meta device.
+    """One rank's shard of a model, with the other ranks' tensors on the meta device.
 
     `divided`: whether any rank lacks something of the model; `divides_state`: of the optimizer's state.
     """
@@ -265,7 +265,7 @@ class ShardedModel:
 
 
 def entries(held: Held) -> dict[str, list[Any]]:
-    """What is held as JSON: dtype, shape of the whole, ranges; by path."""
+    """Shard as JSON: dtype, shape of the whole, ranges; by path."""
     return {path: [_name(t.dtype), list(part.shape), part.to_json()] for path, (part, t) in held.items()}
 
 

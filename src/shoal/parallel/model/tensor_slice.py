@@ -1,4 +1,4 @@
-"""Parts: which block of a logical tensor a rank holds. Integers, and copies between blocks; no communication."""
+"""Tensor slices: index ranges of a rank's part of a tensor, and copies between slices; no communication."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """What a rank holds of a tensor of `shape`: along each dim the indices in `ranges`, one after the other."""
+    """Slice of a tensor of `shape`: along each dim the indices in `ranges`, one after the other."""
 
     shape: tuple[int, ...]
     ranges: tuple[Runs, ...]
@@ -135,7 +135,7 @@ def _mesh(places: list[_Places]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """How a layer that is none of torch's is cut along its outputs: `dims` of its parameters, the weight first.
+    """Output slicing of a layer that is none of torch's: `dims` of its parameters, the weight first.
 
     The outputs are `size`, along `feature_dim` of what it gives, counted from the end. Such a layer has a method
     `tensor_outputs`, which returns one of these or None, and `keep_outputs(size)`, told once its parameters are slices.

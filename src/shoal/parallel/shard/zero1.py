@@ -1,7 +1,7 @@
-"""Sharded data parallelism: what data parallelism has on every rank, divided among the ranks of the shard axis.
+"""ZeRO stage 1: optimizer states divided among the ranks of the shard axis.
 
-ZeRO stage 1 (Rajbhandari et al., arXiv 1910.02054): the optimizer's state. Whole parameters are divided, not slices of
-them, so that an optimizer sees what it sees on one process: shapes, groups, and the whole of a matrix.
+Rajbhandari et al., arXiv 1910.02054. Whole parameters are divided, not slices of them, so that an optimizer sees what
+it sees on one process: shapes, groups, and the whole of a matrix.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Piece:
 
 
 class ShardedOptimizer(Strategy):
-    """Gradients are summed on every rank as `inner` does; each rank of a shard group updates its own parameters.
+    """Strategy of ZeRO stage 1: `inner` sums the gradients on every rank; each rank updates its own parameters.
 
     After the update their owners broadcast the new values within the group.
     """

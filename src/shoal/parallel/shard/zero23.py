@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: gradients (ZeRO stage 2) or parameters too (stage 3) divided over the shard axis.
+"""ZeRO stages 2 and 3: gradients, or parameters too, divided over the shard axis.
 
 On torch's fully_shard (Zhao et al., arXiv 2304.11277): each unit's parameters are cut along their first dim; a unit's
 forward gathers them, its backward leaves the sum of the gradients over the ranks, cut the same way. With a data axis
@@ -217,7 +217,7 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 class FullySharded(Replicated):
-    """The gradient is summed by the units as the backward comes to them; what is left are the sums."""
+    """Strategy of ZeRO stages 2 and 3: units sum gradients in the backward; the rest are the step's sums."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, mark: Mark, *, late: bool = False) -> None:
         """`late`: gradients are scattered with the last microbatch only, and added up whole before."""

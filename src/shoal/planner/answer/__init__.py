@@ -1,1 +1,1 @@
-"""The `shoal plan` command: from a job and a cluster to a plan, and what there is to say about it."""
+"""Results of `shoal plan`: the chosen plan, its prediction, and how it scales."""

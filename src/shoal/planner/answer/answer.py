@@ -1,4 +1,4 @@
-"""The answer of `shoal plan` as one value: what the tables, the page and the plan file are made of."""
+"""Result of `shoal plan` as one value, from which the tables, the page and the plan file are made."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGEST = 1024  # hosts, in the search for a cluster on which something fits
 
 @dataclass(frozen=True)
 class Answer:
-    """A choice with its outlook; `goodput` where it is known how often a device fails."""
+    """Result of a search with its outlook; `goodput` where the devices' failure rate is known."""
 
     question: Question
     choice: Choice

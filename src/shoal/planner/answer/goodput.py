@@ -1,4 +1,4 @@
-"""Goodput: what failures and checkpoints leave of a run's time, and the interval at which most is left.
+"""Goodput: the share of a run's time that failures and checkpoints leave, and the optimal checkpoint interval.
 
 Sources: J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17 (1974); J. T. Daly, A
 higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006), equations 20 and 37.
@@ -12,7 +12,7 @@ from math import exp, expm1, inf, isinf, sqrt
 
 @dataclass(frozen=True)
 class Failures:
-    """How a run fails: `mtbf_seconds` of all its devices together; of a checkpoint, and of a restart."""
+    """Failure model of a run: `mtbf_seconds` of all its devices together; seconds of a checkpoint, and of a restart."""
 
     mtbf_seconds: float
     checkpoint_seconds: float
@@ -21,7 +21,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The interval between checkpoints in seconds, and the share of the time that goes into training."""
+    """Seconds between checkpoints, and the share of the time that goes into training."""
 
     interval_seconds: float
     share: float

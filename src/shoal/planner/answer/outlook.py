@@ -1,4 +1,4 @@
-"""Outlook: how a choice scales, what would change it, and what failures leave of it."""
+"""Scaling, sensitivity and failures of a chosen plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORAGE_BYTES_PER_SECOND, RESTART_SECONDS = 1e9, 120.0
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned for what: all that a prediction depends on beside the plan."""
+    """Input of a prediction besides the plan: workload, cluster, search space, program and correction."""
 
     work: Workload
     cluster: Cluster
@@ -39,7 +39,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Point:
-    """The fastest plan on a number of devices, or what is missing; `efficiency` against the best of the curve."""
+    """Fastest plan on a number of devices, or the missing memory; `efficiency` against the best of the curve."""
 
     devices: int
     best: Candidate | None
@@ -50,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True)
 class ScalingCurve:
-    """The points, the number of devices at which more stop paying, and what limits beyond it."""
+    """Scaling curve, the number of devices at which more stop paying, and what limits beyond it."""
 
     points: tuple[Point, ...]
     pays_until: int | None
@@ -59,7 +59,7 @@ class ScalingCurve:
 
 @dataclass(frozen=True)
 class Change:
-    """What a change of the case does to a step of the chosen plan."""
+    """Effect of a change of the case on a step of the chosen plan."""
 
     what: str
     seconds: float | None
@@ -126,7 +126,7 @@ def _limits(before: Candidate, after: Candidate) -> str:
 
 
 def sensitivity(case: Case, chosen: Candidate) -> tuple[Change, ...]:
-    """What one more GiB, twice each link, and half or double the batch do."""
+    """Effects of one more GiB, twice each link, and half or double the batch."""
     changes = [_more_memory(case, chosen)]
     within, between = case.cluster.within, case.cluster.between
     if within is not None and chosen.devices > 1:

@@ -1,4 +1,4 @@
-"""The answer of `shoal plan` as an HTML page."""
+"""HTML page of a `shoal plan` result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The question that `shoal plan` answers: a job and a cluster as the planner's values."""
+"""Input of `shoal plan`: a job and a cluster as the planner's values."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _TRIALS = 3
 
 @dataclass(frozen=True)
 class Question:
-    """A case, and how many steps the job has (None: not known)."""
+    """Case to search, and the number of steps of the job (None: not known)."""
 
     case: Case
     num_steps: int | None
 
     @property
     def correction(self) -> Correction:
-        """What runs have shown of this cluster."""
+        """Correction for this cluster, from earlier runs."""
         return self.case.correction or Correction()
 
 
 def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Question:
-    """All that a search needs to know of a job; `base` has what it does not vary.
+    """Planner's input for a job; `base` has the settings that the search does not vary.
 
     Raises: HardwareError of an unknown cluster; what the job's model, loss or data raise.
     """

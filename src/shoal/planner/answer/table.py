@@ -1,4 +1,4 @@
-"""The answer of `shoal plan` in a terminal."""
+"""Terminal output of a `shoal plan` result."""
 
 from __future__ import annotations
 

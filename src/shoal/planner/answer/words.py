@@ -1,4 +1,4 @@
-"""Numbers of a plan in words and in rows, the same in a terminal and on a page."""
+"""Formatting of a plan's numbers in words and rows, the same in a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def curve_rows(answer: Answer) -> Rows:
 
 
 def verdict(answer: Answer) -> str:
-    """Where more devices stop paying, and why."""
+    """Sentence on the number of devices beyond which more stop paying, and why."""
     found = answer.curve
     if found.pays_until is None:
         return "Nothing fits."
@@ -149,7 +149,7 @@ def verdict(answer: Answer) -> str:
 
 
 def hints(answer: Answer) -> list[str]:
-    """What the job could change to use more of the cluster."""
+    """Changes of the job that would use more of the cluster."""
     space, pays_until = answer.question.case.space, answer.curve.pays_until
     grains, most = space.facts.num_grains, space.counts[-1]
     if pays_until is None or not grains <= pays_until or grains >= most:
@@ -161,7 +161,7 @@ def hints(answer: Answer) -> list[str]:
 
 
 def change_rows(answer: Answer) -> Rows:
-    """What would change the step."""
+    """Rows of the changes that would speed up or slow down the step."""
     return [[change.what, seconds(change.seconds), change.effect] for change in answer.changes]
 
 
@@ -177,7 +177,7 @@ def rejected_rows(answer: Answer, most: int | None = None) -> Rows:
 
 
 def goodput_lines(answer: Answer) -> list[str]:
-    """What failures leave, if it is known how often a device fails."""
+    """Lines on goodput, where the devices' failure rate is known."""
     found = answer.goodput
     if found is None or answer.checkpoint_seconds is None:
         return []
@@ -196,7 +196,7 @@ def goodput_lines(answer: Answer) -> list[str]:
 
 
 def correction(answer: Answer) -> str:
-    """What runs have shown, and predictions are corrected by."""
+    """Line on the correction of predictions by earlier runs."""
     found = answer.question.correction
     told = [f"{name} x {factor:.2f}" for name, factor in found.factors.items()]
     told += [f"host + {seconds(found.host_seconds)} a step"] if found.host_seconds else []
@@ -204,7 +204,7 @@ def correction(answer: Answer) -> str:
 
 
 def summary(answer: Answer) -> str:
-    """What was looked at."""
+    """Line on the extent of the search."""
     choice = answer.choice
     tied = (
         f"; {choice.num_tied} more were as fast within 1 %, of which the simplest was taken" if choice.num_tied else ""

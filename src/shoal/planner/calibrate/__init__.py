@@ -1,1 +1,1 @@
-"""Corrections of predictions by what runs took."""
+"""Calibration of predictions by measured runs."""

@@ -1,4 +1,4 @@
-"""Comparison: a prediction beside what a run measured, part by part.
+"""Comparison of a prediction with a run's measurements, term by term.
 
 The only place where the planner's terms meet the spans of a step's clock.
 """
@@ -45,7 +45,7 @@ def section(prediction: Prediction, about: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step of a run: its seconds, and rank 0's spans by name."""
+    """One measured step: its seconds, and rank 0's spans by name."""
 
     seconds: float
     spans: Mapping[str, float]
@@ -54,7 +54,7 @@ class MeasuredStep:
 def beside(
     predicted: Mapping[str, Any], steps: Iterable[MeasuredStep], peak_bytes: int | None, device_kind: str
 ) -> dict[str, Any]:
-    """What a plan predicted beside what the steps of a run took, as JSON; medians without the first steps.
+    """Predicted and measured seconds of a run's steps, as JSON; medians without the first steps.
 
     `device_kind`: on what it ran, "cpu" or "gpu".
     """

@@ -1,4 +1,4 @@
-"""Calibration files: what runs on a cluster took beside what was predicted, and the correction that follows; TOML."""
+"""Calibration files in TOML: predictions and measurements of runs on a cluster, and the correction from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SCHEMA = 2
 
 
 def calibration_file(cluster: str) -> Path:
-    """Where the lessons of a cluster are kept: beside what was measured of this machine."""
+    """Calibration file of a cluster, beside this machine's measurements."""
     here = measured_file()
     return here.parent / file_name(here.stem if cluster == "here" else Path(cluster).name)
 
@@ -48,7 +48,7 @@ def observations(cluster: str) -> dict[str, Observation]:
 
 
 def read(cluster: str) -> Correction:
-    """What predictions for a cluster are corrected by; nothing where nothing was learned."""
+    """Correction of a cluster's predictions; an empty one where no run was recorded."""
     known = observations(cluster)
     return learn(list(known.values())).correction if known else Correction()
 

@@ -1,4 +1,4 @@
-"""Lessons: what the planner's predictions are corrected by, from steps of runs that were predicted."""
+"""Calibration: correction factors of the planner's terms, as medians over measured runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAST_STEPS = 10
 
 @dataclass(frozen=True)
 class Correction:
-    """By what terms are multiplied (by the names of CORRECTED), and what the host takes beside them in every step."""
+    """Correction factors of terms (by the names of CORRECTED), and constant host seconds of every step."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
@@ -84,7 +84,7 @@ def observation(compared: Mapping[str, Any]) -> Observation:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What runs on one cluster taught. `num_runs`: by what is corrected, how many runs said so.
+    """Correction from the runs on one cluster. `num_runs`: number of runs behind each factor.
 
     `together`: no run was without exchanges, so computing and exchanges have one factor.
     """

@@ -1,1 +1,1 @@
-"""Bench: measures the machine it is on, and writes what it found as a cluster file."""
+"""Benchmarks of this machine for `shoal bench`, written as a cluster file."""

@@ -1,4 +1,4 @@
-"""Assemble: from samples of seconds to a Cluster. Values only: no torch, no clock."""
+"""Reduction of benchmark samples, in seconds, to a Cluster. Values only: no torch, no clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STREAM_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Least, lower quartile, median and ninth decile of samples of seconds, and how many there were."""
+    """Quantiles of samples of seconds (least, lower quartile, median, ninth decile), and their number."""
 
     least: float
     quartile: float
@@ -37,7 +37,7 @@ class Quantiles:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks of one measurement found: spreads of seconds and the work of a call, by name and size."""
+    """Measurements of all ranks: quantiles of seconds and the work of a call, by name and size."""
 
     ranks: int
     facts: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Measured:
         return next((seconds / self.works[name, size] for size, seconds in self.of_name(name).items()), None)
 
     def names(self, prefix: str) -> list[str]:
-        """What follows the prefix in the names that have it, each once."""
+        """Suffixes of the names with that prefix, each once."""
         return sorted({name.removeprefix(prefix) for name, _ in self.spreads if name.startswith(prefix)})
 
     def rates(self, name: str, overhead: float) -> dict[float, float]:

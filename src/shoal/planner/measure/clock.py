@@ -1,4 +1,4 @@
-"""Clock: seconds of a call, many times over a slice of time, on a CPU or a GPU."""
+"""Benchmark timer: seconds of a call, many times over a slice of time, on a CPU or a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal bench collectives`: all-reduces of every algorithm side by side, a table, a plot and the calibration.
+"""The `shoal bench collectives` command: times all-reduces of every algorithm; a table, a plot and a calibration.
 
 Rounds of shoal's own ranks and of MPI's, where there is one, alternate. A figure is the median over the samples of all
 rounds, of the slowest rank; bus bandwidth is nccl-tests': 2 (P - 1) / P of the size by the time.
@@ -178,7 +178,7 @@ def table(compared: Compared) -> str:
 
 
 def calibration(compared: Compared) -> dict[str, Any]:
-    """What `catalogue.sums.fastest` reads: the median seconds of each algorithm by size."""
+    """Median seconds of each algorithm by size, for `fastest_all_reduce.fastest`."""
     medians = {
         name: {str(size): compared.median(name, size) for size in sizes} for name, sizes in compared.seconds.items()
     }

@@ -28,7 +28,7 @@ COPIED = "shared_memory, copied"  # tensors from anywhere: through the staging a
 
 @dataclass(frozen=True)
 class Sampling:
-    """What to measure: sizes in bytes, samples of each, about how long one lasts; and the folder for the result."""
+    """Sizes in bytes, samples of each, seconds of one, and the folder for the result."""
 
     folder: Path
     sizes: Sequence[int]

@@ -1,4 +1,4 @@
-"""Exchanges: collectives among all ranks, and sends between two, as probes whose work is the whole tensor's bytes."""
+"""Benchmarks of communication: collectives among all ranks and sends between two, by the whole tensor's bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def algorithms(mesh: Mesh, quick: bool) -> Iterator[Probe]:
 
 
 def process_group(mesh: Mesh, quick: bool) -> Iterator[Probe]:
-    """What torch is asked for through shared memory, from tensors of its own. Collective, as `exchanges`."""
+    """Probes of torch's collectives through shared memory, on tensors of torch's own. Collective, as `exchanges`."""
     if mesh.device.type != "cpu" or not shares_memory(mesh.world_size):
         return
     group = open_group([range(mesh.world_size)], COLLECTIVE_TIMEOUT)

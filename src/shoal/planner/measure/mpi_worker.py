@@ -1,4 +1,4 @@
-"""One rank under mpirun: MPI's all-reduce of the same sizes, for comparison. Needs mpi4py; writes one JSON file.
+"""MPI's all-reduce on one rank under mpirun, for comparison. Needs mpi4py; writes one JSON file.
 
 Arguments: the file, the samples, the seconds of one, and the sizes in bytes.
 """

@@ -1,4 +1,4 @@
-"""Operators: what of a step computes longer than it moves on a CPU's core, as probes whose work is the bytes moved.
+"""Benchmarks of operators that are slower than a CPU core's memory bandwidth, by the bytes that they move.
 
 A stream through memory says how fast numbers come and go; an activation function, a norm or a pool is slower than that.
 The bytes are those that a profile counts for the operator, so that both mean the same by them.

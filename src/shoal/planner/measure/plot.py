@@ -1,4 +1,4 @@
-"""Plot: curves on logarithmic axes as an SVG text."""
+"""SVG plot of curves on logarithmic axes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 
 @dataclass(frozen=True)
 class PlottedCurve:
-    """A name and its points; both coordinates are above zero."""
+    """Name of a curve and its points; both coordinates are above zero."""
 
     name: str
     points: Sequence[tuple[float, float]]

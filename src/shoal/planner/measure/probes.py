@@ -1,4 +1,4 @@
-"""Probes: the calls whose seconds tell a device's curves, each with the work that one call does."""
+"""Benchmarks of a device: calls whose seconds give its roofline curves, each with the work of one call."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _TOKENS = {"cpu": 1024, "cuda": 4096}  # of all sequences
 
 @dataclass(frozen=True)
 class Probe:
-    """`make` gives the call to time; one call does `work`: FLOPs, bytes, operators.
+    """One benchmark: `make` gives the call to time; one call does `work`: FLOPs, bytes, operators.
 
     `size` is where on a curve it stands. Probes of one `name` come in growing size. `operand_bytes` of a call are not
     in a core's own caches when a step comes to it: on a CPU many such calls, each on its own, take turns.

@@ -1,4 +1,4 @@
-"""Processes: `shoal bench` as ranks, started as `shoal run` starts its own; each leaves what it found in a file."""
+"""Benchmark processes: ranks of `shoal bench`, started like those of `shoal run`; each writes its results to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.launch.local import LocalRun, launch
 
 
 def found_by(arguments: Sequence[str], ranks: int, threads: int, started_at: float, what: str) -> list[dict[str, Any]]:
-    """What each of so many ranks of `shoal bench ARGUMENTS` wrote, in order; `what` they measure is for errors.
+    """Results of each of so many ranks of `shoal bench ARGUMENTS`, in order; `what` names them in errors.
 
     Raises: the error of a rank; LaunchError where they ended without one.
     """

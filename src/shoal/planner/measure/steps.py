@@ -1,4 +1,4 @@
-"""Steps: what the engine does in a step besides the model's operators, seen on models that compute next to nothing."""
+"""Benchmarks of the engine's overhead in a step, on models that compute next to nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tensors(layers: int) -> int:
 
 
 def operators(layers: int) -> int:
-    """What a profile counts of a step: those of its layers, and the loss's sum.
+    """Operators of a step as a profile counts them: those of its layers, and the loss's sum.
 
     Not traced here, so that what the process holds afterwards is what a run holds.
     """

@@ -1,4 +1,4 @@
-"""Worker: one rank of a measurement. All ranks measure the same at the same time, so that they share what is shared."""
+"""One rank of a benchmark. All ranks measure the same at the same time, so that they share what is shared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OVERRUN = 1.2
 
 @dataclass(frozen=True)
 class MeasureTask:
-    """What a rank measures, and the folder that takes what it found."""
+    """Measurements of a rank, and the folder for their results."""
 
     folder: Path
     threads: int
@@ -46,7 +46,7 @@ class MeasureTask:
 
 
 class Budget:
-    """How long each probe may take, and which are not tried, since a smaller one says that they take too long."""
+    """Time limit of each probe, and the probes left out because a smaller one took too long."""
 
     def __init__(self, total_seconds: float, rounds: int, num_probes: int) -> None:
         self.slice_seconds = total_seconds / rounds / max(1, num_probes)

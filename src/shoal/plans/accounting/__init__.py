@@ -1,1 +1,1 @@
-"""Messages and bytes of a plan: formulas over integers, read by engine and planner alike."""
+"""Communication volume and memory of a plan: formulas over integers, read by engine and planner alike."""

@@ -1,4 +1,4 @@
-"""All-reduce algorithms as numbers: who sends what to whom, messages and bytes by rank. Integers only.
+"""Communication volume of all-reduce algorithms: partners, messages and bytes of each rank. Integers only.
 
 A call of a message-passing algorithm begins with one message of HEADER_BYTES, by which neighbours compare what they
 call. What follows is counted here exactly, also where the ranks' parts are uneven.
@@ -22,7 +22,7 @@ DOUBLING_BYTES = 16 << 10
 
 
 def cuts(length: int, parts: int) -> list[int]:
-    """Where each of so many parts of a vector begins, and the end of the last."""
+    """First index of each of so many parts of a vector, and the end of the last."""
     return [length * part // parts for part in range(parts + 1)]
 
 
@@ -33,7 +33,7 @@ def count(lengths: Iterable[int], itemsize: int) -> Volume:
 
 
 def sent(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
-    """What `rank` sends in an all-reduce, its header included. Raises: KeyError for one that sends no messages."""
+    """Volume that `rank` sends in an all-reduce, header included. Raises: KeyError for one without messages."""
     if world_size == 1:
         return Volume(0, 0)
     formula = {"ring": _ring, "tree": _tree, "recursive_doubling": _recursive_doubling}[algorithm]
@@ -42,7 +42,7 @@ def sent(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) 
 
 
 def received(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
-    """What `rank` receives in it: as much as it sends, but around a ring what the rank before it sends."""
+    """Volume that `rank` receives in an all-reduce: around a ring that which the rank before sends, else as `sent`."""
     return sent(algorithm, numel, itemsize, (rank - 1) % world_size if algorithm == "ring" else rank, world_size)
 
 
@@ -83,14 +83,14 @@ def _ring(numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
 
 @dataclass(frozen=True)
 class TreePosition:
-    """A rank's neighbours in a tree; the root has no parent."""
+    """Neighbours of a rank in a tree; the root has no parent."""
 
     parent: int | None
     children: tuple[int, ...]
 
 
 def place_in_tree(rank: int, world_size: int, tree: int) -> TreePosition:
-    """Where a rank is in one of two binary trees: whoever passes on in one of them only receives in the other.
+    """Position of a rank in one of two binary trees: a rank with children in one of them is a leaf in the other.
 
     Positions 1..P in order, the height of one is its number of trailing zeros; the second tree is the first moved on by
     one rank. Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
@@ -133,7 +133,7 @@ def _tree(numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
 
 @dataclass(frozen=True)
 class HalvingStep:
-    """One step of halving: the partner, and the ranges that this rank gives away and keeps."""
+    """One step of recursive halving: the partner, and the ranges that this rank sends and keeps."""
 
     partner: int
     given: tuple[int, int]
@@ -142,7 +142,7 @@ class HalvingStep:
 
 @dataclass(frozen=True)
 class Halving:
-    """A rank's way through halving and doubling.
+    """Steps of one rank in recursive halving and doubling.
 
     Beyond a power of two the first ranks pair up: `folds_into` does the work of this one and gives it the result;
     `folded` is whose work this rank does.

@@ -1,4 +1,4 @@
-"""What each rank sends in a step: messages and bytes of every collective, from shapes and degrees alone.
+"""Communication volume of a rank in a step: messages and bytes of every collective, from shapes and degrees alone.
 
 Bytes are the `size` of nccl-tests (its doc/PERFORMANCE.md): the larger of a rank's two buffers. That is the tensor for
 an all_reduce, a broadcast, a send or a recv; all ranks' parts together for an all_gather (the output) and a
@@ -36,14 +36,14 @@ _NULL_BYTES, _FLOAT64 = 4, 8
 
 @dataclass(frozen=True)
 class Volume:
-    """Messages and bytes of one kind of collective in one group, of one rank, in one step."""
+    """Messages and bytes of one kind of collective in one group, by one rank, in one step."""
 
     messages: int
     bytes: int
 
 
 class Volumes(dict[tuple[str, str], Volume]):
-    """By (group, kind of collective); a group is the name of its axis, or `world`."""
+    """Volumes by (group, kind of collective); a group is the name of its axis, or `world`."""
 
     def add(self, group: str, kind: str, num_bytes: int, messages: int = 1) -> None:
         """Counts so many messages of `num_bytes` each."""
@@ -76,7 +76,7 @@ class Volumes(dict[tuple[str, str], Volume]):
 
 @dataclass(frozen=True)
 class Array:
-    """A parameter as the formulas see it: its shape, bytes an element, and whether it lies in memory in one piece."""
+    """Shape of a parameter, its bytes an element, and whether it lies in memory in one piece."""
 
     shape: tuple[int, ...]
     itemsize: int = 4
@@ -100,7 +100,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The trainable parameters, in the model's order, and how their gradients are summed.
+    """Trainable parameters, in the model's order, and how their gradients are summed.
 
     `buffer_numel`: elements of the buffers that the forward changes (batch statistics), which travel as sums.
     `row_numbers`: what each rank says of the next step, if anything (0 in a Session).
@@ -223,7 +223,7 @@ def owners(parameters: Sequence[Array], degree: int) -> list[int]:
 
 
 def sharded_optimizer(gradients: Gradients, layout: Layout) -> Volumes:
-    """What ZeRO-1 sends beside the gradients: an agreement after the update, each owner's parameters by broadcast."""
+    """Volumes of ZeRO-1 beside the gradients: an agreement after the update, broadcasts of owned parameters."""
     volumes = Volumes()
     if layout.shard == 1:
         return volumes
@@ -242,7 +242,7 @@ def sharded_optimizer(gradients: Gradients, layout: Layout) -> Volumes:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How fully_shard divides the units of a model (each a call of fully_shard, the root last) over the shard axis.
+    """Division of a model's units (each a call of fully_shard, the root last) over the shard axis.
 
     `gather_itemsize` and `reduce_itemsize` are of the compute and the reduce dtype. Units in `kept` (all of them at
     level `gradients`) are gathered once a microbatch, the others again for the backward.
@@ -300,7 +300,7 @@ def fully_sharded(sharding: Sharding) -> Volumes:
 
 @dataclass(frozen=True)
 class LayerPair:
-    """A column-parallel layer and the row-parallel layer after it; bytes are of one microbatch's activation.
+    """A column-parallel layer and its row-parallel layer; bytes are of one microbatch's activation.
 
     `input_bytes` enters the pair whole on every rank (its gradient is summed in the backward, where it needs one),
     `output_bytes` leaves it as a partial sum.
@@ -313,7 +313,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class Positions:
-    """Sequences of `length` of which each of `degree` ranks has a part, all of one size; see Span of strategies."""
+    """Sequences of `length`, divided over `degree` ranks in parts of one size; see Span in parallel/sequence."""
 
     length: int
     degree: int

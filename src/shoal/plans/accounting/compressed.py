@@ -1,4 +1,4 @@
-"""Compressed gradients as numbers: what each scheme sends for a bucket, and what that makes of messages and bytes.
+"""Communication volume of compressed gradients: the size of each bucket under each scheme, in messages and bytes.
 
 Integers only. The codecs divide tensors by these rules, the formulas predict by them.
 """
@@ -29,7 +29,7 @@ def num_kept(numel: int, density: float) -> int:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor of a bucket that powersgd factors, as a matrix; `start` is its place among the bucket's values."""
+    """Tensor of a bucket that PowerSGD factors, as a matrix; `start` is its first index among the bucket's values."""
 
     start: int
     rows: int
@@ -55,7 +55,7 @@ def factored(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[list[Matrix]
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective: the elements of this rank's tensor and their bytes. `adds`: a sum of floats, not of integers."""
+    """A collective: elements of this rank's tensor and bytes an element. `adds`: a sum of floats, not of integers."""
 
     numel: int
     itemsize: int
@@ -64,7 +64,7 @@ class CollectiveCall:
 
 
 def calls(plan: Plan, shapes: Sequence[tuple[int, ...]]) -> list[CollectiveCall]:
-    """What the plan's scheme sends for a bucket of gradients of these shapes."""
+    """Collectives of the plan's scheme for a bucket of gradients of these shapes."""
     scheme, options = plan.collectives.compression, plan.compression
     numel = sum(map(prod, shapes))
     if scheme == "bfloat16":

@@ -1,7 +1,7 @@
-"""What each rank holds at the peak of a step, in bytes by category: parameters, gradients, optimizer, activations.
+"""Peak memory of a rank in a step, in bytes by category: parameters, gradients, optimizer, activations.
 
 Each category is its own peak; they need not fall on the same moment, so that their sum is an upper bound of these four.
-What is not here: buffers of the model, temporaries inside an operator, the allocator's fragments, the process itself.
+Left out: buffers of the model, temporaries inside an operator, the allocator's fragments, the process itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class StateShape:
-    """An optimizer's state: tensors of the parameter's shape and dtype, and bytes of its scalars, per parameter."""
+    """Optimizer state: tensors of the parameter's shape and dtype, and bytes of its scalars, per parameter."""
 
     tensors: int
     scalar_bytes: int = 0
@@ -132,7 +132,7 @@ def exact(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, 
 
 
 def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int) -> int:
-    """Where exact mode sums through shared memory: what each rank's slot holds besides the sum."""
+    """Bytes of a rank's slot besides the sum, where exact mode sums through shared memory."""
     most = max(len(pieces(grains, num_grains)) for grains in held)
     return most * gradients.numel * gradients.reduce_itemsize
 
@@ -209,7 +209,7 @@ def scattered_gradients(sharding: Sharding) -> int:
 
 @dataclass(frozen=True)
 class Layer:
-    """What autograd keeps of one layer for one microbatch, in bytes, without parameters.
+    """Activations that autograd saves of one layer for one microbatch, in bytes, without parameters.
 
     `input_bytes` is what enters it; `selected_bytes` is what selective recomputation keeps.
     """
@@ -238,7 +238,7 @@ def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int) -> 
 
 
 def linear_stack(sizes: Sequence[int], samples: int, itemsize: int = 4) -> int:
-    """What a stack of linear layers with one saved nonlinearity between them keeps: the input of each, once."""
+    """Activations of linear layers with one saved nonlinearity between them: the input of each, once."""
     return samples * sum(sizes[:-1]) * itemsize if prod(sizes) else 0
 
 

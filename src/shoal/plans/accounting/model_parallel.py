@@ -1,6 +1,6 @@
-"""What ranks that compute the same grains send each other: stages' messages, and the sums of partial gradients.
+"""Communication volume of model parallelism: messages between stages, and sums of partial gradients.
 
-Conventions as in `communication`.
+Conventions as in `collectives`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that crosses a cut in each microbatch: bytes of a sample, and of what is as large for any number."""
+    """Activation between two stages in each microbatch: bytes of a sample, and of tensors without a samples' dim."""
 
     sample_bytes: int
     fixed_bytes: int = 0
@@ -27,7 +27,7 @@ class Crossing:
 
     @classmethod
     def of(cls, shape: Sequence[int], itemsize: int, num_samples: int, needs_gradient: bool) -> Crossing:
-        """That of a tensor which a batch of so many samples gave; the first dim is the samples', if any is."""
+        """The crossing of a tensor from a batch of so many samples; the first dim is the samples', if any is."""
         whole = prod(shape) * itemsize
         if shape and num_samples and shape[0] == num_samples:
             return cls(whole // num_samples, 0, needs_gradient)
@@ -36,7 +36,7 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Staged:
-    """The stages of a pipeline: `own` are on this rank, `cuts[s]` crosses from stage s to s + 1.
+    """Stages of a pipeline: `own` are on this rank, `cuts[s]` crosses from stage s to s + 1.
 
     `used` names the parameters and buffers of each of this rank's. `halves`: backwards here come in two.
     """
@@ -49,7 +49,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Partial:
-    """Gradients that are partial sums over an axis: how many ranks tell of, and (elements, itemsize) of those here."""
+    """Partial gradients over an axis: how many flags ranks exchange, and (elements, itemsize) of those on this rank."""
 
     axis: str
     num_flags: int
@@ -90,7 +90,7 @@ def completed(partial: Sequence[Partial]) -> Volumes:
 
 @dataclass(frozen=True)
 class Attention:
-    """Heads and their widths of one call of attention, and whether anything learns from it."""
+    """Heads of one attention call, their widths, and whether any input needs a gradient."""
 
     num_query: int
     num_key: int
@@ -101,7 +101,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class SlicedBlock:
-    """A block that computes with some positions of sequences of `length`, in numbers of a sample and position.
+    """Block that computes some positions of sequences of `length`, in numbers of a sample and position.
 
     `opens`: it cuts its hidden state of `width`, whose gradient is put together; `closes`: it puts its output together.
     """

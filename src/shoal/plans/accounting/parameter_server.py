@@ -1,4 +1,4 @@
-"""Servers: the bytes that a worker sends to servers and gets from them. The search knows no servers; this it counts."""
+"""Communication volume of a worker with the parameter servers, for a run's account; the search plans no servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How gradients, owners and sums are divided among messages and ranks: the rules that both sides read.
+"""Partition of gradients, optimizer states and sums over buckets and ranks.
 
 The strategies divide tensors by them, the formulas predict by them. Integers only.
 """
@@ -109,7 +109,7 @@ def num_positions(length: int, degree: int) -> int:
 
 @dataclass(frozen=True)
 class Heads:
-    """How attention heads are dealt to `degree` ranks: rank i has those in `bounds(i)`, and reads `read(i)`."""
+    """Partition of attention heads over `degree` ranks: rank i has those in `bounds(i)`, and reads `read(i)`."""
 
     num_query: int
     num_key: int

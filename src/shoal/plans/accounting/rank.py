@@ -1,4 +1,4 @@
-"""One rank of a plan: what it will send in a step and hold at its peak, put together from the formulas."""
+"""Communication volume and peak memory of one rank of a plan, from all formulas together."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shoal.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Described:
-    """A step on one rank as the formulas need to know it: of what the rank holds.
+    """Description of one rank's step for the formulas: tensors and grains of the rank.
 
     `sharding` is given where fully_shard cuts the model. `frozen` are parameters that are not trained; `held[r]` the
     grains of rank r, on which exact mode's traffic depends; `activations` the bytes that autograd keeps at its peak,

@@ -1,1 +1,1 @@
-"""Sums of gradients in fewer bytes."""
+"""Gradient compression."""

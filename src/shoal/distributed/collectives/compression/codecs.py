@@ -1,4 +1,4 @@
-"""Codecs: a vector's sum over ranks in fewer bytes than the vector has, by the collectives of any algorithm.
+"""Codecs of gradient compression: a vector's sum over ranks in fewer bytes, by the collectives of any algorithm.
 
 Every rank ends with the same bits: it decodes what all of them have received, by elementwise operators alone, whose
 results do not depend on the number of threads.
@@ -25,7 +25,7 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 class CodecTransport:
-    """What codecs send with: a collective, and memory on the device where the vectors are."""
+    """Transport of codecs: a collective, and memory on the device where the vectors are."""
 
     def __init__(self, collective: Collective, device: torch.device) -> None:
         self.collective, self.device = collective, device
@@ -48,7 +48,7 @@ class CodecTransport:
         return self.collective.all_reduce(tensor, asynchronous=True)
 
     def buffers(self) -> list[Tensor]:
-        """What it keeps."""
+        """Memory that the transport owns."""
         return [self._scratch]
 
 
@@ -79,7 +79,7 @@ class Codec(ABC):
 
 
 class BFloat16(Codec):
-    """Rounded to bfloat16: 2 bytes a value, 8 bits of precision, float32's range."""
+    """Codec to bfloat16: 2 bytes a value, 8 bits of precision, float32's range."""
 
     def __init__(self, wire: CodecTransport, numel: int) -> None:
         super().__init__(wire)
@@ -94,12 +94,12 @@ class BFloat16(Codec):
         total.copy_(self._sent)
 
     def buffers(self) -> list[Tensor]:
-        """What is sent."""
+        """The send buffer."""
         return [self._sent]
 
 
 class Float16(Codec):
-    """Rounded to float16 after a scaling by a power of two: 2 bytes a value, 11 bits of precision.
+    """Codec to float16 after a scaling by a power of two: 2 bytes a value, 11 bits of precision.
 
     The scale comes from the largest value of any rank, so that no sum overflows and what is lost is 2^-39 of it. (The
     loss scale does not help here: gradients are sums over a batch of any size.)
@@ -127,12 +127,12 @@ class Float16(Codec):
         torch.div(self._sent, scale, out=total)
 
     def buffers(self) -> list[Tensor]:
-        """What is sent."""
+        """The send buffer."""
         return [self._sent, self._peak]
 
 
 class Int8(Codec):
-    """Whole numbers of a byte, times a scale for each block of neighbouring values that all ranks share.
+    """Codec to 8-bit integers times a scale for each block of neighbouring values that all ranks share.
 
     Ranks first agree on the largest value of each block; each then has the levels that leave the sum in a byte: 63 of
     two ranks, 31 of four. So any algorithm sums them as they are, exactly and in any order, and there is one rounding.
@@ -174,12 +174,12 @@ class Int8(Codec):
         return found + ([(flat[count * self._block :].view(1, -1), slice(count, None))] if rest else [])
 
     def buffers(self) -> list[Tensor]:
-        """What is sent."""
+        """The send buffer."""
         return [self._sent, self._scales]
 
 
 class TopK(Codec):
-    """The values farthest from zero, and where they are: 8 bytes for each of them, of every rank to every rank.
+    """Codec of the values farthest from zero and their indices: 8 bytes for each, from every rank to every rank.
 
     Aji and Heafield, Sparse communication for distributed gradient descent, 2017.
     """
@@ -206,7 +206,7 @@ class TopK(Codec):
             total.index_add_(0, own[0], own[1].view(torch.float32))
 
     def buffers(self) -> list[Tensor]:
-        """What is sent and received."""
+        """The send and receive buffers."""
         return [self._sent, self._gathered]
 
 

@@ -1,4 +1,4 @@
-"""Compression: gradient buckets summed in fewer bytes by any algorithm, what was held back, and a guard over both.
+"""Compressed all-reduce of gradient buckets by any algorithm, with error feedback and a guard of its error.
 
 What a rank has not sent of its gradient it adds to the next (Seide et al., 1-bit stochastic gradient descent, 2014;
 Karimireddy et al., Error feedback fixes SignSGD, 2019). A step that does not update leaves all this as it was.
@@ -27,7 +27,7 @@ _OF_EVERY_VALUE = ("bfloat16", "float16", "int8")
 
 @dataclass
 class Withheld:
-    """What a rank has not sent, in the units of the gradient of a step whose loss counted `unit` on this rank."""
+    """Error-feedback residual of a rank, in units of the gradient of a step whose loss counted `unit` on this rank."""
 
     values: Tensor
     unit: float = 0.0
@@ -255,7 +255,7 @@ class Compression:
                 bucket.withheld.unit = unit
 
     def withheld_of(self) -> Iterator[tuple[int, Tensor]]:
-        """What this rank holds back of each parameter, flat; nothing without feedback."""
+        """This rank's residual of each parameter, flat; nothing without feedback."""
         for bucket in self._buckets:
             if bucket.withheld is not None:
                 yield from zip(bucket.members, bucket.withheld.values.split(bucket.sizes), strict=True)
@@ -275,7 +275,7 @@ class Compression:
             bucket.attempt = self._nothing(bucket) if self.feedback and fell_back is None else None
 
     def to_json(self) -> dict[str, Any]:
-        """What a result says of it."""
+        """Settings and measured errors for a run's result."""
         return {"scheme": self.scheme, "fell_back": self.fell_back}
 
     def buffers(self) -> list[Tensor]:

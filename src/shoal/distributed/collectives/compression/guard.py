@@ -1,4 +1,4 @@
-"""Guard: how far a compressed sum is from the exact one, and when that is too far."""
+"""Error guard of gradient compression: the distance of a compressed sum from the exact one, and its limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HORIZON_STEPS = 100
 
 @dataclass(frozen=True)
 class Comparison:
-    """The compressed and the exact sum of a sampled step.
+    """Compressed and exact sum of a sampled step.
 
     `cosine`: between what the optimizer gets and the exact sum of the gradients. `residual`: the share of the energy of
     what was to be sent that was not. `lost`: the share that never will be, with feedback what at this rate is still
@@ -39,7 +39,7 @@ class Comparison:
 
 
 class ErrorSums:
-    """Adds up a comparison over the parts of a gradient.
+    """Sums of a comparison over the parts of a gradient.
 
     `by_chunk`: energies are compared chunk by chunk, each with one vote, else all at once. `feedback`: what was not
     sent is held back.
@@ -69,7 +69,7 @@ class ErrorSums:
 
     @property
     def numbers(self) -> Tensor:
-        """What is known so far, float64: ranks agree on those of one of them."""
+        """The sums so far, float64: ranks agree on those of one of them."""
         return self._numbers
 
     def comparison(self) -> Comparison:

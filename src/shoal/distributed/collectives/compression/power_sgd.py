@@ -20,7 +20,7 @@ _NOISE = 1e-10
 
 
 class PowerSGD(Codec):
-    """`P = M Q` and `Q = M^T P` are summed over the ranks, and both are linear in M: any algorithm sums them."""
+    """PowerSGD's sums over ranks of `P = M Q` and `Q = M^T P`, both linear in M, so that any algorithm sums them."""
 
     num_rounds = 2
 
@@ -80,11 +80,11 @@ class PowerSGD(Codec):
         self._next = []
 
     def factors(self) -> Iterator[tuple[int, Tensor]]:
-        """Where each matrix begins among the values, and the factor that its next sum begins with."""
+        """Each matrix's first index among the values, and the factor that its next sum begins with."""
         yield from zip((m.start for m in self._matrices), self.basis, strict=True)
 
     def buffers(self) -> list[Tensor]:
-        """What is sent, and the factors to begin with."""
+        """The send buffer, and the factors to begin with."""
         return [self._first, self._second, *self.basis]
 
 

@@ -1,1 +1,1 @@
-"""Sums whose bits do not depend on the number of ranks."""
+"""All-reduces whose bits do not depend on the number of ranks."""

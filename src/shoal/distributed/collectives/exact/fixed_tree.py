@@ -1,4 +1,4 @@
-"""Sums over grains in one fixed binary tree, whoever holds the grains: the same bits on any number of ranks.
+"""Fixed-tree sum over grains: the same binary tree of additions, and so the same bits, on any number of ranks.
 
 The tree over positions [0, G) splits [lo, hi) at lo + the largest power of two below hi - lo. A grain that is not
 there is the identity: its sibling's sum passes through unchanged. Additions are elementwise, so that the vector may be
@@ -34,7 +34,7 @@ def evaluate(values: Mapping[Range, T], num_grains: int, add: Callable[[T, T], T
 
 
 class TreeSum:
-    """This rank's partial sums, grain by grain in any order; holds at most about log2(G) of them for neighbours."""
+    """Partial sums of this rank, grain by grain in any order; at most about log2(G) of them for neighbours."""
 
     def __init__(self, num_grains: int, like: Tensor) -> None:
         self.num_grains, self._like = num_grains, like

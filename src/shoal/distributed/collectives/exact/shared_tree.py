@@ -1,4 +1,4 @@
-"""The fixed tree through shared memory: the same additions as `TreeSum`'s, each rank's own part of them in place.
+"""Fixed-tree sum through shared memory: the same additions as `TreeSum`'s, each rank's own part of them in place.
 
 A rank puts its partial sums, one or a few vectors, into its slot. Once all have, each rank adds up its part of the
 vector over all slots along the tree and writes it to everyone's result. Additions are elementwise and those of
@@ -20,7 +20,7 @@ from shoal.plans.accounting.partition import Range, pieces
 
 
 class SharedTreeSum(TreeSum):
-    """A tree sum among the ranks of one host."""
+    """Fixed-tree sum among the ranks of one host."""
 
     def __init__(self, num_grains: int, like: Tensor, collective: SharedMemory) -> None:
         """`like` is on the CPU; `collective` is over all the ranks that `total` is told of."""

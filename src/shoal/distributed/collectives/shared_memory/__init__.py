@@ -1,1 +1,1 @@
-"""Collectives through memory that the ranks of one host share."""
+"""Collectives through shared memory of one host."""

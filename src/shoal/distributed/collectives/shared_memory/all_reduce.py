@@ -1,4 +1,4 @@
-"""Shared memory: the ranks of one host reduce each other's tensors where they lie.
+"""Shared-memory all-reduce: the ranks of one host reduce each other's tensors in place.
 
 Every call is posted: its data are ready, its header says what it is. This rank's part of the work is done once all
 ranks have posted: at this rank's next call, or at the wait for it. Three ways, by where the data are and how much:

@@ -1,4 +1,4 @@
-"""Words of 32 bits in memory that processes share, and waits for them that use no core: Linux's futex.
+"""Futexes: 32-bit words in shared memory, and waits for them that use no core (Linux).
 
 What is relied on. A word has one writer and is aligned, so that a load or a store of it is one access of the machine.
 x86 keeps stores in order and loads in order (TSO), so that who sees a word also sees what was written before it. Other
@@ -52,7 +52,7 @@ class Words:
         self._own = ctypes.c_uint()
 
     def fence(self) -> None:
-        """What comes before is seen, and sees, before what comes after; nothing where the machine keeps order."""
+        """Memory fence: orders accesses before the call and after; nothing where the machine keeps order."""
         if self._fences:
             self._syscall(self._number, ctypes.addressof(self._own), _WAKE | _PRIVATE, 1, None, None, 0)
 

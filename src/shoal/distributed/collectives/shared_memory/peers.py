@@ -1,4 +1,4 @@
-"""Peers: the counters by which the ranks of one host wait for each other, and what is wrong when one does not come.
+"""Barrier counters of the ranks of one host, and detection of a peer that died, stalled or made another call.
 
 Each rank has a page that it alone writes: counters, the headers of its last calls, and a verdict. A rank that finds a
 peer dead, stalled or in another call writes a verdict, so that all others name the same culprit instead of each other.
@@ -35,7 +35,7 @@ _EXITING = 0x4  # the kernel's flag of a process that is ending
 
 
 class Peers:
-    """The other ranks as this one sees them through `region`, whose slots begin with their pages."""
+    """View of the other ranks through `region`, whose slots begin with their pages."""
 
     def __init__(self, region: SharedRegion, rank: int, pids: list[int], timeout: timedelta, num_here: int = 0) -> None:
         """`num_here`: how many ranks of the run are on this host, where there may be more than these."""
@@ -100,7 +100,7 @@ class Peers:
     # --------------------------------------------------------------------------------------------------- headers
 
     def write_header(self, number: int, header: bytes) -> None:
-        """What this rank calls as its call `number`."""
+        """Publishes the header of this rank's call `number`."""
         start = self._bases[self.rank] + _HEADERS + number % NUM_HEADERS * HEADER_BYTES
         self._region.memory[start : start + HEADER_BYTES] = header
 

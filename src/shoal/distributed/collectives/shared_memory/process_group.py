@@ -1,8 +1,8 @@
-"""A process group of torch whose ranks are on one host: what it is asked for goes through shared memory.
+"""torch.distributed process group of one host, with collectives through shared memory.
 
-For what asks torch for its collectives, with tensors of its own: fully_shard and the layers of a tensor axis. They are
-copied in and out. Gloo is behind it and does what is not done here: other dtypes and reductions, tensors that are not
-contiguous, all_to_all, messages between two ranks.
+For callers of torch's collectives with tensors of their own: fully_shard and the layers of a tensor axis. Tensors are
+copied in and out. Gloo is behind it and serves the rest: other dtypes and reductions, tensors that are not contiguous,
+all_to_all, messages between two ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OPERATIONS: tuple[tuple[Any, Operation], ...] = (
 
 
 class SharedGroup(dist.ProcessGroup):
-    """What torch.distributed calls, under torch's names; all of it over Gloo until `open`.
+    """Process group under torch's method names; all calls go over Gloo until `open`.
 
     An asynchronous call goes on when this rank waits for it, for another one in this group, or for Gloo.
 

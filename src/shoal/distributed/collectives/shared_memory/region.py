@@ -1,4 +1,4 @@
-"""Region: memory that the ranks of one host share, a slot for each. It has no name, so that nothing can be left over.
+"""Anonymous shared memory of one host's ranks, a slot for each. It has no name, so that no file can be left over.
 
 The first rank makes it with memfd_create, mode 0600, and the others open it through /proc/PID/fd; the kernel frees it
 with the last process that maps it, however those end (until then each keeps a descriptor). It is bounded by the memory
@@ -27,7 +27,7 @@ _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
 class SharedRegion:
-    """A mapping of `world_size` slots of `slot_bytes` each, rounded up to pages; zeros at first."""
+    """Mapping of `world_size` slots of `slot_bytes` each, rounded up to pages; zeros at first."""
 
     def __init__(self, memory: mmap.mmap, world_size: int, slot_bytes: int) -> None:
         self.memory, self.world_size, self.slot_bytes = memory, world_size, slot_bytes

@@ -1,4 +1,4 @@
-"""The work of shared-memory collectives: mailboxes for small tensors, slots, and staging areas for all others.
+"""Data movement of shared-memory collectives: mailboxes for small tensors, slots, and staging areas for all others.
 
 Staged calls go piece by piece through two areas a rank in turn. A rank says when it is through a phase of a piece; one
 wait for that phase lies between any write to an area and the last read of what was there before.
@@ -32,14 +32,14 @@ MAX_CACHED = 4096
 
 
 def cut(numel: int, itemsize: int, world_size: int) -> list[int]:
-    """Where the ranks' parts of so many elements begin, and the end of the last: at cache lines, as even as they go."""
+    """Bounds of the ranks' parts of so many elements, and the end of the last: at cache lines, as even as they go."""
     line = max(1, LINE_BYTES // itemsize)
     per = math.ceil(math.ceil(numel / world_size) / line) * line
     return [min(numel, part * per) for part in range(world_size + 1)]
 
 
 class Workplace:
-    """What a rank works with: the control region, the others' counters, and views of memory that it used before."""
+    """Memory and counters of a rank: the control region, the others' counters, and views of memory used before."""
 
     def __init__(self, control: SharedRegion, peers: Peers, rank: int, world_size: int) -> None:
         self._control, self._peers, self._rank, self._world_size = control, peers, rank, world_size

@@ -1,4 +1,4 @@
-"""Adapters: models of other frameworks as the torch modules that the engine trains."""
+"""Adapters of other frameworks' models to torch modules that the engine trains."""
 
 from __future__ import annotations
 

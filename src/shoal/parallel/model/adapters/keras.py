@@ -1,4 +1,4 @@
-"""Keras 3 models on the torch backend as modules that train like any other.
+"""Adapter of Keras 3 models on the torch backend to modules that train like any other.
 
 A Keras model is an nn.Module, but not one in torch's ways: layers of a Sequential are no submodules, all variables hang
 on the model under names that count how many layers the process has made, what is no weight is a frozen parameter, a
