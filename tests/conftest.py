@@ -5,6 +5,8 @@ Of a test that takes long and shows what others show too no case is usual.
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 # One of each kind of mistake; where only the value differs, what is said is tested without a process too.
@@ -106,7 +108,6 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_collectives.py", "test_a_rank_with_another_call_is_named"): ("shared_memory-shape", "ring-dtype"),
     ("test_collectives.py", "test_a_process_group_gives_what_gloo_gives"): ("3",),
     ("test_streams.py", "test_one_process_or_three_and_a_resume_in_the_middle"): ("sharded",),
-    ("test_exact.py", "test_a_session_under_torchrun_is_the_session_alone"): (),
     ("test_exact.py", "test_one_hash_on_any_number_of_devices"): ("gpt",),
     ("test_exact.py", "test_another_seed_is_another_hash"): (),
     ("test_fast.py", "test_losses_within_rounding"): ("gpt",),
@@ -151,6 +152,12 @@ USUAL: dict[tuple[str, str], tuple[str, ...]] = {
     ("test_models.py", "test_verified_on_two_ranks"): ("llama", "keras-batch-norm"),
     ("test_models.py", "test_keras_is_divided"): (),
 }
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: no garbage collection looks at it again, in this process or in one forked from it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -15,7 +15,6 @@ import ctypes
 import functools
 import gc
 import importlib
-import importlib.abc
 import inspect
 import json
 import os
@@ -32,10 +31,10 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
+
+from tests.hidden import Hidden
 
 # What Python, the loader or a library reads once, when it starts; threads and path can be set later.
 _READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH_LOGS", "CUDA_")
@@ -43,6 +42,7 @@ _THREADS, _PATH = "OMP_NUM_THREADS", "PYTHONPATH"
 # /proc/PID/environ is as long as the environment that a process was started with.
 _SPACE = {"SPACE_FOR_ANOTHER_ENVIRONMENT": "x" * (1 << 16)}
 _PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+_FRESH = "SHOAL_TESTS_FRESH"  # 1 takes interpreters for all
 _EXECUTE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 _MOST_BYTES = 1 << 17
 _PID, _STATUS = struct.Struct("q"), struct.Struct("i")
@@ -68,7 +68,12 @@ def _image(asked: Mapping[str, Any]) -> _Image | None:
     rest = arguments[2:] if arguments[:2] == ["-W", "ignore"] else arguments
     known = bool(rest) and (rest[0] in ("-m", "-c") or not rest[0].startswith("-"))
     variables = dict(os.environ if asked["env"] is None else asked["env"])
-    other = asked["preexec_fn"] or asked["shell"] or _read_at_start(variables) != _read_at_start(os.environ)
+    other = (
+        asked["preexec_fn"]
+        or asked["shell"]
+        or variables.get(_FRESH)
+        or _read_at_start(variables) != _read_at_start(os.environ)
+    )
     if not known or other or sys.platform != "linux":
         return None
     folder = os.fspath(asked["cwd"] or Path.cwd())
@@ -176,7 +181,8 @@ class _Server:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, "-m", "tests.forks", str(theirs.fileno())],
+                cwd=Path(__file__).resolve().parents[1],
                 env={k: v for k, v in os.environ.items() if k != _THREADS} | _SPACE,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -265,7 +271,7 @@ def _become(image: _Image, descriptors: list[int]) -> NoReturn:
         os.close(says)
     threads = image.variables.get(_THREADS, "")
     sys.modules["torch"].set_num_threads(int(threads) if threads.isdecimal() else _usual_threads())  # type: ignore[attr-defined]
-    sys.modules["numpy"].random.seed()
+    sys.modules["numpy.random"].seed()  # or all forks would draw the same
     subprocess.Popen = _Forked  # type: ignore[misc]
     with warnings.catch_warnings():
         pass  # on the way out what was warned of once is forgotten
@@ -338,57 +344,20 @@ def _end(code: int) -> NoReturn:
     os._exit(code & 0xFF)
 
 
-class _Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules that are loaded and look as if they were not, until one of them is imported: then all are there."""
-
-    def __init__(self, *names: str) -> None:
-        before = dict(sys.modules)
-        for name in names:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-        self._modules = {name: module for name, module in sys.modules.items() if name not in before}
-        for name in self._modules:
-            del sys.modules[name]
-            parent, _, own = name.rpartition(".")
-            if parent in before:
-                vars(before[parent]).pop(own, None)
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        """All are put back, and this one is found."""
-        module = self._modules.get(fullname)
-        if module is None:
-            return None
-        sys.meta_path.remove(self)
-        sys.modules.update({name: found for name, found in self._modules.items() if name not in sys.modules})
-        for name, found in self._modules.items():
-            parent, _, own = name.rpartition(".")
-            if parent and parent not in self._modules:
-                setattr(sys.modules[parent], own, found)
-        return ModuleSpec(
-            fullname, self, origin=getattr(module, "__file__", None), is_package=hasattr(module, "__path__")
-        )
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The one that was loaded."""
-        return self._modules[spec.name]
-
-    def exec_module(self, module: ModuleType) -> None:
-        """It was executed when it was loaded."""
-
-
 def _load() -> None:
     """Imports all of shoal, but what adapts frameworks that few jobs need."""
     for module in pkgutil.walk_packages(importlib.import_module("shoal").__path__, "shoal."):
         if not module.name.endswith(("__main__", "mpi_worker")) and ".adapters" not in module.name:
             importlib.import_module(module.name)
+    importlib.import_module("numpy.random")
     # What some commands import, and shoal looks whether they have.
     late = ("torch._dynamo", "torch.distributed.pipelining", "torch.profiler", "sklearn.datasets")
-    sys.meta_path.insert(0, _Hidden(*late))
+    sys.meta_path.insert(0, Hidden(*late))
 
 
 def _main() -> NoReturn:
     requests = socket.socket(fileno=int(sys.argv[1]))
-    del sys.path[0]  # this file's folder
+    del sys.path[0]  # which has `tests`
     _load()
     _usual_threads()
     gc.collect()

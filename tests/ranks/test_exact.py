@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all, start_command
+from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all
 
 pytestmark = pytest.mark.ranks
 
@@ -80,26 +78,3 @@ def test_data_workers_change_no_bit(tmp_path: Path) -> None:
         ]
     )
     assert_one_run(ends)
-
-
-def test_joins_what_torchrun_started(mlp_alone: Ended, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shoal")
-    ended = run(Run(JOBS / "tiny.py", tmp_path / "run", None, exact=True, launcher=torchrun)).expect(0)
-    assert_one_run([mlp_alone, ended])
-    assert ended.result["world_size"] == 2
-
-
-def test_a_session_under_torchrun_is_the_session_alone(tmp_path: Path) -> None:
-    script = str(JOBS / "own_loop.py")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    told = []
-    for name, arguments in (("alone", []), ("two", torchrun)):
-        with start_command([sys.executable, *arguments, script], tmp_path / name) as started:
-            ended = started.wait().expect(0)
-        lines = [line for line in ended.stdout.splitlines() if line.startswith("told: ")]
-        assert len(lines) == 1, ended.output
-        told.append(json.loads(lines[0].removeprefix("told: ")))
-    assert told[0] == told[1]
-    assert told[0]["count"] == 33
-    # The last step holds 4 samples, too few to compare; the one before is whole.
-    assert told[0]["losses"][-2] < told[0]["losses"][0]
