@@ -37,7 +37,20 @@ from typing import Any, NoReturn
 from tests.hidden import Hidden
 
 # What Python, the loader or a library reads once, when it starts; threads and path can be set later.
-_READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH_LOGS", "CUDA_")
+_READ_AT_START = (
+    "PYTHON",
+    "LANG",
+    "LC_",
+    "LD_",
+    "MALLOC_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "TORCH_LOGS",
+    "CUDA_",
+)
 _THREADS, _PATH = "OMP_NUM_THREADS", "PYTHONPATH"
 # /proc/PID/environ is as long as the environment that a process was started with.
 _SPACE = {"SPACE_FOR_ANOTHER_ENVIRONMENT": "x" * (1 << 16)}
