@@ -362,10 +362,11 @@ def _load() -> None:
     for module in pkgutil.walk_packages(importlib.import_module("shoal").__path__, "shoal."):
         if not module.name.endswith(("__main__", "mpi_worker")) and ".adapters" not in module.name:
             importlib.import_module(module.name)
-    importlib.import_module("numpy.random")
+    for name in ("numpy.random", "numpy.ma", "numpy.fft", "cProfile", "encodings.idna"):
+        importlib.import_module(name)
     # What some commands import, and shoal looks whether they have.
-    late = ("torch._dynamo", "torch.distributed.pipelining", "torch.profiler", "sklearn.datasets")
-    sys.meta_path.insert(0, Hidden(*late))
+    sys.meta_path.insert(0, Hidden("sklearn.datasets"))
+    sys.meta_path.insert(0, Hidden("torch._dynamo", "torch.distributed.pipelining", "torch.profiler"))
 
 
 def _main() -> NoReturn:

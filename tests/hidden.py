@@ -30,9 +30,10 @@ class Hidden(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module = self._modules.get(fullname)
         if module is None:
             return None
-        sys.meta_path.remove(self)
-        sys.modules.update({name: found for name, found in self._modules.items() if name not in sys.modules})
-        for name, found in self._modules.items():
+        absent = {name: found for name, found in self._modules.items() if name not in sys.modules}
+        absent.pop(fullname, None)  # who imports it sets it, and would load it anew if it were there
+        sys.modules.update(absent)
+        for name, found in absent.items():
             parent, _, own = name.rpartition(".")
             if parent and parent not in self._modules:
                 setattr(sys.modules[parent], own, found)
