@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.launching import AT_ONCE, JOBS, Ended, Run, run
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
@@ -176,6 +177,47 @@ CASES = [
 ]
 NAMES = [f"{case.name}{f' on {case.devices}' if case.devices else ''}" for case in CASES]
 
+# One of each kind of mistake; where only the value differs, what is said is tested without a process too.
+USUAL = (
+    "plan typo",
+    "plan value",
+    "plan broken",
+    "plan missing",
+    "plan stages",
+    "plan and other devices on 3",
+    "unknown option",
+    "devices in words",
+    "set an unknown name",
+    "set a wrong type",
+    "no job file",
+    "syntax error",
+    "no job function",
+    "out holds a run",
+    "out holds a run, two devices on 2",
+    "resume of nothing",
+    "RANK alone",
+    "MASTER_PORT in use on 2",
+    "a plan for 2 in a world of 1",
+    "returns_nothing",
+    "raises",
+    "wrong_fields",
+    "empty_data",
+    "data_raises",
+    "data_ragged",
+    "wrong_shape",
+    "total_per_sample",
+    "without_gradient",
+    "lbfgs",
+    "model_raises",
+    "nothing_to_train",
+    "metric_raises",
+    "schedule_nan",
+    "three_grains on 4",
+    "bare_mean on 2",
+    "resume with another model",
+    "resume with a bad plan",
+)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -241,7 +283,7 @@ def outcomes(
         halt.set()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@parametrize("name", NAMES, usual=USUAL)
 def test_three_beats_and_exit_code_2(name: str, outcomes: dict[str, Future[Outcome]]) -> None:
     case = CASES[NAMES.index(name)]
     outcome = outcomes[name].result()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.launching import JOBS, Ended, Run, newest_checkpoint, run, spoil
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
@@ -36,7 +37,7 @@ def resume(out: Path, devices: int = 1) -> Ended:
     return run(Run(JOB, out, devices, arguments=("--resume", "--steps", "16")))
 
 
-@pytest.mark.parametrize("name", FILES)
+@parametrize("name", FILES, usual=["model.safetensors", "manifest.json"])
 def test_a_flipped_bit_in_the_newest(name: str, out: Path, undisturbed: Ended) -> None:
     newest = newest_checkpoint(out)
     spoil(newest / name, random.Random(name).randrange(10**6))
@@ -57,7 +58,7 @@ def test_a_missing_file_and_two_bad_ones(out: Path, undisturbed: Ended) -> None:
     assert ended.result["weights_sha256"] == undisturbed.result["weights_sha256"]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@parametrize("devices", [1, 2], usual=["2"])
 def test_all_damaged(devices: int, out: Path) -> None:
     folders = sorted((out / "checkpoints").iterdir())
     for folder in folders:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.ranks
 
@@ -41,7 +42,7 @@ def mlp_alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run(Run(JOBS / "tiny.py", tmp_path_factory.mktemp("alone") / "run", 1, exact=True)).expect(0)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@parametrize("model", MODELS, usual=["gpt"])
 def test_one_hash_on_any_number_of_devices(model: str, tmp_path: Path) -> None:
     ends = run_all([Run(f"{JOBS / 'tiny.py'}:{model}", tmp_path / str(n), n, exact=True) for n in DEVICES])
     assert_one_run(ends)
@@ -50,6 +51,7 @@ def test_one_hash_on_any_number_of_devices(model: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0], "a run that learns nothing proves nothing"
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_hash(mlp_alone: Ended, tmp_path: Path) -> None:
     """The hashes above could all be those of the initial values, or of nothing."""
     other = run(Run(JOBS / "tiny.py", tmp_path / "run", 1, exact=True, settings={"lr": 0.11})).expect(0)

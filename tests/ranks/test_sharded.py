@@ -43,6 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run(Run(JOB, tmp_path_factory.mktemp("alone") / "run", 1, exact=True)).expect(0)
 
 
+@pytest.mark.slow
 def test_parameters_kept_on_the_host_change_nothing(tmp_path: Path) -> None:
     ended = []
     for offload in ("false", "true"):
@@ -64,6 +65,7 @@ def test_one_hash_under_any_layout(alone: Ended, tmp_path: Path) -> None:
         assert_same(ended, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((1, 2), (3, 1)), ((3, 1), (1, 2)), ((2, 2), (1, 3))])
 def test_resumed_under_another_layout(
     before: tuple[int, int], after: tuple[int, int], alone: Ended, tmp_path: Path
