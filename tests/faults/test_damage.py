@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.launching import JOBS, Ended, Run, newest_checkpoint, run, spoil
+from tests.sharing import Shared
 from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
@@ -17,15 +18,15 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.j
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run(Run(JOB, tmp_path_factory.mktemp("whole") / "run", 1, exact=True)).expect(0)
+def undisturbed(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cut(shared: Shared) -> Path:
     """A run that ended after step 9, with checkpoints after 3, 6 and 9."""
     arguments = ("--steps", "9", "--checkpoint-every", "3")
-    return run(Run(JOB, tmp_path_factory.mktemp("cut") / "run", 1, True, arguments)).expect(0).out
+    return shared.run(Run(JOB, Path(), 1, True, arguments)).out
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.launching import JOBS, Ended, Run, run
 from tests.ranks.test_fast import FAST_TOLERANCE, furthest
+from tests.sharing import Shared
 from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
@@ -17,9 +18,8 @@ MODELS = ("job", "dropout", "contrastive")
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    folder = tmp_path_factory.mktemp("roomy")
-    return {m: run(Run(f"{JOB}:{m}", folder / m, 1)).expect(0) for m in MODELS}
+def roomy(shared: Shared) -> dict[str, Ended]:
+    return {m: shared.run(Run(f"{JOB}:{m}", Path(), 1)) for m in MODELS}
 
 
 @parametrize(

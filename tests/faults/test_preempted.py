@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.launching import GONE_WITHIN_SECONDS, JOBS, Ended, Gate, Run, Started, run, start
+from tests.sharing import Shared
 from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
@@ -26,8 +27,8 @@ def random_step(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run(Run(JOB, tmp_path_factory.mktemp("undisturbed") / "run", 1, exact=True)).expect(0)
+def undisturbed(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 def at_the_gate(out: Path, gate: Gate, devices: int) -> Run:

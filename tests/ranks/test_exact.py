@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all
+from tests.sharing import Shared
 from tests.usual import parametrize
 
 pytestmark = pytest.mark.ranks
@@ -38,8 +39,8 @@ def assert_one_run(ends: list[Ended]) -> None:
 
 
 @pytest.fixture(scope="module")
-def mlp_alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run(Run(JOBS / "tiny.py", tmp_path_factory.mktemp("alone") / "run", 1, exact=True)).expect(0)
+def mlp_alone(shared: Shared) -> Ended:
+    return shared.run(Run(JOBS / "tiny.py", Path(), 1, exact=True))
 
 
 @parametrize("model", MODELS, usual=["gpt"])

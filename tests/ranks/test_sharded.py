@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.conformance.cases import job as small
 from tests.launching import JOBS, Ended, Run, run, run_all
+from tests.sharing import Shared
 from torch import Tensor, nn
 
 import shoal
@@ -39,8 +40,8 @@ def plan(folder: Path, data: int, shard: int) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run(Run(JOB, tmp_path_factory.mktemp("alone") / "run", 1, exact=True)).expect(0)
+def alone(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 @pytest.mark.slow

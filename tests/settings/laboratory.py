@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import Any
 
 import tomli_w
 from tests.launching import JOBS, start_command
+from tests.sharing import Shared
 
 HERE = Path(__file__).resolve().parent
 SUBJECT = HERE / "subject.py"
@@ -104,21 +104,21 @@ class Ended:
 class Laboratory:
     """Makes calls, each once."""
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="settings-")
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
         self._found: dict[str, Ended] = {}
-        self._variables = {"XDG_CACHE_HOME": f"{self._folder.name}/cache", "PYTHONPATH": str(JOBS)}
+        self._variables = {"XDG_CACHE_HOME": f"{shared.root}/cache", "PYTHONPATH": str(JOBS)}
 
     def __call__(self, call: Call) -> Ended:
         """How it ended; of an equal call that was made before."""
         if call.key not in self._found:
-            self._found[call.key] = self._made(call)
+            folder = self._shared.once(call.key, lambda folder: self._make(call, folder))
+            codes = json.loads((folder / "codes.json").read_text(encoding="utf-8"))
+            self._found[call.key] = Ended(tuple(codes), folder)
         return self._found[call.key]
 
-    def _made(self, call: Call) -> Ended:
+    def _make(self, call: Call, folder: Path) -> None:
         before = self(call.after) if call.after is not None else None
-        folder = Path(self._folder.name, f"call-{len(self._found)}")
-        folder.mkdir()
         if before is not None and before.out.exists():
             shutil.copytree(before.out, folder / "out")
         for name, text in call.files.items():
@@ -133,7 +133,7 @@ class Laboratory:
         )
         with started as process:
             ended = process.wait().expect(0)
-        return Ended(tuple(json.loads(ended.stdout)), folder)
+        (folder / "codes.json").write_text(ended.stdout, encoding="utf-8")
 
     def _argv(self, call: Call, folder: Path) -> list[str]:
         argv = [call.command]
@@ -145,10 +145,6 @@ class Laboratory:
         if call.command in ("run", "verify") and "--out" not in call.arguments:
             argv += ["--out", "out"]
         return argv + list(call.arguments)
-
-    def close(self) -> None:
-        """Removes what was left."""
-        self._folder.cleanup()
 
 
 See = Callable[[Ended], Any]
