@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # which a first optimizer imports: once here, not in each forked rank
 from tests.conformance.cases import adamw, classify, convolutions, images, vectors
 from tests.conformance.cases import job as small
+from tests.usual import parametrize
 
 import shoal
 from shoal.checkpoint import weights_sha256
@@ -99,7 +100,7 @@ def by_one_process(
         engine.close()
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@parametrize("exact", [False, True], usual=["True"])
 def test_synchronous_is_verified(exact: bool, tmp_path: Path) -> None:
     job = normalised()
     verdict = verdict_on(job, planned(job, "synchronous", execution={"exact": exact}), tmp_path / "traces")
@@ -140,7 +141,7 @@ def test_a_server_that_counts_a_push_twice_is_caught(tmp_path: Path, monkeypatch
     assert verdict.failed[0].phase == "reduction", verdict.render()
 
 
-@pytest.mark.parametrize(("mode", "staleness"), [("asynchronous", 0), ("bounded", 1)])
+@parametrize(("mode", "staleness"), [("asynchronous", 0), ("bounded", 1)], usual=["bounded-1"])
 def test_ahead_of_each_other_every_sample_counts_once(mode: str, staleness: int, tmp_path: Path) -> None:
     job = normalised()
     found = trained(job, planned(job, mode, staleness=staleness), tmp_path / "run")
@@ -172,7 +173,7 @@ def spoilt() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, labels
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@parametrize("mode", ["synchronous", "asynchronous"], usual=["asynchronous"])
 def test_a_step_that_is_not_finite_is_left_out_on_all_servers(mode: str, tmp_path: Path) -> None:
     job = small(train_data=spoilt, shuffle=False, on_nonfinite="skip", length=shoal.Steps(5))
     found = trained(job, planned(job, mode), tmp_path / "run")
@@ -197,7 +198,7 @@ def test_a_worker_that_raises_is_named(tmp_path: Path) -> None:
     assert caught.value.rank in (3, 4, 5), "conductor and two servers come before"
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@parametrize("exact", [False, True], usual=["True"])
 def test_a_worker_sends_and_gets_what_the_formula_says(exact: bool, tmp_path: Path) -> None:
     """In steps of eight grains; parts are given to whoever asks, so that the sum over workers is what is known."""
     job = small(length=shoal.Steps(6))

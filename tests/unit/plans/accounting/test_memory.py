@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.unit.planner.made import cluster, predict
-from tests.unit.planner.worlds import LARGE, Case, Transformer, backward, shard, sharding, tokens, world
+from tests.unit.planner.worlds import Case, Transformer, backward, shard, sharding, tokens, world
 from tests.unit.plans.accounting.test_collectives import MODELS, Shapes, ignore, one_step, parameters, tree, undivided
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,10 +24,8 @@ from shoal.plans.accounting.memory import (
     bucketed,
     cut,
     exact,
-    gathered_parameters,
     optimizer_state,
     scattered_gradients,
-    sharded_parameters,
     state_shape,
     whole,
 )
@@ -128,31 +126,6 @@ def test_zero_1_divides_the_state() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- fully_shard
-
-
-@pytest.mark.parametrize(("replicas", "degree", "case"), LARGE)
-def test_fully_shard_in_large_worlds(replicas: int, degree: int, case: Case) -> None:
-    model = Transformer()
-    rank = 5
-    with world(Layout(data=replicas, shard=degree), rank):
-        expected = sharding(model, case, degree, replicas)
-        mesh = init_device_mesh("cpu", (replicas, degree), mesh_dim_names=("data", "shard"))
-        shard(model, case, mesh if replicas > 1 else mesh["shard"])
-        optimizer = torch.optim.AdamW(model.parameters())
-        meter = MemoryMeter(model, optimizer)
-        for _ in range(2):
-            with Traffic(listener=meter.collective):
-                meter.start()
-                backward(model, case)
-                meter.summed()
-                optimizer.step()
-                found = meter.stop()
-            optimizer.zero_grad()
-    state = [cut(a, rank % degree, degree) for unit in expected.units for a in unit]
-    assert found.parameters == sharded_parameters(expected)
-    assert found.gathered == gathered_parameters(expected)
-    assert found.gradients == scattered_gradients(expected)
-    assert found.optimizer == optimizer_state(state, StateShape(2, 4))
 
 
 def test_what_is_not_trained_is_gathered_and_not_scattered() -> None:
