@@ -21,20 +21,16 @@ class Failures:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds between checkpoints, and the share of the time that goes into training."""
+    """Seconds between checkpoints and of each, and the share of the time that goes into training."""
 
     interval_seconds: float
+    checkpoint_seconds: float
     share: float
     failures_per_day: float
 
 
-def young(failures: Failures) -> float:
-    """The interval in seconds to first order: sqrt(2 x checkpoint x MTBF)."""
-    return sqrt(2.0 * failures.checkpoint_seconds * failures.mtbf_seconds)
-
-
 def daly(failures: Failures) -> float:
-    """The interval in seconds to higher order; the MTBF itself where a checkpoint takes twice that or more."""
+    """The interval in seconds to higher order than Young's sqrt(2 x checkpoint x MTBF); the MTBF itself where a checkpoint takes twice that or more."""
     cost, mtbf = failures.checkpoint_seconds, failures.mtbf_seconds
     if cost >= 2.0 * mtbf:
         return mtbf
@@ -57,5 +53,7 @@ def goodput(failures: Failures) -> Goodput:
     """The best interval and what it leaves."""
     interval = daly(failures) if failures.checkpoint_seconds > 0.0 else 1.0
     if isinf(interval):
-        return Goodput(inf, 1.0, 0.0)
-    return Goodput(interval, share_left(interval, failures), 86400.0 / failures.mtbf_seconds)
+        return Goodput(inf, failures.checkpoint_seconds, 1.0, 0.0)
+    return Goodput(
+        interval, failures.checkpoint_seconds, share_left(interval, failures), 86400.0 / failures.mtbf_seconds
+    )
