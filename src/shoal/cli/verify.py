@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -21,7 +20,7 @@ from shoal.plans.words import described
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.request import RunRequest, cores_here
-from shoal.verification.certify import certificate
+from shoal.verification.certify import certificate, write_certificate
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 from shoal.verification.traced_run import left_out
@@ -77,7 +76,7 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
         verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
     _print(verdict, plan, parallel_seconds)
     document = certificate(verdict, loaded, plan, parallel_seconds)
-    write_file(request.out / "certificate.json", json.dumps(document, indent=1) + "\n")
+    write_certificate(request.out / "certificate.json", document)
     print(f"written            {request.out / 'certificate.json'}")
     return ExitCode.DONE if verdict.verified else ExitCode.FAILED
 

@@ -94,6 +94,7 @@ class BFloat16(Codec):
         total.copy_(self._sent)
 
     def buffers(self) -> list[Tensor]:
+        """The send buffer."""
         return [self._sent]
 
 
@@ -126,6 +127,7 @@ class Float16(Codec):
         torch.div(self._sent, scale, out=total)
 
     def buffers(self) -> list[Tensor]:
+        """The send buffer."""
         return [self._sent, self._peak]
 
 
@@ -172,6 +174,7 @@ class Int8(Codec):
         return found + ([(flat[count * self._block :].view(1, -1), slice(count, None))] if rest else [])
 
     def buffers(self) -> list[Tensor]:
+        """The send buffer."""
         return [self._sent, self._scales]
 
 
@@ -203,6 +206,7 @@ class TopK(Codec):
             total.index_add_(0, own[0], own[1].view(torch.float32))
 
     def buffers(self) -> list[Tensor]:
+        """The send and receive buffers."""
         return [self._sent, self._gathered]
 
 
