@@ -24,7 +24,7 @@ LIMIT_SECONDS = 60.0
 _LOADED = (
     *(
         "shoal.cli.main",
-        "shoal.cli.run",
+        "shoal.cli.run.train",
         "shoal.training.session",
         "shoal.parallel.shard.zero23",
         "shoal.parallel.pipeline.pipeline",
@@ -66,8 +66,6 @@ def served(request: dict[str, Any]) -> list[int]:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
                 variables |= {name: str(number) for name, number in numbers.items()}
                 variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SHOAL_RUN_KEY": key}
-                if request["launched"]:
-                    variables["SHOAL_LAUNCHER_PID"] = str(os.getpid())
                 if rank == 0:
                     variables["SHOAL_LISTEN_FD"] = str(listener.fileno())
             pid = os.fork()
@@ -95,7 +93,7 @@ def _child(request: dict[str, Any], folder: Path, rank: int, variables: dict[str
     code = 1
     try:
         os.chdir(folder)
-        os.environ.update(variables)
+        os.environ.update(variables, PYTHONPATH=str(HERE.parent / "jobs"))  # for ranks that the command starts
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(f"{name}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -39,7 +39,6 @@ class Call:
     files: Mapping[str, str] = field(default_factory=dict)
     after: Call | None = None
     loop: str | None = None
-    launched: bool = False  # by the local launcher, which says what it has to before
 
     def with_(self, *arguments: str, **changes: Any) -> Call:
         """This call with more arguments."""
@@ -150,7 +149,6 @@ class Laboratory:
             (folder / name).write_text(text, encoding="utf-8")
         request = {
             "ranks": call.ranks,
-            "launched": call.launched,
             "loop": call.loop,
             "argv": self._argv(call, folder),
             "folder": str(folder),

@@ -12,7 +12,7 @@ import torch
 from shoal.checkpoint.error_feedback_state import GROUP, CompressedState, left_behind
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
-from shoal.checkpoint.state import load_optimizer, optimizer_state
+from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter
 from shoal.data.loader import Loader
@@ -22,7 +22,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums, Strategy
-from shoal.parallel.model.sharded_model import Held, ShardedModel, merged
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
 
 
 @dataclass
@@ -67,7 +67,7 @@ class RunState:
         self.step += 1
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
+        """JSON value of this state."""
         now = self.loss_scale
         scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
         return {**vars(self), "loss_scale": scale, "bad_steps": dict(self.bad_steps)}
@@ -141,7 +141,7 @@ class Keeper:
             self._confirm(self._store)
 
     def rescue(self, error: ShoalError, state: RunState, torn: str | None = None) -> None:
-        """Saves `state` before an error ends the run, and says in the error's remedy what of it is kept.
+        """Saves `state` before an error ends the run, and says so in the error's remedy.
 
         `torn` says why the model is not that of the state, where it is not. Nothing is saved then, nor where the error
         is not everywhere: others may wait in another collective. Collective: all ranks, as `save`. Raises: nothing.
@@ -194,12 +194,10 @@ class Keeper:
             )
 
     def _start(self, state: RunState) -> None:
-        document = {"run": state.to_json(), "world_size": self._mesh.world_size}
-        document["streams"] = self._mesh.gather_json(self._trained.loader.state())
+        document = self._document(state, self._mesh.gather_json(self._trained.loader.state()))
         compressed = self._compressed
         if compressed is not None:
             document[GROUP] = compressed.document()
-        document = self._with_schedulers(document)
         if self._is_divided(compressed):
             self._write_together(state.step, document)
         else:
@@ -219,17 +217,17 @@ class Keeper:
         if self._writer is None:
             return "rank 0 has the state"
         if state.step != self._newest:
-            document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": [places]}
-            self._hand_over(state.step, self._with_schedulers(document))
+            self._hand_over(state.step, self._document(state, [places]))
             self._newest = state.step
         self._writer.wait()
         return str(self._writer.failure) if self._writer.failure is not None else None
 
-    def _with_schedulers(self, document: dict[str, Any]) -> dict[str, Any]:
+    def _document(self, state: RunState, streams: list[Any]) -> dict[str, Any]:
+        document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": streams}
         schedulers = self._trained.schedulers
         return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 
-    def _held(self, copy: bool) -> tuple[dict[str, Held], dict[str, Any]]:
+    def _held(self, copy: bool) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
         """This rank's tensors by group, the optimizer's as copies or themselves, and the optimizer's document."""
         sharded_model = self._trained.sharded_model
         tensors, document = optimizer_state(self._trained.optimizer, sharded_model.model, copy)
@@ -256,7 +254,7 @@ class Keeper:
         assert self._store is not None
         began = time.monotonic()
         held, optimizer = together(self._mesh, lambda: self._held(copy=False))  # nothing changes while it is written
-        document = {**document, "optimizer": merged(self._mesh.gather_json(optimizer))}
+        document = {**document, "optimizer": merged_optimizers(self._mesh.gather_json(optimizer))}
         failure = write_together(self._mesh, self._store, Snapshot(step, {}, document), held)
         if self._writer is not None:
             self._writer.wrote(failure, time.monotonic() - began)

@@ -153,7 +153,7 @@ class Store:
         return replace(found, checked=True)
 
     def newest_good(self) -> tuple[SavedCheckpoint | None, list[str]]:
-        """The newest checkpoint that passes, and a line about each that did not; those are kept aside as `.bad`.
+        """The newest checkpoint that passes, and a line about each that did not; the latter are renamed to `.bad`.
 
         None where there is no checkpoint at all. Raises: IntegrityError where there are some and none passes; OSError
         where one cannot be read now (permission, a network disk away), which proves nothing against it.
@@ -180,7 +180,7 @@ class Store:
             shutil.rmtree(self.folder / directory_name(later), ignore_errors=True)
 
     def damaged(self) -> list[Path]:
-        """The directories that were kept aside."""
+        """Directories of damaged checkpoints."""
         return sorted(self.folder.glob("step-*.bad*")) if self.folder.is_dir() else []
 
     def hold(self, until: contextlib.ExitStack) -> None:

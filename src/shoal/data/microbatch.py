@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +51,3 @@ class StepData:
     epoch: int
     num_microbatches: int
     microbatches: Iterator[Microbatch]
-
-    def again(self, first: Microbatch) -> StepData:
-        """The same with a microbatch put back that was taken."""
-        return StepData(self.step, self.epoch, self.num_microbatches, itertools.chain([first], self.microbatches))

@@ -154,7 +154,7 @@ def small_batch(source: Source, collate: Collate | None) -> Any:
 
 
 def built(name: str, data: Any) -> Any:
-    """The data, from the function that builds them where that was given. Raises: DataError where it raised."""
+    """Data of a job, called first where they are a function. Raises: DataError where it raised."""
     is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     if not isinstance(data, type) and (is_data or not callable(data)):  # a class has its instances' methods
         return data

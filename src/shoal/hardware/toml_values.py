@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -30,7 +30,7 @@ _KINDS = {"device": Device, "alternatives": Device, "within": Link, "between": L
 def checked(kind: type[T], table: Mapping[str, Any], source: str) -> T:
     """The value in a table. Raises: HardwareError with all of its mistakes, each under the name of its key."""
     try:
-        value: T = _adapter(kind).validate_python(table)
+        value: T = _adapter(cast(Hashable, kind)).validate_python(table)
         return value
     except ValidationError as error:
         raise HardwareError(

@@ -8,7 +8,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import RunDirectoryError
+from shoal.errors import RunDirectoryError, ShoalError
 
 
 class RunDirectory:
@@ -30,6 +30,12 @@ class RunDirectory:
             return False
         result = read_json(self.result)
         return not (result and result.get("status") == "failed" and result.get("steps") == 0)
+
+    def keep_traceback(self, who: str, error: ShoalError) -> None:
+        """Writes the traceback of an error, where it has one, under the name of the process that raised."""
+        if error.traceback_text:
+            self.errors.mkdir(exist_ok=True, parents=True)
+            write_file(self.errors / f"{who}.txt", error.traceback_text)
 
     def check(self, resume: bool) -> None:
         """Raises: RunDirectoryError where a new run would write over one, or a resume has nothing to resume."""

@@ -70,12 +70,12 @@ class Holder:
 
     @property
     def local(self) -> bool:
-        """Whether it is, or was, a process of this kernel."""
+        """Whether the holder is, or was, a process of this kernel."""
         return self.boot == _boot() and (bool(self.boot) or self.host == socket.gethostname())
 
     @property
     def runs_here(self) -> bool:
-        """Whether a process of this host that can be seen from here is it."""
+        """Whether the holder is a process of this host that can be seen from here."""
         return self.local and self.host == socket.gethostname() and _started(self.pid) == self.process_started
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def _command() -> str:
 
 
 class DirectoryLock:
-    """A held lock of this process and of the children that have `descriptor`, until `release`."""
+    """Lock of this process and of the children that have `descriptor`, until `release`."""
 
     def __init__(self, folder: Path, descriptor: int, holder: Holder, made: list[Path]) -> None:
         self.folder, self.descriptor, self.holder = folder, descriptor, holder

@@ -62,7 +62,7 @@ class StepRecord:
     compression: dict[str, Any] | None = None  # in a sampled step: cosine and residual, and whether the guard fell back
 
     def with_ranks(self, ranks: dict[str, Spread]) -> StepRecord:
-        """The same with what all ranks have measured; half the time of dataclasses.replace."""
+        """Copy with all ranks' measurements; half the time of dataclasses.replace."""
         return StepRecord(**{**vars(self), "ranks": ranks})
 
     def evaluated(self, metrics: Mapping[str, float]) -> StepRecord:

@@ -62,7 +62,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether it is the same."""
+        """Whether the tensor is within its tolerance."""
         return self.ratio <= 1.0
 
 

@@ -26,7 +26,7 @@ from shoal.distributed.process_setup import step_optimizer
 from shoal.job import Job, Progress
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
 from shoal.numerics.precision import Precision, converted, wide
-from shoal.parallel.data.replicated import run_backward
+from shoal.parallel.autograd_engine import run_backward
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
 from shoal.training.engine import build_model

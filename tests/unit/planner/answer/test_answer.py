@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.unit.planner.models import facts, gpus, transformer
+from tests.unit.plans.checking import check
 
 from shoal.planner.answer.answer import Answer
 from shoal.planner.answer.outlook import Case, ScalingCurve
@@ -16,7 +17,6 @@ from shoal.planner.search.aims import parse
 from shoal.planner.search.choice import choose
 from shoal.planner.search.search import Candidate
 from shoal.planner.search.space import Space
-from shoal.plans.legal import check
 from shoal.plans.plan import Plan
 
 STAGES = Plan().with_sections(layout={"pipeline": 2}, batch={"grains_per_microbatch": 1})
@@ -27,7 +27,7 @@ def whole() -> Answer:
     work = Workload(transformer(layers=4, width=256, ffn=512, vocabulary=4096, positions=64, heads=4), 8, 8)
     case = Case(work, gpus(1, 2), Space(Plan(), facts(8, layers=4, heads=4, positions=64), (1, 2)))
     choice = choose(case.search(), parse("fastest"))
-    return Answer(Question(case, 10), choice, ScalingCurve((), None, ""), (), None, None, 0.0, "job")
+    return Answer(Question(case, 10), choice, ScalingCurve((), None, ""), (), None, 0.0, "job")
 
 
 def of_stages(whole: Answer) -> Answer:
