@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -230,43 +230,6 @@ def test_rule_passes_innocent(rule: Rule, source: str) -> None:
 
 def test_every_rule_is_tried() -> None:
     assert {rule for rule, _ in VIOLATIONS} == {rule for rule, _ in INNOCENT} == set(RULES)
-
-
-# ---------------------------------------------------------------------------------------------- docstrings of methods
-
-
-def undocumented_methods(sources: Iterable[str]) -> list[str]:
-    """Public methods of public classes without a docstring, and none at what they override in the package."""
-    trees = [node for source in sources for node in _nodes(source)]
-    classes = {node.name: node for node in trees if isinstance(node, ast.ClassDef)}
-
-    def is_documented(kind: ast.ClassDef, name: str) -> bool:
-        own = [n for n in kind.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name]
-        bases = [classes[base] for base in map(_name_of_base, kind.bases) if base in classes]
-        return any(map(ast.get_docstring, own)) or any(is_documented(base, name) for base in bases)
-
-    return [
-        f"{kind.name}.{method.name} has no docstring"
-        for kind in classes.values()
-        for method in kind.body
-        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
-        and not (kind.name.startswith("_") or method.name.startswith("_") or is_documented(kind, method.name))
-    ]
-
-
-def _name_of_base(node: ast.expr) -> str:
-    return (_dotted(node.value if isinstance(node, ast.Subscript) else node) or "").rpartition(".")[2]
-
-
-def test_methods_have_docstrings() -> None:
-    assert undocumented_methods(path.read_text("utf-8") for path in _modules()) == []
-
-
-def test_method_without_docstring_is_found() -> None:
-    base = "class Base:\n    def said(self):\n        'Said.'\n    def bare(self): ..."
-    below = "class Below(base.Base[int]):\n    def said(self): ...\n    def bare(self): ...\n    def _own(self): ..."
-    assert undocumented_methods([base, below]) == ["Base.bare has no docstring", "Below.bare has no docstring"]
-    assert undocumented_methods(["class _Own:\n    def said(self): ..."]) == []
 
 
 # -------------------------------------------------------------------------------------------------------------- names
