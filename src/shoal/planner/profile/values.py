@@ -149,11 +149,6 @@ class Body:
     output_bytes: Amount = NOTHING
     repeated: bool = False  # a block, which recomputation repeats and fully_shard makes a unit of
 
-    @cached_property
-    def num_trainable(self) -> int:
-        """Elements of its trainable weights."""
-        return sum(w.numel for w in self.weights if w.trainable)
-
     def flops(self, samples: float) -> float:
         """FLOPs of forward and backward (a multiply-add counts two), without recomputation."""
         return sum(operation.flops.at(samples) for operation in self.operations)
