@@ -128,7 +128,7 @@ def listen() -> socket.socket:
 
 
 def connect(address: str, port: int, key: bytes) -> Channel:
-    """A wire to who listens there. Raises: ClosedError where nobody does who knows the key."""
+    """A channel to who listens there. Raises: ClosedError where nobody does who knows the key."""
     try:
         return _proven(socket.create_connection((address, port), _HANDSHAKE_SECONDS), key, b"client", b"server")
     except OSError as error:
@@ -136,7 +136,7 @@ def connect(address: str, port: int, key: bytes) -> Channel:
 
 
 def admit(connected: socket.socket, key: bytes) -> Channel:
-    """A wire to who has connected. Raises: ClosedError where that one does not prove at once that it knows the key."""
+    """A channel to who has connected. Raises: ClosedError where that one does not prove at once that it knows the key."""
     return _proven(connected, key, b"server", b"client")
 
 
