@@ -1,4 +1,4 @@
-"""Costs of a workload's plans on a cluster, as a search asks for them, corrected by what runs have shown."""
+"""Cost functions of a workload's plans on a cluster, corrected by measured runs."""
 
 from __future__ import annotations
 
