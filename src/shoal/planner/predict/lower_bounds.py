@@ -27,7 +27,7 @@ from shoal.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Floors:
-    """Lower bounds of a model's units on one device and its links.
+    """Seconds that no plan of some degrees goes below, from the degrees alone: of a model's units on one device.
 
     Of each operation and exchange what grows with the samples, as fast as the device and the links ever are; what a
     microbatch takes whatever its size is left out, so that it holds for all of them.
@@ -166,7 +166,7 @@ def filled(seconds: float, turns: PipelineShape) -> float:
 
 
 class Load(NamedTuple):
-    """Gradients of a rank, and the passes that can hide their sums.
+    """What a rank sums, and behind what.
 
     `units`: how many of the busiest rank's units have so many elements; `forward`, `backward`: seconds of one
     microbatch of these units; `trainable`: elements of the rank that holds most.
@@ -198,7 +198,7 @@ def load(held: Held, passes: Sequence[Passes], trainable: Sequence[float], tenso
 
 
 class ReplicaSums:
-    """Lower bounds of gradient sums over replicas on one network, for any division into data and shard ranks.
+    """What summing over replicas takes at least, however they are divided into data and shard ranks, on one network.
 
     It holds where a link is no slower with one large message than with its parts. What does not depend on the passes
     that hide the sums is computed once.
@@ -266,7 +266,7 @@ class LowerBounds:
         self._turns: dict[tuple[int, int], Turn] = {}
 
     def floors(self, device: Device) -> Floors:
-        """Lower bound for plans of such a device, by their degrees alone."""
+        """What no plan goes below whose ranks have such a device, by its degrees alone."""
         return Floors(
             self._staging.computer(device),
             self._network,
@@ -352,7 +352,7 @@ class LowerBounds:
         return sum(self._predictor.seconds(plan, ranks, makespan).values())
 
     def beside(self, num_devices: int, is_divided: bool) -> float:
-        """Lower bound of a step beside its passes and gradient sums: agreements, and an update's launches.
+        """What a step takes at least beside its passes and sums of gradients: agreements, and an update's launches.
 
         `is_divided`: the model is, over some of so many devices.
         """

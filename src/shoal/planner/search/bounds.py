@@ -1,4 +1,4 @@
-"""Lower bounds of many plans at once, and the families that share a bound."""
+"""Bounds: what is known of plans before they are predicted, of many at once; and the families that share a bound."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.plans.plan import Plan
 
 
 class Costs(Protocol):
-    """Cost functions of plans on some numbers of devices: predictions, and lower bounds of them, which are cheap.
+    """What plans cost on some numbers of devices: predictions, and lower bounds of them, which are cheap.
 
     Equal numbers of devices have one and the same Costs, and others may have too.
     """
@@ -52,7 +52,7 @@ class Costs(Protocol):
 
 
 class ScheduleFamily(NamedTuple):
-    """Microbatch schedules that differ only in the order of their microbatches."""
+    """Schedules that differ only in the order of their microbatches."""
 
     grains: int
     recompute: Recompute
@@ -60,7 +60,7 @@ class ScheduleFamily(NamedTuple):
 
 
 class LayoutClass(NamedTuple):
-    """Degrees that differ in replicas alone and leave a rank as many grains, so that their bounds are equal.
+    """Places that differ in replicas alone, and leave a rank as many grains: what bounds their plans is the same.
 
     `replicas`: in order, the fewest first. `first`: the place with fewest. `fewest`, `most`: devices. `beside`: seconds
     of any plan of all of these places that no other bound has.
@@ -76,7 +76,7 @@ class LayoutClass(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Schedule family on one rank with all stages: seconds of a microbatch, and least bytes."""
+    """A family where a rank has all stages: seconds of a microbatch, and least bytes."""
 
     group: ScheduleFamily
     seconds: float

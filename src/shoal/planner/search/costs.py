@@ -1,4 +1,4 @@
-"""Cost functions of a workload's plans on a cluster, corrected by measured runs."""
+"""Costs of a workload's plans on a cluster, as a search asks for them, corrected by what runs have shown."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _ANY = Limit()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and its prediction."""
+    """A plan and what is predicted of it."""
 
     plan: Plan
     prediction: Prediction
@@ -53,7 +53,7 @@ class Candidate:
 
 @dataclass
 class Seen:
-    """Statistics of a search on the places that it did not choose.
+    """What a search learned of the places that it did not choose.
 
     `predicted`: a place's best plan so far; `missing_bytes`: the least that one of its plans lacks, where some do not
     fit; `refused`: why its plans are illegal, where some are.
@@ -87,7 +87,7 @@ class Node(NamedTuple):
 
 
 class Search:
-    """Branch-and-bound search of one space; several orders share cached costs."""
+    """The candidates of one space; several orders share what was computed."""
 
     def __init__(self, space: Space, costs: Callable[[int], Costs], grain_size: int) -> None:
         """`costs`: of a number of devices."""
@@ -112,7 +112,7 @@ class Search:
         return found
 
     def kin(self, places: Sequence[Degrees]) -> list[LayoutClass]:
-        """Layout classes of these places."""
+        """These places, those together that have the same bounds."""
         found: dict[tuple[int, int, ModelDegrees], list[int]] = {}
         for place in places:
             key = id(self.costs(place.devices)), self.space.share(place), place.cut
@@ -155,7 +155,7 @@ class Search:
         return self._beside[place]
 
     def groups(self, place: Degrees) -> _Groups:
-        """Schedule families of a place, by the least seconds; only those that may fit.
+        """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
 
         The same for every number of replicas that leaves a rank as many grains, on devices that cost the same.
         """
@@ -211,11 +211,11 @@ class Search:
         return self.costs(kin.first.devices).filled(whole.seconds, turns)
 
     def missing_bytes(self, place: Degrees, way: MicrobatchSchedule) -> float:
-        """Bytes that even the most divided plan of a family lacks; not positive where one may fit."""
+        """What even the most divided plan of a family lacks; not positive where one may fit."""
         return min((self.lacks(place, way, plan) for plan in self._most_divided(place, way)), default=0.0)
 
     def missing_at_least(self, place: Degrees) -> float:
-        """Bytes that every plan of a place lacks; not positive where no bound says that nothing of it fits.
+        """What every plan of a place lacks; not positive where no bound says that nothing of it fits.
 
         The smallest microbatches first, of which one nearly always fits where any does.
         """
