@@ -119,11 +119,10 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     job = together(mesh, lambda: opened(job))
     data: Opened = job.train_data
-    source = data.source
     together(mesh, lambda: _judge(data, plan, mesh))
     plan, notes = _with_workers(plan, data, options)
     sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
-    model = sharded_model.model
+    model, divided = sharded_model.model, sharded_model.divided
     together(mesh, lambda: _refuse_dtypes(sharded_model))
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
@@ -150,9 +149,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         pipeline=pipeline,
         parameters=parameters,
         strategy=strategy,
-        computer=LossComputer(
-            job, model, precision, policy, evaluate, cut=plan.shards_model, divided=sharded_model.divided
-        ),
+        computer=LossComputer(job, model, precision, policy, evaluate, cut=plan.shards_model, divided=divided),
         buffers=StepBuffers(model, sharded_model.counts_buffer),
         updater=updater,
         loader=loader,
@@ -165,7 +162,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
             {"loss": job.loss, **job.metrics},
             most_samples=options.eval_samples,
             collate=evaluation.collate if evaluation is not None else None,
-            divided=sharded_model.divided,
+            divided=divided,
             syncs_every_microbatch=strategy.syncs_every_microbatch,
             evaluate=evaluate,
         ),
@@ -173,7 +170,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         clock=clock,
         observer=options.observer,
         store=store,
-        num_train_samples=order.num_samples if isinstance(source, MapSource) else None,
+        num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
         notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
     )
 

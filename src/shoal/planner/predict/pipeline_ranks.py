@@ -57,6 +57,11 @@ class Ranks:
         return tuple(found[unit.body] for unit in self.busiest.held.units)
 
     @cached_property
+    def unit_seconds(self) -> tuple[float, float]:
+        """Seconds of one microbatch's forward and backward of these units, one after the other."""
+        return sum(p.forward_seconds for p in self.of_units), sum(p.backward_seconds for p in self.of_units)
+
+    @cached_property
     def busy_seconds(self) -> float:
         """Seconds of the busiest rank's passes in a step."""
         return sum(p.forward_seconds + p.backward_seconds for p in self.busiest.passes) * self.microbatches

@@ -169,15 +169,10 @@ class StageCosts:
         if share.tensor == 1:
             return 0.0
         group, total = self.tensor_group(share), 0.0
-        for exchange in body.exchanges:
-            if exchange.phase is not phase:
-                continue
+        for exchange in (one for one in body.exchanges if one.phase is phase):
             num_bytes = exchange.bytes.at(share.local_samples)
-            if share.sequence and exchange.kind == "all_reduce" and exchange.bytes.per_sample:
-                for kind in ("reduce_scatter", "all_gather"):
-                    total += self._network.asked(share.all_reduce, kind, num_bytes, group)
-            else:
-                total += self._network.asked(share.all_reduce, exchange.kind, num_bytes, group)
+            for kind in exchange.kinds(share.sequence):
+                total += self._network.asked(share.all_reduce, kind, num_bytes, group)
         return total
 
     def _calls(self, body: Body, share: Share, phase: Phase) -> Cost:
