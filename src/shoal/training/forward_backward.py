@@ -40,7 +40,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class LoadedMicrobatch:
-    """A microbatch that was read; `batch` waits for it to be on the device."""
+    """Microbatch that was read; `batch` waits for its transfer to the device."""
 
     microbatch: Microbatch
     batch: Callable[[], Any]
@@ -48,7 +48,7 @@ class LoadedMicrobatch:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """One computation of a step, whose loss totals are multiplied by `factor` before the backward."""
+    """Forwards and backwards of a step, whose loss totals are multiplied by `factor` before the backward."""
 
     parts: StepParts
     factor: float
