@@ -2,7 +2,7 @@
 
     python launcher.py RANKS COMMAND...
 
-What a rank says is in stdout-RANK and stderr-RANK; the exit codes are printed as JSON. One rank alone is told of nobody.
+What a rank says is in stdout-RANK and stderr-RANK; the exit codes are printed as JSON. One rank is told of no others.
 """
 
 from __future__ import annotations
