@@ -124,8 +124,8 @@ def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
     from shoal.training.computation import MicrobatchPolicy
     from shoal.training.engine import Options, build
     from shoal.training.metering import Shares, StepMeter, describe, predicted
+    from shoal.training.step_records import Surroundings
     from shoal.training.telemetry import RecordWriter
-    from shoal.training.trainer import Surroundings
 
     records: list[Any] = []
     around = Surroundings(lambda line: None, lambda record, rank: records.append(record), lambda: False)
@@ -180,8 +180,8 @@ def timed(folder: Path, number: int) -> dict[str, float]:
 def _timed_rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
     from shoal.distributed.mesh import open_mesh
     from shoal.training.engine import Options, build
+    from shoal.training.step_records import Surroundings
     from shoal.training.telemetry import RecordWriter
-    from shoal.training.trainer import Surroundings
 
     around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
     with open_mesh(environment, plan.degrees) as mesh:

@@ -28,8 +28,8 @@ from shoal.plans.resolve import complete
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
 from shoal.training.optimizer_step import fused
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 
 JOBS: dict[str, Callable[[], shoal.Job]] = {
     "mlp": lambda: small_jobs.mlp(batch=256, width=2048),

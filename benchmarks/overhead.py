@@ -38,8 +38,8 @@ from shoal.launch.environment import Environment
 from shoal.plans.resolve import complete
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 
 UNCOUNTED, BLOCK = 10, 80
 Seconds = tuple[float, float]

@@ -30,14 +30,13 @@ import shoal
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, return_freed_memory
 from shoal.launch.environment import Environment
-from shoal.plans.accounting.memory import activations, transformer_block
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine, Options, build
 from shoal.training.metering import Shares, StepMeter, describe, predicted
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 from shoal.verification.forked import forked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,16 +66,26 @@ def job(layers: int = LAYERS, width: int = WIDTH) -> shoal.Job:
     return gpt.job(layers=layers, width=width, **SETTINGS)
 
 
+def transformer_block(samples: int, length: int, width: int, heads: int) -> int:
+    """Bytes that eager operators keep of a pre-norm block in float32, with a fused attention and without dropout.
+
+    Per token: the input and the sum after the attention, their normalised values, mean and spread of both, q, k, v, the
+    attention's output and its softmax's logarithm for each head, and the hidden layer before and after its function.
+    """
+    per_token = 2 * width + 2 * width + 4 + 3 * width + width + heads + 2 * 4 * width
+    return 4 * samples * length * per_token
+
+
 def predicted_activations(ranks: int) -> int:
-    """What autograd keeps of a rank's microbatch, by the planner's formula for a block and what is outside of them.
+    """What autograd keeps of a rank's microbatch, by a formula for a block and what is outside of them.
 
     Outside, a token: its id and its target, the last norm's input, normalised value, mean and spread, and the
     logarithms of the probabilities; and once the positions, and the loss's weight.
     """
     samples = BATCH // ranks
-    block = transformer_block(samples, BLOCK, WIDTH, HEADS, 4 * WIDTH)
+    block = transformer_block(samples, BLOCK, WIDTH, HEADS)
     outside = samples * BLOCK * (8 + 8 + 4 * (2 * WIDTH + 2) + 4 * VOCABULARY) + 8 * BLOCK + 4
-    return activations([block] * LAYERS, other_bytes=outside)
+    return LAYERS * block + outside
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -205,7 +214,7 @@ peak of both steps, *building* that of making the model, its initial values and 
 
 Predicted are parameters, gathered parameters, gradients and optimizer state by the formulas that `result.json` has,
 from shapes and degrees. Activations, for which a run has none, are {layers} times
-`planner.memory.transformer_block` and what is outside of the blocks (ids, targets, positions, the last norm, the
+`transformer_block` and what is outside of the blocks (ids, targets, positions, the last norm, the
 probabilities); no number of them is measured.
 
 ## Where resident memory is not the sum

@@ -35,8 +35,8 @@ from shoal.launch.environment import joined
 from shoal.plans.resolve import Wishes, apply_wishes, complete
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 
 ENDLESS = 1 << 40
 

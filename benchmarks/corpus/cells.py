@@ -101,7 +101,7 @@ def _hashed(row: Row) -> Found:
         plan = shoal.Plan().with_sections(layout={"data": ranks}, execution={"exact": True})
         plan = complete(plan, job.grains, job.grain_size)
         with tempfile.TemporaryDirectory(prefix="corpus-") as name:
-            trace_forked(lambda plan: (job, plan), plan, Path(name), STEPS)
+            trace_forked(lambda: job, plan, Path(name), STEPS)
             for kind in kinds:
                 hashes[1 if kind == "alone" else ranks], num_parameters = _hash(Path(name) / kind)
     facts = {"parameters": num_parameters, "hashes": hashes}

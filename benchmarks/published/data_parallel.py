@@ -89,7 +89,7 @@ def _profile(key: str, kinds: PrecisionSection) -> Profile:
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9) if is_vision else torch.optim.AdamW(parameters)
 
-    return profile(*made, precision=kinds, optimizer=optimizer)
+    return profile(*made, precision=kinds, tensor=lambda _: {}, optimizer=optimizer)
 
 
 def _cluster(row: Row) -> Cluster:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.published.modules import transformer
+from benchmarks.published.modules import cut_in_pairs, transformer
 from benchmarks.published.rows import Row, integer, number
 from shoal.hardware import cluster as named_cluster
 from shoal.hardware.values import Cluster, Link
@@ -170,7 +170,7 @@ def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
 @cache
 def _profile(family: str, dimensions: tuple[tuple[str, Any], ...], kinds: PrecisionSection) -> Profile:
     made = transformer(family, **dict(dimensions))
-    return profile(made.model, made.loss, made.batch, precision=kinds, optimizer=torch.optim.AdamW)
+    return profile(made.model, made.loss, made.batch, precision=kinds, tensor=cut_in_pairs, optimizer=torch.optim.AdamW)
 
 
 def plan(row: Row) -> Plan:

@@ -7,6 +7,7 @@ GPT: Radford et al. 2019. MPT: MosaicML 2023. Llama: Touvron et al., arXiv 2302.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -306,6 +307,17 @@ def transformer(family: str, **dimensions: Any) -> Recipe:
     return recipe(Dimensions(**{**_FAMILIES[family], **dimensions}))
 
 
+def cut_in_pairs(model: nn.Module) -> dict[str, int]:
+    """{parameter: dim} as Megatron-LM cuts it: columns, then rows in attention and MLP; the vocabulary on both ends."""
+    found = {}
+    for name, _ in model.named_parameters():
+        if re.search(r"attention\.(qkv|q|k|v)\.\w+$|mlp\.(up|gate)\.(linear\.)?\w+$|^(embedding|head)\.\w+$", name):
+            found[name] = 0
+        elif re.search(r"(attention\.out|mlp\.down)\.linear\.weight$", name):
+            found[name] = 1
+    return found
+
+
 _BERT = {
     "base": {"layers": 12, "hidden": 768, "heads": 12, "vocab": 30522},
     "large": {"layers": 24, "hidden": 1024, "heads": 16, "vocab": 30522},
@@ -320,4 +332,4 @@ def bert(size: str = "base", task: str = "squad", seq_len: int = 384, **changes:
     return transformer("bert", **{**_BERT[size], "seq_len": seq_len, "predictions": predictions, **changes})
 
 
-__all__ = ["Dimensions", "Recipe", "Transformer", "bert", "recipe", "transformer"]
+__all__ = ["Dimensions", "Recipe", "Transformer", "bert", "cut_in_pairs", "recipe", "transformer"]

@@ -183,7 +183,7 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def from_json(document: Mapping[str, Any]) -> ShoalError:
-    """An error from the JSON value that `faults.to_json` made of it in another process."""
+    """An error from the JSON value of `failures.to_json` in another process."""
     kind: type[ShoalError] = globals().get(document["kind"], InternalError)
     error = kind(**{name: str(document[name]) for name in ("given", "conflict", "remedy")})
     error.rank, error.host, error.traceback_text = document["rank"], document["host"], document.get("traceback")

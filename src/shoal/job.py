@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -167,69 +167,59 @@ class Job:
 Mistake = tuple[str, str, str]
 
 
-def _callables(job: Job) -> list[Mistake]:
-    found: list[Mistake] = []
+def _callables(job: Job) -> Iterator[Mistake]:
     wanted = {"model": True, "loss": True, "optimizer": True, "schedule": False, "collate": False}
     for name, required in wanted.items():
         value = getattr(job, name)
         if not callable(value) and (required or value is not None):
             hint = "a function" if name != "model" else "a function that builds the module, e.g. model=MyModel"
-            found.append((f"{name}={value!r:.60}", f"{name} is called by the engine", f"give {hint}"))
+            yield f"{name}={value!r:.60}", f"{name} is called by the engine", f"give {hint}"
     if any(base.__name__ == "Module" and base.__module__.startswith("torch.nn") for base in type(job.model).__mro__):
-        found.append(
-            (
-                f"model={type(job.model).__name__}(...)",
-                "every rank builds its own copy from the same seed",
-                "give a function that builds it: model=lambda: MyModel(...)",
-            )
+        yield (
+            f"model={type(job.model).__name__}(...)",
+            "every rank builds its own copy from the same seed",
+            "give a function that builds it: model=lambda: MyModel(...)",
         )
     if not isinstance(job.metrics, Mapping):
-        found.append((f"metrics={job.metrics!r:.60}", "metrics have names", 'give {"accuracy": shoal.accuracy}'))
+        yield f"metrics={job.metrics!r:.60}", "metrics have names", 'give {"accuracy": shoal.accuracy}'
     else:
         for name, metric in job.metrics.items():
             if not callable(metric):
-                found.append((f"metrics[{name!r}]={metric!r:.40}", "a metric is called", "give (model, batch) -> sums"))
+                yield f"metrics[{name!r}]={metric!r:.40}", "a metric is called", "give (model, batch) -> sums"
             elif name == "loss":
-                found.append(("metrics['loss']", "the job's own loss is reported under that name", "rename it"))
-    return found
+                yield "metrics['loss']", "the job's own loss is reported under that name", "rename it"
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _numbers(job: Job) -> list[Mistake]:
-    found: list[Mistake] = []
+def _numbers(job: Job) -> Iterator[Mistake]:
     for name in ("global_batch", "grains"):
         value = getattr(job, name)
         if not _is_int(value) or value < 1:
-            found.append((f"{name}={value!r}", f"{name} counts at least one", f"write {name}=8, say"))
+            yield f"{name}={value!r}", f"{name} counts at least one", f"write {name}=8, say"
     if not _is_int(job.seed) or job.seed < 0:
-        found.append((f"seed={job.seed!r}", "a seed is an integer of at least 0", "write seed=0"))
+        yield f"seed={job.seed!r}", "a seed is an integer of at least 0", "write seed=0"
     clip = job.clip_norm
     if clip is not None and not (isinstance(clip, int | float) and not isinstance(clip, bool) and 0 < clip < math.inf):
-        found.append((f"clip_norm={clip!r}", "a norm limit is positive and finite", "write clip_norm=1.0 or None"))
+        yield f"clip_norm={clip!r}", "a norm limit is positive and finite", "write clip_norm=1.0 or None"
     count = getattr(job.length, "count", None)
     if not isinstance(job.length, Epochs | Steps | Samples):
         wanted = "shoal.Epochs(3), shoal.Steps(1000) or shoal.Samples(10**6)"
-        found.append((f"length={job.length!r}", "a length says what it counts", f"write {wanted}"))
+        yield f"length={job.length!r}", "a length says what it counts", f"write {wanted}"
     elif not (_is_int(count) or (isinstance(job.length, Epochs) and isinstance(count, float))) or not (
         0 < float(count or 0) < math.inf
     ):
-        found.append((f"length={job.length!r}", "a length is a positive number", "write shoal.Steps(1000), say"))
-    return found
+        yield f"length={job.length!r}", "a length is a positive number", "write shoal.Steps(1000), say"
 
 
-def _others(job: Job) -> list[Mistake]:
-    found: list[Mistake] = []
+def _others(job: Job) -> Iterator[Mistake]:
     if job.train_data is None:
-        found.append(("train_data=None", "a step needs samples", "give a dataset or a function that returns one"))
+        yield "train_data=None", "a step needs samples", "give a dataset or a function that returns one"
     if job.on_nonfinite not in ("skip", "rollback", "stop"):
-        found.append(
-            (f"on_nonfinite={job.on_nonfinite!r}", "the policies are skip, rollback and stop", 'write "stop", say')
-        )
+        yield f"on_nonfinite={job.on_nonfinite!r}", "the policies are skip, rollback and stop", 'write "stop", say'
     for name in ("shuffle", "fuse"):
         value = getattr(job, name)
         if not isinstance(value, bool) and not (name == "shuffle" and value is None):
-            found.append((f"{name}={value!r}", f"{name} is True or False", f"write {name}=True"))
-    return found
+            yield f"{name}={value!r}", f"{name} is True or False", f"write {name}=True"

@@ -6,10 +6,12 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from benchmarks.published import describe, score
+from benchmarks.published import describe, modules, score
 from benchmarks.published import rows as published
 from benchmarks.published.__main__ import main
 from benchmarks.published.predict import Predictors
+
+from shoal.planner.profile.engine_pairs import as_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "published" / "data" / "transformers.csv"
@@ -109,6 +111,14 @@ def test_parts_of_one_family_are_told_apart(gpu, gib, device):
 def test_what_is_known_of_a_framework(name, attention, dropout, reduce):
     found = describe.framework({"framework": name})
     assert (found.program.attention, found.dropout, found.reduce) == (attention, dropout, reduce)
+
+
+def test_what_megatron_cuts_by_name_is_what_the_engine_finds():
+    made = modules.transformer("llama", layers=2, hidden=64, heads=8, vocab=100, seq_len=16)
+    outline = made.model()
+    found = as_engine(outline, made.loss, made.batch(2))
+    assert modules.cut_in_pairs(outline) == found.dims
+    assert not found.gathered
 
 
 @pytest.mark.parametrize(

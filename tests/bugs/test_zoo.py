@@ -22,7 +22,7 @@ def verdict_on(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verdi
     plan = complete(plan, job.grains, job.grain_size)
     with monkeypatch.context() as patch:
         bug.plant(patch)
-        trace_forked(lambda plan: (job, plan), plan, folder, 3)
+        trace_forked(lambda: job, plan, folder, 3)
     return judge_traces(job, plan, folder)
 
 

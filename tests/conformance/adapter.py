@@ -25,7 +25,7 @@ class Shoal:
     """shoal itself, in forked processes."""
 
     def trace(self, job: shoal.Job, plan: shoal.Plan, folder: Path, num_steps: int) -> None:
-        trace_forked(lambda plan: (job, plan), plan, folder, num_steps)
+        trace_forked(lambda: job, plan, folder, num_steps)
 
 
 def chosen() -> Adapter:

@@ -25,7 +25,8 @@ from shoal.errors import JobError, PlanError, ShoalError
 from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.parallel.axis_collectives import TensorAxis
-from shoal.parallel.sequence.context_parallel import SequenceTrial, apply_context, plan_context
+from shoal.parallel.model.trial import ModelTrial
+from shoal.parallel.sequence.context_parallel import apply_context, plan_context
 from shoal.plans.grains import Grain
 from shoal.plans.layout import Layout
 from shoal.verification.forked import forked
@@ -154,7 +155,7 @@ def trained(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 def divided(model: nn.Module, axis: TensorAxis, padded: bool = False) -> tuple[str, ...]:
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    subject = SequenceTrial(model, lambda name: held[name].detach(), language, tokens(LENGTHS[0], padded))
+    subject = ModelTrial(model, language, tokens(LENGTHS[0], padded), lambda name: held[name].detach())
     plan = plan_context(subject, axis, torch.device("cpu"))
     apply_context(model, plan, axis)
     return plan.partial

@@ -43,8 +43,8 @@ from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Options, build
 from shoal.training.memory_meter import MemoryMeter
 from shoal.training.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks
@@ -341,7 +341,7 @@ def one_case(case: Case, mesh: DeviceMesh, rank: int) -> None:
             optimizer.step()
             found = meter.stop()
         optimizer.zero_grad()
-    assert traffic.volumes == fully_sharded(expected)
+    assert traffic.volumes == Volumes.of(fully_sharded(expected))
     assert found.parameters == sharded_parameters(expected)
     assert found.gathered == gathered_parameters(expected)
     assert found.gradients == scattered_gradients(expected)

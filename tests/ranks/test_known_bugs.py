@@ -29,13 +29,16 @@ from shoal.distributed.mesh import open_mesh
 from shoal.errors import ShoalError
 from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import seed_everything
+from shoal.parallel import base
+from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.model_sums import whole_tensors
 from shoal.plans.grains import random_key
 from shoal.plans.resolve import complete
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 from shoal.verification.forked import forked
 
 BUGS: dict[str, tuple[str, ...]] = {
@@ -354,7 +357,9 @@ def in_ranks(made: shoal.Job, sections: dict[str, dict[str, Any]], folder: Path)
             try:
                 engine.trainer(None, engine.order.num_steps, around, RecordWriter(None)).train()
                 held = {f"model/{name}": entry for name, entry in engine.sharded_model.state_dict().items()}
-                wholes = {n.removeprefix("model/"): t for n, t in engine.sharded_model.wholes(held) if t is not None}
+                wholes = {
+                    n.removeprefix("model/"): t for n, t in whole_tensors(engine.sharded_model, held) if t is not None
+                }
             finally:
                 engine.close()
             if mesh.rank == 0:
@@ -381,11 +386,29 @@ def test_the_training_of_plain_torch(name: str, wanted: Trained, tmp_path: Path)
 
 
 # What is planted into the engine, where, and what then differs.
-PLANTED: dict[str, tuple[str, Any, str, str]] = {
-    "norm of one rank's part": ("norm", lambda self, own: own, "zero 3 on 3", "norm 0"),
-    "norm counts what is not cut on every rank": ("counts", lambda self, name: True, "tensor 2", "norm 0"),
-    "norm counts tied weights twice": ("counts", lambda self, name: True, "pipeline of 4 stages", "norm 0"),
-    "parameters without a cut left partial": ("complete", lambda self: None, "context 2", "blocks.0.norm.weight"),
+PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
+    "norm of one rank's part": (Strategy, "norm", lambda self, own: own, "zero 3 on 3", "norm 0"),
+    "norm counts what is not cut on every rank": (
+        ShardedModel,
+        "counts",
+        lambda self, name: True,
+        "tensor 2",
+        "norm 0",
+    ),
+    "norm counts tied weights twice": (
+        ShardedModel,
+        "counts",
+        lambda self, name: True,
+        "pipeline of 4 stages",
+        "norm 0",
+    ),
+    "parameters without a cut left partial": (
+        base,
+        "add_partial",
+        lambda model: None,
+        "context 2",
+        "blocks.0.norm.weight",
+    ),
 }
 
 
@@ -394,8 +417,8 @@ PLANTED: dict[str, tuple[str, Any, str, str]] = {
 def test_planted_into_the_engine_it_is_seen(
     name: str, wanted: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method, mistake, layout, where = PLANTED[name]
-    monkeypatch.setattr(ShardedModel, method, mistake)
+    home, name_there, mistake, layout, where = PLANTED[name]
+    monkeypatch.setattr(home, name_there, mistake)
     found = in_ranks(job(), LAYOUTS[layout], tmp_path / "ranks")
     assert found.differences(wanted)[where] > CLEARLY * TOLERANCE
 

@@ -19,7 +19,7 @@ from shoal.distributed.mesh import alone
 from shoal.errors import NonFiniteError, UserCodeError
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision
-from shoal.parallel.data.pushed import Push, Shard
+from shoal.parallel.data.pushed import Push, ServerShard
 from shoal.plans.accounting.parameter_server import task_bytes
 from shoal.plans.grains import divide, share
 from shoal.plans.plan import PrecisionSection
@@ -31,8 +31,8 @@ from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members
 from shoal.training.parameter_server.part import take_part
 from shoal.training.parameter_server.peers import identity
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 from shoal.verification.forked import forked, trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 
@@ -54,7 +54,7 @@ def normalised() -> shoal.Job:
 
 
 def verdict_on(job: shoal.Job, plan: shoal.Plan, folder: Path) -> Verdict:
-    trace_forked(lambda plan: (job, plan), plan, folder, 2)
+    trace_forked(lambda: job, plan, folder, 2)
     return judge_traces(job, plan, folder)
 
 
@@ -70,8 +70,8 @@ def trained(
             engine = build(job, plan, alone(CPU), Options(checkpoints))
             around = Surroundings(print, lambda record, rank: None, lambda: False)
             state = engine.load()[0] or engine.first_state()
-            parts = engine.parts(state, steps or engine.order.num_steps, around, RecordWriter(None))
-            conductor = Conductor(parts, around, state, plan, crew)
+            last = steps or engine.order.num_steps
+            conductor = Conductor(engine, around, state, last, RecordWriter(None), crew=crew)
             outcome = conductor.train()
             found = {**conductor.report(), "digest": outcome.state.digest, "metrics": outcome.metrics}
             found["skipped"] = outcome.state.skipped_steps
@@ -128,14 +128,14 @@ def test_pushes_that_come_twice_and_late_are_verified(tmp_path: Path, monkeypatc
 
 
 def test_a_server_that_counts_a_push_twice_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job, original = small(), Shard.push
+    job, original = small(), ServerShard.push
 
-    def push(self: Shard, push: Push) -> bool:
+    def push(self: ServerShard, push: Push) -> bool:
         twice = tuple(flat * 2 for flat in push.flats) if push.part == 1 else push.flats
         return original(self, Push(push.step, push.part, push.ticket, push.nodes, push.used, twice))
 
     with monkeypatch.context() as patch:
-        patch.setattr(Shard, "push", push)
+        patch.setattr(ServerShard, "push", push)
         verdict = verdict_on(job, planned(job, "synchronous"), tmp_path / "traces")
     assert not verdict.verified
     assert verdict.failed[0].phase == "reduction", verdict.render()

@@ -21,8 +21,8 @@ from shoal.errors import JobError, UserCodeError
 from shoal.launch.environment import Environment
 from shoal.plans.resolve import complete
 from shoal.training.engine import Options, build
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 from shoal.verification.forked import forked
 
 pytestmark = pytest.mark.ranks

@@ -30,9 +30,9 @@ from shoal.errors import PlanError
 from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.model.trial import ModelTrial
 from shoal.parallel.sequence.tensor_sequence_plan import plan_sequence
-from shoal.parallel.tensor.heads import TensorTrial
-from shoal.parallel.tensor.tensor_parallel import TensorParallel, apply, divide_model, own_values, plan_model
+from shoal.parallel.tensor.tensor_parallel import TensorParallel, apply, plan_model
 from shoal.plans.grains import Grain
 from shoal.plans.layout import Layout
 from shoal.plans.resolve import complete
@@ -246,9 +246,18 @@ def in_ranks(world_size: int, work: Callable[[TensorAxis], Any], folder: Path) -
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(world_size)]
 
 
+def own_values(model: nn.Module) -> Callable[[str], Tensor]:
+    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return lambda name: held[name].detach()
+
+
+def divide_model(model: nn.Module, axis: TensorAxis, loss: Any, batch: Any) -> TensorParallel:
+    return apply(model, plan_model(ModelTrial(model, loss, batch, own_values(model)), axis), axis)
+
+
 def by_positions(model: nn.Module, axis: TensorAxis, loss: Any, batch: Any) -> TensorParallel:
     """Divides with `tensor.sequence`; the notes of the blocks under "sequence"."""
-    subject = TensorTrial(model, loss, batch, own_values(model))
+    subject = ModelTrial(model, loss, batch, own_values(model))
     plan = plan_model(subject, axis)
     sequences = plan_sequence(subject, plan, axis, torch.device("cpu"))
     division = apply(model, plan, axis)
@@ -263,10 +272,7 @@ def check(case: Case, tolerance: float, sequence: bool = False) -> Callable[[Ten
         model.double()
         whole = copy.deepcopy(model)
         names = [name for name, _ in model.named_parameters()]
-        if sequence:
-            division = by_positions(model, axis, loss, batch)
-        else:
-            division = divide_model(model, axis, loss, lambda: batch)
+        division = by_positions(model, axis, loss, batch) if sequence else divide_model(model, axis, loss, batch)
         assert [name for name, _ in model.named_parameters()] == names == list(division.parts)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=0.01) for m in (whole, model)]
         for _ in range(2):
@@ -380,7 +386,7 @@ def perturbed(case: Case, spoil: Callable[[nn.Module, TensorParallel], None]) ->
     def work(axis: TensorAxis) -> Any:
         model, loss, batch = case()
         whole = copy.deepcopy(model.double())
-        division = divide_model(model, axis, loss, lambda: batch)
+        division = divide_model(model, axis, loss, batch)
         spoil(model, division)
         _, wanted = trained(whole, loss, batch)
         _, own = trained(model, loss, batch)
@@ -407,7 +413,7 @@ def test_what_a_forward_sends(case: Case, wanted: dict[str, int] | None, tmp_pat
 
     def work(axis: TensorAxis) -> Any:
         model, loss, batch = case()
-        divide_model(model, axis, loss, lambda: batch)
+        divide_model(model, axis, loss, batch)
         sent: Counter[str] = Counter()
         for name in ("all_reduce", "all_gather"):
 
@@ -499,7 +505,7 @@ def test_logits_that_are_used_otherwise_than_they_were_are_gathered(tmp_path: Pa
     def work(axis: TensorAxis) -> Any:
         model = Headed().double()
         whole, batch = copy.deepcopy(model), tokens(61)
-        division = divide_model(model, axis, language, lambda: batch)
+        division = divide_model(model, axis, language, batch)
         for loss in (language, watched, hidden, lambda m, b: (m(b[0]).softmax(-1).amax(-1).sum(), 1)):
             wanted_loss, wanted = trained(whole, loss, batch)
             found_loss, own = trained(model, loss, batch)
@@ -531,9 +537,7 @@ def test_an_evaluation_of_torchs_own_encoder(by: bool, tmp_path: Path) -> None:
     def work(axis: TensorAxis) -> Any:
         model, batch = Stacked().double(), tokens(16)
         whole = copy.deepcopy(model)
-        division = (
-            by_positions(model, axis, language, batch) if by else divide_model(model, axis, language, lambda: batch)
-        )
+        division = by_positions(model, axis, language, batch) if by else divide_model(model, axis, language, batch)
         with torch.no_grad():
             found, wanted = model.eval()(batch[0]), whole.eval()(batch[0])
         assert float((found - wanted).abs().max()) < EXACT
@@ -579,7 +583,7 @@ def test_a_plan_of_the_models_own_is_honoured(tmp_path: Path) -> None:
 def test_more_ranks_than_anything_has_features_are_refused(tmp_path: Path) -> None:
     def work(axis: TensorAxis) -> Any:
         model = nn.Sequential(nn.Linear(3, 1), nn.LayerNorm(1))
-        divide_model(model, axis, squares, lambda: (torch.randn(2, 3), torch.randn(2, 1)))
+        divide_model(model, axis, squares, (torch.randn(2, 3), torch.randn(2, 1)))
 
     with pytest.raises(PlanError, match="no module of this model can be cut into 2 parts"):
         in_ranks(2, work, tmp_path / "ranks")
@@ -625,7 +629,7 @@ def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path
 
     job = examples_job(model, partial(tokens, 256), language, 4)
     plan = complete(shoal.Plan().with_sections(**SEQUENCE[name], tensor={"sequence": True}), job.grains, job.grain_size)
-    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
+    trace_forked(lambda: job, plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 
@@ -635,7 +639,7 @@ def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> N
     torch.manual_seed(0)
     job = EXAMPLES[name]()
     plan = complete(shoal.Plan().with_sections(layout={"tensor": 2}), job.grains, job.grain_size)
-    trace_forked(lambda plan: (job, plan), plan, tmp_path, 1)
+    trace_forked(lambda: job, plan, tmp_path, 1)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 
@@ -644,7 +648,7 @@ def test_a_pipeline_whose_last_stage_has_a_sharded_loss_is_verified(tmp_path: Pa
     job = EXAMPLES["gpt"]()
     sections = {"layout": {"tensor": 2, "pipeline": 2}, "batch": {"grains_per_microbatch": 1}}
     plan = complete(shoal.Plan().with_sections(**sections), job.grains, job.grain_size)
-    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
+    trace_forked(lambda: job, plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 
@@ -660,7 +664,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 def test_verified_with_other_axes(name: str, tmp_path: Path) -> None:
     job = language_job(dropout=0.2)
     plan = complete(shoal.Plan().with_sections(**LAYOUTS[name]), job.grains, job.grain_size)
-    trace_forked(lambda plan: (job, plan), plan, tmp_path, 2)
+    trace_forked(lambda: job, plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
 

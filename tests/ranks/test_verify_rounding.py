@@ -83,7 +83,7 @@ def nudged(steps: Iterator[StepTrace], share: float) -> Iterator[StepTrace]:
 def test_a_later_step_is_computed_in_all_ways_before_it_is_called_wrong(tmp_path: Path) -> None:
     """Rounding makes of these angles a thousand times what the first step has shown, and of an error still more."""
     made, plan = job(Steep), shoal.Plan()
-    trace_forked(lambda plan: (made, plan), plan, tmp_path, 2)
+    trace_forked(lambda: made, plan, tmp_path, 2)
     traced = read_outcome(tmp_path / "parallel")
 
     def judged(share: float) -> Verdict:

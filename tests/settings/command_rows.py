@@ -274,10 +274,6 @@ BENCH_OPTIONS: Table = {
     "--quick: of collectives": Refuses(bench("collectives", "--quick"), "--quick with shoal bench collectives"),
     "--quick": Acts(bench("--quick", "--ranks", "1", "--out", "found.toml"), COMPARED, written("found.toml"), True),
     "--out": Refuses(bench("-o", "no/such/folder.toml"), "is no directory"),
-    **{
-        f"{option}: from outside": Refuses(bench(option, "1"), f"shoal bench with {option}")
-        for option in ("--into", "--threads", "--seconds", "--exchange-only")
-    },
 }
 # Each of these takes the machine for some seconds.
 SLOW = {"what", "--quick"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tests.settings.laboratory import Acts, Call, Ended, Refuses, Row, Says, Table
@@ -23,9 +22,9 @@ def layout(ranks: int, job: str = "job", /, *, data: int = 1, **degrees: Any) ->
     return planned(ranks, job=job, layout={"data": data} | axes, **others)
 
 
-def launched(ranks: int, *arguments: str, **sections: Any) -> Call:
-    """A run whose ranks the local launcher has started."""
-    return replace(planned(ranks, *arguments, **sections), launched=True)
+def launched(*arguments: str, **sections: Any) -> Call:
+    """A run whose ranks the local launcher starts."""
+    return planned(1, *arguments, **sections)
 
 
 ONE = planned()
@@ -195,8 +194,8 @@ PRECISION: Table = {
     ),
     "precision.reduce: on one rank": Acts(planned(precision={"reduce": "bfloat16"}), ONE, weights),
     "precision.reduce: servers": Acts(
-        launched(4, layout={"data": 2}, server={"mode": "synchronous"}, precision={"reduce": "bfloat16"}),
-        launched(4, layout={"data": 2}, server={"mode": "synchronous"}),
+        launched(layout={"data": 2}, server={"mode": "synchronous"}, precision={"reduce": "bfloat16"}),
+        launched(layout={"data": 2}, server={"mode": "synchronous"}),
         weights,
     ),
     "precision.loss_scale": Acts(
@@ -312,10 +311,10 @@ COMPRESSION: Table = {
 }
 
 
-def served(mode: str = "synchronous", ranks: int = 4, *arguments: str, **sections: Any) -> Call:
+def served(mode: str = "synchronous", *arguments: str, **sections: Any) -> Call:
     """Two workers, servers and a conductor; `server_` has more of that section."""
     more = sections.pop("server_", {})
-    return launched(ranks, *arguments, layout={"data": 2}, server={"mode": mode, **more}, **sections)
+    return launched(*arguments, layout={"data": 2}, server={"mode": mode, **more}, **sections)
 
 
 def warned(words: str, **sections: dict[str, Any]) -> Refuses:
@@ -334,11 +333,11 @@ SERVER: Table = {
     "server.staleness: not bounded": warned(
         "server.staleness = 3: no effect", server={"mode": "synchronous", "staleness": 3}
     ),
-    "server.num_servers": Acts(served("synchronous", 5, server_={"num_servers": 2}), served(), heard("2 server(s)")),
+    "server.num_servers": Acts(served(server_={"num_servers": 2}), served(), heard("2 server(s)")),
     "server.num_servers: without servers": idle("server.num_servers = 2: no effect", server={"num_servers": 2}),
-    "server.mode: clip_norm": Acts(served("synchronous", 4, "--set", "change=clip_norm"), served(), weights),
-    "server.mode: schedule": Acts(served("synchronous", 4, "--set", "change=schedule"), served(), weights),
-    "server.mode: on_nonfinite": Says(served("synchronous", 4, "--set", "change=skip"), "loss is not finite"),
+    "server.mode: clip_norm": Acts(served("synchronous", "--set", "change=clip_norm"), served(), weights),
+    "server.mode: schedule": Acts(served("synchronous", "--set", "change=schedule"), served(), weights),
+    "server.mode: on_nonfinite": Says(served("synchronous", "--set", "change=skip"), "loss is not finite"),
     "server.mode: grains_per_microbatch": Acts(
         served(batch={"grains_per_microbatch": 1}), served(), lambda ended: forwards(ended)[0]
     ),
@@ -351,8 +350,8 @@ SERVER: Table = {
         lambda ended: len(ended.told("products")),
     ),
     "server.mode: channels_last": Acts(
-        served("synchronous", 4, *IMAGES, execution={"channels_last": True}),
-        served("synchronous", 4, *IMAGES),
+        served("synchronous", *IMAGES, execution={"channels_last": True}),
+        served("synchronous", *IMAGES),
         lambda ended: set(ended.told("strides")),
     ),
     "server.mode: compile": refused(

@@ -48,8 +48,8 @@ def test_a_setting_without_effect_is_told_in_one_line(tmp_path: Path) -> None:
 
 def test_a_closed_pipe_is_no_traceback() -> None:
     code = (
-        "import sys, shoal.cli.main\ndef broken(*a): raise BrokenPipeError\n"
-        "shoal.cli.main._run = broken\nsys.exit(shoal.cli.main.main(['run', 'a.py']))"
+        "import sys, shoal.cli.main, shoal.cli.run.prepare\ndef broken(*a): raise BrokenPipeError\n"
+        "shoal.cli.run.prepare.run = broken\nsys.exit(shoal.cli.main.main(['run', 'a.py']))"
     )
     run = forks.run([sys.executable, "-c", code], timeout=60)
     assert (run.returncode, run.stderr) == (1, "")

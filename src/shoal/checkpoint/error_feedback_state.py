@@ -13,7 +13,7 @@ from shoal.checkpoint.pieces import fill
 from shoal.checkpoint.store import SavedCheckpoint
 from shoal.distributed.collectives.compression.compressed_sum import Compression
 from shoal.distributed.mesh import Mesh
-from shoal.parallel.model.sharded_model import Held
+from shoal.parallel.model.sharded_model import TensorSlices
 from shoal.parallel.model.tensor_slice import TensorSlice
 
 # The group of a checkpoint's tensors, and the key of its document.
@@ -28,9 +28,9 @@ class CompressedState:
     mesh: Mesh
     names: Sequence[str]
 
-    def held(self) -> Held:
+    def held(self) -> TensorSlices:
         """Residuals of this rank by parameter name and rank; PowerSGD's factors, which are equal on all ranks."""
-        found: Held = {}
+        found: TensorSlices = {}
         for index, tensor in self.compression.withheld_of():
             found[f"{self.names[index]}@{self.mesh.rank}"] = TensorSlice.whole(tensor.shape), tensor
         for index, tensor in self.compression.bases():
@@ -66,7 +66,7 @@ class CompressedState:
             if units[self.mesh.rank]:  # else it holds nothing, and after a fall-back it has written nothing
                 rank = self.mesh.rank
                 fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in own.items()})
-            compression.set_unit(units[self.mesh.rank])
+            compression.unit = units[self.mesh.rank]
         else:
             self._share(saved, own, units)
         return []
@@ -79,11 +79,11 @@ class CompressedState:
             fill(saved, GROUP, {f"{self.names[i]}@{rank}": (TensorSlice.whole(t.shape), t) for i, t in found.items()})
             for index, tensor in found.items():
                 own[index].add_(tensor.to(own[index].device), alpha=1.0 / ranks)
-        self.compression.set_unit(sum(units) / ranks)
+        self.compression.unit = sum(units) / ranks
 
 
 def left_behind(saved: SavedCheckpoint) -> list[str]:
-    """A line where a checkpoint has gradients that were held back, and nothing of this plan could send them."""
+    """Line for people where a checkpoint has residuals that this plan cannot send."""
     document = saved.document.get(GROUP)
     if document is None or not any(document["units"]):
         return []

@@ -12,7 +12,7 @@ import torch
 from shoal.checkpoint.error_feedback_state import GROUP, CompressedState, left_behind
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
-from shoal.checkpoint.state import load_optimizer, optimizer_state
+from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
 from shoal.checkpoint.writer import CheckpointWriter
 from shoal.data.loader import Loader
@@ -22,7 +22,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums, Strategy
-from shoal.parallel.model.sharded_model import Held, ShardedModel, merged
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
 
 
 @dataclass
@@ -67,27 +67,18 @@ class RunState:
         self.step += 1
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
+        """JSON value of this state."""
         now = self.loss_scale
         scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
-        return {
-            **vars(self),
-            "loss_scale": scale,
-            "bad_steps": {str(step): found for step, found in self.bad_steps.items()},
-        }
+        return {**vars(self), "loss_scale": scale, "bad_steps": dict(self.bad_steps)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
         """From `to_json`; whether the loss scale is dynamic comes from the plan in force."""
         saved = document["loss_scale"]
         scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
-        return cls(
-            **{
-                **document,
-                "loss_scale": scale,
-                "bad_steps": {int(step): found for step, found in document["bad_steps"].items()},
-            }
-        )
+        bad_steps = {int(step): found for step, found in document["bad_steps"].items()}  # JSON has made texts of them
+        return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps})
 
 
 class AlsoKept(Protocol):
@@ -115,7 +106,8 @@ class Keeper:
     """Checkpoint manager of a run. `store` is None where no checkpoint is written."""
 
     def __init__(self, mesh: Mesh, store: Store | None, trained: Trained, every_steps: int | None) -> None:
-        self._mesh, self._store, self._trained, self._every = mesh, store, trained, every_steps
+        self._mesh, self._store, self._trained = mesh, store, trained
+        self.every_steps = every_steps  # between two checkpoints; None where time decides
         self._writer = CheckpointWriter(store) if store is not None and mesh.rank == 0 else None
         self._newest = -1
         self._notes: list[str] = []
@@ -128,16 +120,11 @@ class Keeper:
         names = [name for name, p in self._trained.sharded_model.parameters() if p.requires_grad]
         return CompressedState(compression, self._mesh, names)
 
-    @property
-    def every_steps(self) -> int | None:
-        """How many steps lie between two checkpoints; None where time decides."""
-        return self._every
-
     def due(self, step: int) -> bool:
         """Whether this rank calls for a checkpoint; only rank 0 does."""
         if self._writer is None or step in (0, self._newest):
             return False
-        return step % self._every == 0 if self._every is not None else self._writer.due()
+        return step % self.every_steps == 0 if self.every_steps is not None else self._writer.due()
 
     def save(self, state: RunState, wait: bool = False) -> None:
         """Takes a snapshot after `state.step` steps and starts writing it; where state is divided it is written then.
@@ -154,7 +141,7 @@ class Keeper:
             self._confirm(self._store)
 
     def rescue(self, error: ShoalError, state: RunState, torn: str | None = None) -> None:
-        """Saves `state` before an error ends the run, and says in the error's remedy what of it is kept.
+        """Saves `state` before an error ends the run, and says so in the error's remedy.
 
         `torn` says why the model is not that of the state, where it is not. Nothing is saved then, nor where the error
         is not everywhere: others may wait in another collective. Collective: all ranks, as `save`. Raises: nothing.
@@ -207,12 +194,10 @@ class Keeper:
             )
 
     def _start(self, state: RunState) -> None:
-        document = {"run": state.to_json(), "world_size": self._mesh.world_size}
-        document["streams"] = self._mesh.gather_json(self._trained.loader.state())
+        document = self._document(state, self._mesh.gather_json(self._trained.loader.state()))
         compressed = self._compressed
         if compressed is not None:
             document[GROUP] = compressed.document()
-        document = self._with_schedulers(document)
         if self._is_divided(compressed):
             self._write_together(state.step, document)
         else:
@@ -232,17 +217,17 @@ class Keeper:
         if self._writer is None:
             return "rank 0 has the state"
         if state.step != self._newest:
-            document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": [places]}
-            self._hand_over(state.step, self._with_schedulers(document))
+            self._hand_over(state.step, self._document(state, [places]))
             self._newest = state.step
         self._writer.wait()
         return str(self._writer.failure) if self._writer.failure is not None else None
 
-    def _with_schedulers(self, document: dict[str, Any]) -> dict[str, Any]:
+    def _document(self, state: RunState, streams: list[Any]) -> dict[str, Any]:
+        document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": streams}
         schedulers = self._trained.schedulers
         return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 
-    def _held(self, copy: bool) -> tuple[dict[str, Held], dict[str, Any]]:
+    def _held(self, copy: bool) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
         """This rank's tensors by group, the optimizer's as copies or themselves, and the optimizer's document."""
         sharded_model = self._trained.sharded_model
         tensors, document = optimizer_state(self._trained.optimizer, sharded_model.model, copy)
@@ -269,7 +254,7 @@ class Keeper:
         assert self._store is not None
         began = time.monotonic()
         held, optimizer = together(self._mesh, lambda: self._held(copy=False))  # nothing changes while it is written
-        document = {**document, "optimizer": merged(self._mesh.gather_json(optimizer))}
+        document = {**document, "optimizer": merged_optimizers(self._mesh.gather_json(optimizer))}
         failure = write_together(self._mesh, self._store, Snapshot(step, {}, document), held)
         if self._writer is not None:
             self._writer.wrote(failure, time.monotonic() - began)

@@ -15,7 +15,7 @@ from shoal.checkpoint.state import refuse_differences
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
 from shoal.distributed.failures import is_out_of_memory
 from shoal.distributed.mesh import Mesh
-from shoal.parallel.model.sharded_model import Held, entries, first_holders
+from shoal.parallel.model.sharded_model import TensorSlices, entries, first_holders
 from shoal.parallel.model.tensor_slice import TensorSlice
 
 # By group ("model", "optimizer") and path: dtype, shape of the whole, and of each file that has some of it the ranges.
@@ -31,7 +31,7 @@ def file_name(group: str, rank: int, world_size: int, number: int) -> str:
     return group if world_size == 1 else f"{group}-{rank:05d}-of-{world_size:05d}.{number}"
 
 
-def described(held: Mapping[str, Held]) -> dict[str, dict[str, Any]]:
+def described(held: Mapping[str, TensorSlices]) -> dict[str, dict[str, Any]]:
     """This rank's slices and the file of each, for the other ranks. JSON values."""
     found = {}
     for group, tensors in held.items():
@@ -60,7 +60,7 @@ def index(told: list[dict[str, dict[str, Any]]]) -> Index:
 
 
 def share(
-    held: Mapping[str, Held], written: Index, rank: int, world_size: int
+    held: Mapping[str, TensorSlices], written: Index, rank: int, world_size: int
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """This rank's files one after the other: name, and tensors on the CPU; where they are there already, they."""
     found: dict[str, dict[str, Tensor]] = {}
@@ -74,7 +74,7 @@ def share(
         yield name, {path: tensor.cpu().contiguous() for path, tensor in content.items()}
 
 
-def fill(saved: SavedCheckpoint, group: str, targets: Held) -> None:
+def fill(saved: SavedCheckpoint, group: str, targets: TensorSlices) -> None:
     """Copies what a checkpoint has into the targets, one file in memory at a time.
 
     Raises: ManifestError where it does not have all of one.
@@ -97,14 +97,14 @@ def fill(saved: SavedCheckpoint, group: str, targets: Held) -> None:
         raise ManifestError(f"its files lack some of {incomplete[0]}")
 
 
-def refuse_other_model(saved: SavedCheckpoint, held: Held, absent: set[str]) -> None:
+def refuse_other_model(saved: SavedCheckpoint, held: TensorSlices, absent: set[str]) -> None:
     """Raises: JobMismatchError where names, shapes or dtypes are not the model's; `absent` are held by other ranks."""
     known = saved.document["tensors"]["model"].items()
     own = {name: f"{dtype} {shape}" for name, (dtype, shape, *_) in entries(held).items()}
     refuse_differences(own, {n: f"{e['dtype']} {e['shape']}" for n, e in known if n not in absent})
 
 
-def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[str, Held]) -> str | None:
+def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[str, TensorSlices]) -> str | None:
     """Writes a checkpoint of what all ranks hold, each its share; why it could not be written, or None.
 
     Collective: all ranks, JSON gathers. Either the checkpoint is there whole, or not at all.

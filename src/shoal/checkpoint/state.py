@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,10 @@ from torch import Tensor, nn
 
 from shoal.distributed.process_setup import is_torchs
 from shoal.errors import JobMismatchError, UserCodeError
-from shoal.parallel.model.sharded_model import local
+from shoal.parallel.model.sharded_model import laid_out, local
 
-_TENSOR, _TUPLE, _HOST = "$tensor", "$tuple", "$host"
+TENSOR = "$tensor"
+_TUPLE, _PAIRS, _HOST = "$tuple", "$pairs", "$host"
 _CPU = torch.device("cpu")
 
 
@@ -59,16 +62,43 @@ def optimizer_state(
     """
     names = {id(p): name for name, p in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
+
+    def leaf(device: torch.device, path: str, tensor: Tensor) -> dict[str, Any]:
+        """`device` is the parameter's: what the optimizer keeps on the host beside it is marked."""
+        tensors[path] = tensor
+        return {TENSOR: path} if tensor.device.type == device.type else {TENSOR: path, _HOST: True}
+
     state = {
-        names[id(p)]: _encode(values, names[id(p)], tensors, device=p.device) for p, values in optimizer.state.items()
+        names[id(p)]: encode(values, names[id(p)], "optimizer", functools.partial(leaf, p.device))
+        for p, values in optimizer.state.items()
     }
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         rest = {k: v for k, v in group.items() if k != "params"}
         members = [names[id(p)] for p in group["params"]]
-        groups.append({"params": members, "values": _encode(rest, f"group{number}", tensors)})
+        groups.append(
+            {"params": members, "values": encode(rest, f"group{number}", "optimizer", functools.partial(leaf, _CPU))}
+        )
     made = {path: _owned(tensor) if copy else local(tensor) for path, tensor in tensors.items()}
     return made, {"state": state, "groups": groups}
+
+
+def merged_optimizers(documents: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The optimizer's documents of all ranks as one: of each parameter's state the first, groups by their values.
+
+    Ranks may have other groups than each other, as the stages of a pipeline whose parameters the job groups by name.
+    """
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for document in documents:
+        state = {**document["state"], **state}
+        for own in document["groups"]:
+            group = next((g for g in groups if g["values"] == own["values"]), None)
+            if group is None:
+                groups.append({**own, "params": list(own["params"])})
+            else:
+                group["params"] += [name for name in own["params"] if name not in group["params"]]
+    return {"state": state, "groups": groups}
 
 
 def load_optimizer(
@@ -92,10 +122,14 @@ def load_optimizer(
             conflict="its parameter groups hold other parameters than the job's",
             remedy="resume with the job that the run began with",
         )
+
+    def leaf(device: torch.device, saved: dict[str, Any]) -> Tensor:
+        return tensors[saved[TENSOR]].to(_CPU if saved.get(_HOST) else device, copy=True)
+
     replaced: list[str] = []
     for group, numbers in zip(optimizer.param_groups, found, strict=True):
         for number in numbers:  # one, or none for a group that is empty on this rank
-            saved = _decode(document["groups"][number]["values"], tensors)
+            saved = decode(document["groups"][number]["values"], functools.partial(leaf, _CPU))
             replaced += _replaced(group, saved) if is_torchs(optimizer) else ()
             group.update(saved)
     optimizer.state.clear()
@@ -106,7 +140,7 @@ def load_optimizer(
     }
     for name, values in document["state"].items():
         parameter = parameters[name]
-        decoded = _decode(values, tensors, parameter.device)
+        decoded = decode(values, functools.partial(leaf, parameter.device))
         # torch's own optimizers keep their step counter on the CPU, unless told to capture or fuse the step.
         counter = decoded.get("step")
         if isinstance(counter, Tensor) and not counted_on_device[id(parameter)]:
@@ -134,43 +168,48 @@ def _replaced(group: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[st
 
 def _as_parameter(value: Any, parameter: Tensor) -> Any:
     """A DTensor where the parameter is one and the value has its shape."""
-    to_local = getattr(parameter, "to_local", None)
-    if to_local is None or not isinstance(value, Tensor) or value.shape != to_local().shape or value.ndim == 0:
-        return value
-    from torch.distributed.tensor import DTensor
-
-    layout = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return DTensor.from_local(value, *layout, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    divided = isinstance(value, Tensor) and value.ndim > 0 and value.shape == local(parameter).shape
+    return laid_out(value, parameter) if divided else value
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor], device: torch.device = _CPU) -> Any:
-    """`device` is the parameter's: what the optimizer keeps on the host beside it is marked."""
+def encode(value: Any, path: str, what: str, leaf: Callable[[str, Tensor], dict[str, Any]]) -> Any:
+    """A JSON value of `what` something keeps; `leaf` gives that of a tensor, with the key TENSOR, from its path.
+
+    Raises: UserCodeError for what is no state.
+    """
     if isinstance(value, Tensor):
-        tensors[path] = value
-        return {_TENSOR: path} if value.device.type == device.type else {_TENSOR: path, _HOST: True}
+        return leaf(path, value)
     if isinstance(value, Mapping):
-        return {str(k): _encode(v, f"{path}/{k}", tensors, device) for k, v in value.items()}
-    if isinstance(value, tuple):
-        return {_TUPLE: [_encode(v, f"{path}/{i}", tensors, device) for i, v in enumerate(value)]}
-    if isinstance(value, list):
-        return [_encode(v, f"{path}/{i}", tensors, device) for i, v in enumerate(value)]
+        items = {key: encode(item, f"{path}/{key}", what, leaf) for key, item in value.items()}
+        if not isinstance(value, Counter) and all(isinstance(key, str) and not key.startswith("$") for key in items):
+            return items
+        return {_PAIRS: [[encode(k, path, what, leaf), v] for k, v in items.items()], "counter": type(value) is Counter}
+    if isinstance(value, tuple | list):
+        found = [encode(item, f"{path}/{number}", what, leaf) for number, item in enumerate(value)]
+        return {_TUPLE: found} if isinstance(value, tuple) else found
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UserCodeError(
-        given=f"optimizer state {path} of type {type(value).__name__}",
+        given=f"{what} state {path} of type {type(value).__name__}",
         conflict="a checkpoint holds tensors, numbers, texts, and lists, tuples and dicts of them; never code",
-        remedy="use an optimizer whose state is made of these",
+        remedy=f"use a {what} whose state_dict() is made of these, or no checkpoints",
     )
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor], device: torch.device = _CPU) -> Any:
-    if isinstance(value, dict):
-        if _TENSOR in value:
-            return tensors[value[_TENSOR]].to(_CPU if value.get(_HOST) else device, copy=True)
-        if _TUPLE in value:
-            return tuple(_decode(v, tensors, device) for v in value[_TUPLE])
-        return {k: _decode(v, tensors, device) for k, v in value.items()}
-    return [_decode(v, tensors, device) for v in value] if isinstance(value, list) else value
+def decode(value: Any, leaf: Callable[[dict[str, Any]], Tensor]) -> Any:
+    """From `encode`; `leaf` gives a tensor from its JSON value."""
+    if isinstance(value, list):
+        return [decode(item, leaf) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TENSOR in value:
+        return leaf(value)
+    if _TUPLE in value:
+        return tuple(decode(value[_TUPLE], leaf))
+    if _PAIRS in value:
+        pairs = {decode(key, leaf): decode(item, leaf) for key, item in value[_PAIRS]}
+        return Counter(pairs) if value["counter"] else pairs
+    return {key: decode(item, leaf) for key, item in value.items()}
 
 
 def _owned(tensor: Tensor) -> Tensor:

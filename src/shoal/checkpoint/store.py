@@ -11,8 +11,7 @@ import shutil
 import stat
 import sys
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +74,6 @@ class SavedCheckpoint:
             raise ManifestError(f"{name} does not hold tensors: {error}") from None
         return found
 
-    @property
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """All of them by file and name."""
-        return {name: self.read(name) for name in self.names}
-
 
 class Store:
     """Checkpoints under one directory, of which the newest `keep` remain."""
@@ -97,9 +91,12 @@ class Store:
     def write(self, snapshot: Snapshot) -> None:
         """Writes a checkpoint: either it is there whole, or not at all. Raises: OSError where the disk does."""
         aside = self.begin(snapshot.step)
-        with self.undone(aside):
+        try:
             files = dict(self.add(aside, name, group) for name, group in snapshot.tensors.items())
             self.commit(aside, snapshot.step, files, snapshot.document)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
 
     def begin(self, step: int) -> Path:
         """A new folder for the files of a checkpoint, which `commit` makes one."""
@@ -107,15 +104,6 @@ class Store:
         aside = self.folder / f".tmp-{directory_name(step)}-{uuid.uuid4().hex[:12]}"
         aside.mkdir(mode=0o700)
         return aside
-
-    @contextlib.contextmanager
-    def undone(self, aside: Path) -> Iterator[None]:
-        """A context that removes the folder where anything is raised in it."""
-        try:
-            yield
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise
 
     def add(self, aside: Path, name: str, tensors: dict[str, Tensor]) -> tuple[str, FileEntry]:
         """Writes one file of tensors; its name and the manifest's entry for it. Raises: OSError."""
@@ -146,7 +134,9 @@ class Store:
     def open(self, step: int) -> SavedCheckpoint:
         """The checkpoint of a step, of which each file is checked when it is read. Raises: as `read`."""
         folder = self.folder / directory_name(step)
-        manifest = self._manifest(folder, step)
+        manifest = Manifest.from_bytes(_read(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES + 1))
+        if manifest.step != step:
+            raise ManifestError(f"it is the checkpoint of step {manifest.step}")
         if _STATE_NAME not in manifest.files:
             raise ManifestError(f"its files do not hold a training state: {_STATE_NAME!r}")
         content = _verified(folder, _STATE_NAME, manifest.files[_STATE_NAME])
@@ -155,32 +145,15 @@ class Store:
         except ValueError as error:
             raise ManifestError(f"its files do not hold a training state: {error}") from None
 
-    def _manifest(self, folder: Path, step: int) -> Manifest:
-        manifest = Manifest.from_bytes(_read(folder / MANIFEST_NAME, MAX_MANIFEST_BYTES + 1))
-        if manifest.step != step:
-            raise ManifestError(f"it is the checkpoint of step {manifest.step}")
-        return manifest
-
     def read(self, step: int) -> SavedCheckpoint:
         """The verified checkpoint of a step. Raises: ManifestError naming what is wrong with it; OSError."""
-        folder = self.folder / directory_name(step)
-        manifest = self._manifest(folder, step)
-        document = None
-        for name, entry in manifest.files.items():
-            content = _verified(folder, name, entry)
-            try:
-                if name == _STATE_NAME:
-                    document = json.loads(content)
-                else:
-                    load_tensors(content)
-            except (ValueError, SafetensorError) as error:
-                raise ManifestError(f"its files do not hold a training state: {error}") from None
-        if document is None:
-            raise ManifestError(f"its files do not hold a training state: {_STATE_NAME!r}")
-        return SavedCheckpoint(folder, manifest, document)
+        found = self.open(step)
+        for name in found.names:
+            found.read(name)
+        return replace(found, checked=True)
 
     def newest_good(self) -> tuple[SavedCheckpoint | None, list[str]]:
-        """The newest checkpoint that passes, and a line about each that did not; those are kept aside as `.bad`.
+        """The newest checkpoint that passes, and a line about each that did not; the latter are renamed to `.bad`.
 
         None where there is no checkpoint at all. Raises: IntegrityError where there are some and none passes; OSError
         where one cannot be read now (permission, a network disk away), which proves nothing against it.
@@ -207,7 +180,7 @@ class Store:
             shutil.rmtree(self.folder / directory_name(later), ignore_errors=True)
 
     def damaged(self) -> list[Path]:
-        """The directories that were kept aside."""
+        """Directories of damaged checkpoints."""
         return sorted(self.folder.glob("step-*.bad*")) if self.folder.is_dir() else []
 
     def hold(self, until: contextlib.ExitStack) -> None:

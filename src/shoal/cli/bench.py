@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.options import BenchOptions
 from shoal.errors import CommandError
 from shoal.hardware import device as catalogued
 from shoal.hardware import dump
 from shoal.hardware.cluster_names import of_cores
 from shoal.hardware.detect import cores, gpus, kind_of, measured_file, memory_bytes, processor
 from shoal.hardware.values import Cluster, Device
-from shoal.launch.environment import Environment, joined
+from shoal.launch.environment import REQUEST_FILE, Environment, joined
 from shoal.planner.measure.assemble import Measured, algorithms_of, device_of, link_of, table
 from shoal.planner.measure.processes import found_by
 from shoal.runs.directory import write_file
@@ -27,14 +28,15 @@ _FEWEST_SECONDS = 3.0  # of computing with one count of ranks
 _BUSY_SHARE, _USELESS_SHARE = 0.1, 0.3
 
 
-def bench(options: argparse.Namespace, started_at: float) -> int:
+def bench(options: BenchOptions) -> int:
     """Measures this machine, prints what it found and writes it; as a rank, measures and hands over.
 
     Raises: CommandError, or what went wrong on a rank.
     """
     environment = joined(os.environ)
-    if options.into is not None and environment is not None:
-        return _rank(options, environment)
+    handed_over = os.environ.pop(REQUEST_FILE, None)
+    if handed_over is not None and environment is not None:
+        return _rank(options.what, json.loads(Path(handed_over).read_text(encoding="utf-8")), environment)
     _refuse_unread(options)
     found_gpus = gpus()
     ranks = _ranks(options.ranks, len(found_gpus))
@@ -47,11 +49,11 @@ def bench(options: argparse.Namespace, started_at: float) -> int:
     if options.what == "collectives":
         from shoal.planner.measure.collectives import bench_collectives
 
-        code = bench_collectives(ranks, options.sizes, out, started_at)
+        code = bench_collectives(ranks, options.sizes, out)
         if busy.share() >= _BUSY_SHARE:
             print(f"note: other programs used {busy.share():.0%} of the cores meanwhile; run it again when idle")
         return code
-    session = _Session(bool(options.quick), started_at)
+    session = _Session(options.quick)
     measured = session.on_gpus(ranks) if found_gpus else session.on_cores(ranks)
     found = undisturbed(assembled(measured, found_gpus), busy.share())
     text = dump(found, beside={"machine": _machine(measured), "measurements": _tables(measured)})
@@ -73,8 +75,8 @@ _UNREAD = {
 }
 
 
-def _refuse_unread(options: argparse.Namespace) -> None:
-    """Raises: CommandError for an option of the other measurement, or of a process that this one starts."""
+def _refuse_unread(options: BenchOptions) -> None:
+    """Raises: CommandError for an option of the other measurement."""
     name, why = _UNREAD[options.what]
     if getattr(options, name):
         other = next(what for what in _UNREAD if what != options.what)
@@ -83,34 +85,18 @@ def _refuse_unread(options: argparse.Namespace) -> None:
             conflict=why,
             remedy=f"leave --{name} out, or write shoal bench {other}",
         )
-    inner = [n for n in ("into", "threads", "seconds", "exchange_only") if getattr(options, n) is not None]
-    if inner:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in inner)
-        raise CommandError(
-            given=f"shoal bench with {names}",
-            conflict="shoal bench gives these to the processes that it starts itself",
-            remedy=f"leave {names} out",
-        )
 
 
-def _rank(options: argparse.Namespace, environment: Environment) -> int:
-    if options.what == "collectives":
-        from shoal.planner.measure.collectives import parse_sizes
+def _rank(what: str, task: dict[str, Any], environment: Environment) -> int:
+    task = {**task, "folder": Path(task["folder"])}
+    if what == "collectives":
         from shoal.planner.measure.collectives_worker import Sampling
         from shoal.planner.measure.collectives_worker import measure as compare
 
-        sampling = Sampling(Path(options.into), parse_sizes(options.sizes), 3, float(options.seconds))
-        return int(compare(sampling, int(options.threads), environment))
+        return int(compare(Sampling(**task), environment))
     from shoal.planner.measure.worker import MeasureTask, measure
 
-    task = MeasureTask(
-        folder=Path(options.into),
-        threads=int(options.threads),
-        seconds=float(options.seconds),
-        quick=bool(options.quick),
-        computes=options.exchange_only is None,
-    )
-    return int(measure(task, environment))
+    return int(measure(MeasureTask(**task), environment))
 
 
 def _ranks(text: str | None, num_gpus: int) -> int:
@@ -187,7 +173,6 @@ class _Session:
     """One call of the command."""
 
     quick: bool
-    started_at: float
 
     def on_cores(self, ranks: int) -> list[Measured]:
         """A measurement for each count of processes that share the cores."""
@@ -208,10 +193,8 @@ class _Session:
         """What so many processes found, all at once. Raises: what went wrong on one of them."""
         many = "process" if count == 1 else "processes"
         print(f"measuring with {count} {many} of {threads} thread{'s' * (threads > 1)} ...", flush=True)
-        arguments = ["--seconds", str(seconds), *["--quick"] * self.quick]
-        arguments += ["--exchange-only", "yes"] * exchange_only
-        what = f"a measurement with {count} {many}"
-        return Measured.of(found_by(arguments, count, threads, self.started_at, what))
+        task = {"seconds": seconds, "quick": self.quick, "computes": not exchange_only}
+        return Measured.of(found_by("machine", task, count, threads, f"a measurement with {count} {many}"))
 
 
 def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluster:

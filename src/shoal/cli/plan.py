@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
 
+from shoal.cli.options import PlanOptions
 from shoal.errors import CommandError, ExitCode
 from shoal.planner.answer.answer import Answer, answer
 from shoal.planner.answer.page import page
@@ -24,10 +26,10 @@ from shoal.runs.job_file import load, parse_target
 _WIDTH = 140  # of a table that is not written to a terminal
 
 
-def plan(options: argparse.Namespace) -> ExitCode:
+def plan(options: PlanOptions) -> ExitCode:
     """Answers the question in the options. Raises: ShoalError where there is no answer."""
     if options.learn is not None:
-        _refuse_beside_learn(options)
+        _refuse_beside_learn(options, options.learn)
         learn_from(options.learn)
         return ExitCode.DONE
     if options.job is None:
@@ -37,13 +39,13 @@ def plan(options: argparse.Namespace) -> ExitCode:
             remedy="write shoal plan JOBFILE --cluster 8xH100, or shoal plan --learn RUNDIR",
         )
     aim = parse(options.aim)
-    most, hours = _positive("--max-devices", options.max_devices), _positive("--mtbf", options.mtbf)
+    hours = _hours(options.mtbf)
     for text in (options.output, options.html):
         _refuse_folder(text)
     base = apply_wishes(Plan(), Wishes(precision=options.precision), from_file=False)
     target = parse_target(options.job, options.set)
     loaded = load(target)
-    asked = question(loaded.job, base, options.cluster, int(most) if most else None)
+    asked = question(loaded.job, base, options.cluster, options.max_devices)
     found = answer(asked, aim, f"{target.path}:{loaded.function}", hours, time.perf_counter)
     console = Console()
     show(found, console if console.is_terminal else Console(width=_WIDTH))
@@ -51,35 +53,19 @@ def plan(options: argparse.Namespace) -> ExitCode:
     return ExitCode.DONE
 
 
-# Of those that a search has, the default of each as `shoal plan` has it.
-_OF_A_SEARCH: dict[str, object] = {
-    "job": None,
-    "cluster": "here",
-    "aim": "fastest",
-    "max_devices": None,
-    "precision": None,
-    "set": [],
-    "mtbf": None,
-    "output": None,
-    "html": None,
-}
-
-
-def _refuse_beside_learn(options: argparse.Namespace) -> None:
+def _refuse_beside_learn(options: PlanOptions, learn: Sequence[str]) -> None:
     """Raises: CommandError for what a search would read, which `--learn` is not."""
-    given = {
-        name: getattr(options, name) for name, default in _OF_A_SEARCH.items() if getattr(options, name) != default
-    }
+    given = [f.name for f in fields(options) if f.name != "learn" and getattr(options, f.name) != f.default]
     if given:
         names = ", ".join("JOBFILE" if name == "job" else f"--{name.replace('_', '-')}" for name in given)
         raise CommandError(
-            given=f"shoal plan --learn {' '.join(options.learn)} with {names}",
+            given=f"shoal plan --learn {' '.join(learn)} with {names}",
             conflict="to learn reads run directories, each of which knows its cluster, and plans nothing",
             remedy="write two commands: shoal plan --learn RUNDIR, and then shoal plan JOBFILE with the others",
         )
 
 
-def _write(found: Answer, options: argparse.Namespace) -> None:
+def _write(found: Answer, options: PlanOptions) -> None:
     if options.output:
         write_file(Path(options.output), plan_text(found.plan))
         print(f"\nplan written: shoal run {options.job} --plan {options.output}")
@@ -88,17 +74,16 @@ def _write(found: Answer, options: argparse.Namespace) -> None:
         print(f"page written: {options.html}")
 
 
-def _positive(name: str, text: str | None) -> float | None:
+def _hours(text: str | None) -> float | None:
     if text is None:
         return None
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0.0 < value < float("inf") or (name == "--max-devices" and value != int(value)):
-        kind = "a whole number" if name == "--max-devices" else "a number of hours"
+    if not 0.0 < value < float("inf"):
         raise CommandError(
-            given=f"{name} {text}", conflict=f"{name} takes {kind} above zero", remedy=f"write {name} 8, say"
+            given=f"--mtbf {text}", conflict="--mtbf takes a number of hours above zero", remedy="write --mtbf 8, say"
         )
     return value
 

@@ -6,22 +6,18 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from shoal.runs.records import StepRecord
 
-_PLAIN_EVERY_SECONDS = 2.0
-_LIVE_EVERY_SECONDS = 0.2
 
-
-class Reporter(Protocol):
-    """Interface of progress displays."""
+class Reporter:
+    """Display of a run's progress; this one, of every rank but the first, prints nothing."""
 
     def note(self, text: str) -> None:
         """Prints one line that stays."""
 
     def step(self, record: StepRecord, slowest_rank: int) -> None:
-        """A finished step."""
+        """Counts a finished step."""
 
     def close(self) -> None:
         """Puts the terminal back as it was."""
@@ -60,68 +56,52 @@ class Pace:
         return text
 
 
-class Silent:
-    """Progress display of every rank but the first: prints nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def step(self, record: StepRecord, slowest_rank: int) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
-class Plain:
+class Plain(Reporter):
     """Progress display for logs: the first step, then a line every two seconds, evaluations and the last step."""
+
+    every_seconds = 2.0
 
     def __init__(self, pace: Pace) -> None:
         self._pace, self._next = pace, 0.0
 
     def note(self, text: str) -> None:
-        """One line."""
+        """Prints one line."""
         print(text, flush=True)
 
     def step(self, record: StepRecord, slowest_rank: int) -> None:
-        """A line now and then."""
+        """Prints a line now and then."""
         now = self._pace.count(record)
         if now >= self._next or record.step == self._pace.last:
-            self.note(self._pace.line(record, slowest_rank))
-            self._next = now + _PLAIN_EVERY_SECONDS
+            self._show(self._pace.line(record, slowest_rank))
+            self._next = now + self.every_seconds
         if record.metrics:
             self.note(metrics_line(record))
 
-    def close(self) -> None:
-        """Nothing to put back."""
+    def _show(self, line: str) -> None:
+        self.note(line)
 
 
-class Live:
-    """Progress display of a terminal: one line that changes."""
+class Live(Plain):
+    """Progress display of a terminal: one line that changes a few times a second."""
+
+    every_seconds = 0.2
 
     def __init__(self, pace: Pace) -> None:
         from rich.console import Console
         from rich.live import Live as RichLive
         from rich.text import Text
 
-        self._pace, self._next = pace, 0.0
-        self._console = Console(highlight=False)
-        self._make: Any = Text
+        super().__init__(pace)
+        self._console, self._make = Console(highlight=False), Text
         self._live = RichLive(Text(""), console=self._console, auto_refresh=False)
         self._live.start()
 
     def note(self, text: str) -> None:
-        """One line above the live one."""
+        """Prints one line above the live one."""
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def step(self, record: StepRecord, slowest_rank: int) -> None:
-        """A new state of the live line, a few times a second."""
-        now = self._pace.count(record)
-        if now >= self._next or record.step == self._pace.last:
-            self._live.update(self._make(self._pace.line(record, slowest_rank)), refresh=True)
-            self._next = now + _LIVE_EVERY_SECONDS
-        if record.metrics:
-            self.note(metrics_line(record))
+    def _show(self, line: str) -> None:
+        self._live.update(self._make(line), refresh=True)
 
     def close(self) -> None:
         """Ends the live line."""
@@ -137,7 +117,7 @@ def metrics_line(record: StepRecord) -> str:
 def choose_reporter(rank: int, pace: Pace) -> Reporter:
     """Live in a terminal; plain where there is none, under CI, NO_COLOR or TERM=dumb; silent but on rank 0."""
     if rank != 0:
-        return Silent()
+        return Reporter()
     plain = any(os.environ.get(name) for name in ("CI", "NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Plain(pace) if plain or not sys.stdout.isatty() else Live(pace)
 

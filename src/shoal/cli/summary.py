@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from shoal.cli.progress import Reporter
+from shoal.hardware.detect import cores
 from shoal.planner.calibrate.comparison import told
 from shoal.plans.words import described
 from shoal.runs.job_file import LoadedJob
 from shoal.runs.records import RunRecord
-from shoal.runs.request import RunRequest, cores_here
+from shoal.runs.request import RunRequest
 from shoal.runs.version import __version__
 from shoal.training.engine import Engine
 
@@ -24,7 +25,7 @@ def introduce(reporter: Reporter, engine: Engine, loaded: LoadedJob, request: Ru
     device = "cuda" if plan.serves and torch.cuda.is_available() else mesh.device.type  # here a conductor's: a CPU
     only = ", the workers" if plan.serves and device != mesh.device.type else ""
     where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
-    threads = f", {torch.get_num_threads()} thread(s) each of {cores_here()} cores" if device == "cpu" else ""
+    threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
     reporter.note(f"shoal {__version__}: {request.job.path}:{loaded.function} -> {request.out}")
     asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
     reporter.note(f"  devices     {where}{threads} ({asked})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -13,31 +14,27 @@ from shoal.data.opened import opened
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import ExitCode, PlanError
-from shoal.job import Job
+from shoal.hardware.detect import cores
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import complete
 from shoal.plans.words import described
 from shoal.runs.directory import RunDirectory, write_file
-from shoal.runs.job_file import LoadedJob, load
-from shoal.runs.request import RunRequest, cores_here
-from shoal.verification.certify import certificate, write_certificate
+from shoal.runs.job_file import load
+from shoal.runs.request import RunRequest
+from shoal.verification.certify import certificate
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 from shoal.verification.traced_run import left_out
 
 
 def verify(request: RunRequest, num_steps: int) -> ExitCode:
-    """Verifies the run that is asked for. Raises: ShoalError where it cannot."""
+    """Verifies the run that is asked for, whose plan is judged. Raises: ShoalError where it cannot."""
     folder = request.out / ".traces"
     shutil.rmtree(folder, ignore_errors=True)
     try:
         return _verify(request, num_steps, folder)
     except Exception as error:
         told = as_shoal_error(error)
-        if told.traceback_text:
-            errors = RunDirectory(request.out).errors
-            errors.mkdir(exist_ok=True, parents=True)
-            write_file(errors / "verify.txt", told.traceback_text)
+        RunDirectory(request.out).keep_traceback("verify", told)
         raise told from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -52,23 +49,15 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     if request.num_processes == 1:
         print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
 
-    planned = request.plan.uncompressed
-
-    def made(plan: Plan) -> tuple[LoadedJob, Plan]:
-        loaded = load(request.job)
-        return loaded, complete(plan, loaded.job.grains, loaded.job.grain_size, request.wishes.max_microbatch)
-
-    def make(plan: Plan) -> tuple[Job, Plan]:
-        loaded, plan = made(plan)
-        return loaded.job, plan
-
+    assert request.judged is not None, "a request to verify is looked at"
+    plan = request.judged.plan.uncompressed
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     num_threads = int(told) if told.isdecimal() and int(told) else request.threads_per_process
-    trace_forked(make, planned, folder, num_steps, num_threads)
+    trace_forked(lambda: load(request.job).job, plan, folder, num_steps, num_threads)
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
-    prepare_process(planned.execution.exact, cores_here())
-    loaded, plan = made(planned)
+    prepare_process(plan.execution.exact, cores())
+    loaded = load(request.job)
     loaded = replace(loaded, job=opened(loaded.job))
     verdict = judge_traces(loaded.job, plan, folder)
     verdict.notes += left_out(request.plan)
@@ -76,7 +65,7 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
         verdict.notes.append(f"fewer steps than the {num_steps} to compare: the job ends after {verdict.num_steps}")
     _print(verdict, plan, parallel_seconds)
     document = certificate(verdict, loaded, plan, parallel_seconds)
-    write_certificate(request.out / "certificate.json", document)
+    write_file(request.out / "certificate.json", json.dumps(document, indent=1) + "\n")
     print(f"written            {request.out / 'certificate.json'}")
     return ExitCode.DONE if verdict.verified else ExitCode.FAILED
 

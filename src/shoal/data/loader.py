@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -32,33 +33,38 @@ class DataRank:
     num_ranks: int
 
 
-class Loader(Protocol):
-    """Interface of data loaders: one rank's microbatches of each step."""
+class Loader(ABC):
+    """Interface of data loaders: one rank's microbatches of each step. This one has no state beyond the step."""
 
     looks_ahead: bool  # whether a step may be read before the one in hand is committed
 
+    @abstractmethod
     def seek(self, step: int, grains_per_microbatch: int) -> None:
         """Makes `step` the next one, in microbatches of so many grains."""
 
+    @abstractmethod
     def step(self, step: int) -> StepData | None:
         """This rank's part of `step`; None where the data have ended. Raises: DataError."""
 
+    @abstractmethod
     def most_microbatches(self, step: int) -> int:
         """How many microbatches the rank with most of them has in `step`."""
 
+    @abstractmethod
     def filler(self, step: int) -> Microbatch:
         """Some microbatch of `step` for a rank that has fewer than others, to compute with weight zero."""
 
-    def commit(self) -> None:
+    def commit(self) -> None:  # noqa: B027 - what a loader without a state has to do
         """Says that the step asked for last has been trained on; until then asking for it again gives it again."""
 
     def state(self) -> dict[str, Any]:
         """State from which `restore` continues after the last committed step. JSON values."""
+        return {}
 
-    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:  # noqa: B027
         """Takes up the states of all the ranks that saved them, whatever their number."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Ends worker processes."""
 
 
@@ -75,22 +81,16 @@ class _Fetcher(Dataset[Any]):
     def __init__(self, source: MapSource, seed: int) -> None:
         self.source, self.seed = source, seed
 
-    def __getitem__(self, request: _Request) -> Any:
-        def keys() -> list[int]:
-            return [random_key(self.seed, "data", request.step, grain.index) for grain in request.grains]
-
-        return self.source.fetch(request.ids, keys() if self.source.draws else [])
-
-
-class _Careful(Dataset[Any]):
-    """The fetcher in a worker process, where an exception would lose its fields on the way: it comes as a value."""
-
-    def __init__(self, fetcher: _Fetcher) -> None:
-        self._fetcher = fetcher
+    def fetch(self, request: _Request) -> Any:
+        """The microbatch of a request. Raises: DataError."""
+        grains = request.grains if self.source.draws else ()
+        keys = [random_key(self.seed, "data", request.step, grain.index) for grain in grains]
+        return self.source.fetch(request.ids, keys)
 
     def __getitem__(self, request: _Request) -> Any:
+        """In a worker process, where an exception would lose its fields on the way: it comes as a value."""
         try:
-            return self._fetcher[request]
+            return self.fetch(request)
         except ShoalError as error:
             return error
 
@@ -101,7 +101,7 @@ def _started(own: Callable[[int], object], data: Any, worker: int) -> None:
     own(worker)
 
 
-class MapLoader:
+class MapLoader(Loader):
     """Loader of a map-style dataset: everything but the samples themselves is arithmetic."""
 
     looks_ahead = True
@@ -126,7 +126,6 @@ class MapLoader:
         self._next = 0
 
     def seek(self, step: int, grains_per_microbatch: int) -> None:
-        """Makes `step` the next one, in microbatches of so many grains."""
         self.close()
         self._per_microbatch, self._next = grains_per_microbatch, step
 
@@ -136,14 +135,12 @@ class MapLoader:
         self._place, self.looks_ahead = place, False
 
     def most_microbatches(self, step: int) -> int:
-        """How many microbatches the rank with most of them has in `step`."""
         return max(len(self.requests(step, rank)) for rank in range(self._place.num_ranks))
 
     def filler(self, step: int) -> Microbatch:
-        """The first microbatch that any rank has in `step`."""
         requests = (self.requests(step, rank) for rank in range(self._place.num_ranks))
         first = next(found[0] for found in requests if found)
-        return self._microbatch(first, self._fetcher[first])
+        return self._read(step, first.grains, first.ids)
 
     def requests(self, step: int, rank: int | None = None) -> list[_Request]:
         """Sample ids that this data rank, or another, fetches for `step`, by microbatch."""
@@ -154,35 +151,24 @@ class MapLoader:
         return [_Request(step, tuple(grains), tuple(ids)) for grains, ids in runs]
 
     def step(self, step: int) -> StepData:
-        """This rank's part of `step`."""
         if step != self._next:
             self.seek(step, self._per_microbatch)
         self._next = step + 1
         requests = self.requests(step)
-        return StepData(step, self._order.epoch(step), len(requests), self._microbatches(requests))
+        microbatches = (self._microbatch(request, self._fetch(request)) for request in requests)
+        return StepData(step, self._order.epoch(step), len(requests), microbatches)
 
-    def _microbatches(self, requests: list[_Request]) -> Iterator[Microbatch]:
-        for request in requests:
-            yield self._microbatch(request, self._fetch(request))
+    def _read(self, step: int, grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
+        request = _Request(step, grains, ids)
+        return self._microbatch(request, self._fetcher.fetch(request))
 
     def _microbatch(self, request: _Request, batch: Any) -> Microbatch:
-        def fetch(parts: list[_Request]) -> list[Microbatch]:
-            return [self._microbatch(part, self._fetcher[part]) for part in parts]
-
-        def split() -> list[Microbatch]:
-            pairs = zip(request.grains, request.ids, strict=True)
-            return fetch([_Request(request.step, (grain,), (ids,)) for grain, ids in pairs])
-
-        def samples() -> list[Microbatch]:
-            (grain,), (ids,) = request.grains, request.ids
-            alone = [Grain(grain.index, grain.start + i, 1) for i in range(grain.size)]
-            return fetch([_Request(request.step, (g,), (ids[i : i + 1],)) for i, g in enumerate(alone)])
-
-        return Microbatch(request.step, request.grains, request.ids, batch, split, samples)
+        read = functools.partial(self._read, request.step)
+        return Microbatch(request.step, request.grains, request.ids, batch, read)
 
     def _fetch(self, request: _Request) -> Any:
         if not self._workers:
-            return self._fetcher[request]
+            return self._fetcher.fetch(request)
         if self._batches is None:
             self._batches = iter(self._data_loader(request))
         try:
@@ -207,7 +193,7 @@ class MapLoader:
         if start is not None:
             start = functools.partial(_started, start, self._fetcher.source.data)
         return DataLoader(
-            _Careful(self._fetcher),
+            self._fetcher,
             sampler=wanted,
             batch_size=None,
             num_workers=self._workers,
@@ -215,18 +201,7 @@ class MapLoader:
             **{"timeout": WORKER_TIMEOUT_SECONDS, **self._reading, "worker_init_fn": start},
         )
 
-    def commit(self) -> None:
-        """Nothing to note."""
-
-    def state(self) -> dict[str, Any]:
-        """Nothing: the order is arithmetic on the step."""
-        return {}
-
-    def restore(self, states: Sequence[dict[str, Any]]) -> None:
-        """Nothing to take up."""
-
     def close(self) -> None:
-        """Ends worker processes."""
         shutdown = getattr(self._batches, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,25 +14,33 @@ from shoal.plans.grains import Grain
 class Microbatch:
     """Neighbouring grains that share one forward; `batch` is the collate function's result.
 
-    `ids` holds one int64 array of sample ids a grain. `split` fetches the same samples again, grain by grain, and
-    `samples` those of a single grain one by one.
+    `ids` holds one int64 array of sample ids a grain. `read` makes a microbatch of some of the samples, read again.
     """
 
     step: int
     grains: tuple[Grain, ...]
     ids: tuple[Ids, ...]
     batch: Any
-    split: Callable[[], list[Microbatch]]
-    samples: Callable[[], list[Microbatch]]
+    read: Callable[[tuple[Grain, ...], tuple[Ids, ...]], Microbatch]
 
     @property
     def num_samples(self) -> int:
         """Samples in all its grains."""
         return sum(g.size for g in self.grains)
 
+    def split(self) -> list[Microbatch]:
+        """The same samples, read again, grain by grain."""
+        return [self.read((grain,), (ids,)) for grain, ids in zip(self.grains, self.ids, strict=True)]
+
+    def samples(self) -> list[Microbatch]:
+        """The samples of a single grain, read again, one by one."""
+        (grain,), (ids,) = self.grains, self.ids
+        alone = [Grain(grain.index, grain.start + i, 1) for i in range(grain.size)]
+        return [self.read((one,), (ids[i : i + 1],)) for i, one in enumerate(alone)]
+
     def without_batch(self) -> Microbatch:
         """The same, which keeps no tensors; dataclasses.replace would take three times as long."""
-        return Microbatch(self.step, self.grains, self.ids, None, self.split, self.samples)
+        return Microbatch(self.step, self.grains, self.ids, None, self.read)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,3 @@ class StepData:
     epoch: int
     num_microbatches: int
     microbatches: Iterator[Microbatch]
-
-    def again(self, first: Microbatch) -> StepData:
-        """The same with a microbatch put back that was taken."""
-        return StepData(self.step, self.epoch, self.num_microbatches, itertools.chain([first], self.microbatches))

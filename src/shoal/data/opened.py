@@ -1,27 +1,23 @@
-"""Data sources of a job or a session, opened once, with the settings that a loader brought along."""
+"""Data sources of a job or a session, opened once; the order of their samples, and the loader for them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from shoal.data.source import Collate, MapSource, Source, built, source_of
+from shoal.data.loader import DataRank, Loader, MapLoader
+from shoal.data.order import Order
+from shoal.data.source import Collate, MapSource, Opened, built, source_of
+from shoal.data.stream import StreamLoader
 from shoal.data.taken_apart import is_loader, refuse_batches, take_apart
-from shoal.errors import DataError
-from shoal.job import Job
+from shoal.errors import DataError, JobError
+from shoal.job import Epochs, Job, Length
 
+if TYPE_CHECKING:
+    from shoal.distributed.mesh import Mesh
 
-@dataclass(frozen=True)
-class Opened:
-    """A data source with its order. `collate` is for a stream's samples; a map-style source has its own."""
-
-    source: Source
-    collate: Collate | None = None
-    shuffle: bool | None = None
-    workers: int | None = None
-    reading: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+# A stream's length is unknown: one pass that no training comes to the end of by counting.
+_ENDLESS = 1 << 62
 
 
 def open_data(
@@ -36,10 +32,7 @@ def open_data(
         return data
     data = built(name, data)
     if is_loader(data):
-        parts = take_apart(name, data, collate, global_batch)
-        collate = parts.collate or collate
-        source = source_of(name, parts.dataset, collate)
-        found = Opened(source, collate, parts.shuffle, parts.workers, parts.reading, parts.notes)
+        found = take_apart(name, data, collate, global_batch)
     else:
         refuse_batches(name, data)
         found = Opened(source_of(name, data, collate), collate)
@@ -84,3 +77,23 @@ def in_new_orders(name: str, found: Opened, shuffle: bool | None) -> bool:
         )
     said = shuffle if shuffle is not None else found.shuffle
     return said is not False
+
+
+def order_of(data: Opened, job: Job, length: Length, shuffle: bool) -> Order:
+    """The order of a training of that length in the job's batches, from its seed."""
+    num_samples = len(data.source) if isinstance(data.source, MapSource) else _ENDLESS
+    return Order(num_samples, job.global_batch, job.grains, job.seed, shuffle, length)
+
+
+def loader_of(data: Opened, order: Order, mesh: Mesh, workers: int) -> Loader:
+    """This rank's loader; `workers` processes read for it, not a stream. Raises: as the loaders."""
+    place, source = DataRank(mesh.data_rank, mesh.num_data_ranks), data.source
+    if not isinstance(source, MapSource):
+        return StreamLoader(source, order, place, data.collate)
+    return MapLoader(source, order, place, workers, mesh.device.type == "cuda", reading=data.reading)
+
+
+def refuse_epochs(data: Opened, length: Length, given: str, remedy: str) -> None:
+    """Raises: JobError for epochs of a stream."""
+    if isinstance(length, Epochs) and not isinstance(data.source, MapSource):
+        raise JobError(given=given, conflict="a stream has no length, and so no epochs", remedy=remedy)

@@ -16,16 +16,11 @@ DIGEST_WORDS = 8
 EMPTY_DIGEST = hashlib.sha256(b"shoal sample digest 1").hexdigest()
 
 
-def grain_digest(step: int, grain: int, ids: Ids) -> npt.NDArray[np.float64]:
-    """Digest of one grain, a term of its step's: 8 words of SHA-256 over (step, grain, ids), float64 [8].
-
-    The words add up over grains in any order, so that the sum is the same whichever rank held which grain.
-    """
-    return np.array(grain_words(step, [grain], [ids]))
-
-
 def grain_words(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[float]:
-    """The words of the sum of several grains' digests."""
+    """Digests of several grains, added up: of each the 8 words of SHA-256 over (step, grain, ids).
+
+    They add up in any order, so that the sum over a step is the same whichever rank held which grain.
+    """
     head = step.to_bytes(8, "little")
     named = zip(grains, ids, strict=True)
     texts = (head + grain.to_bytes(8, "little") + own.astype("<i8", copy=False).tobytes() for grain, own in named)

@@ -6,6 +6,7 @@ import inspect
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,22 @@ class MapSource(ABC):
 Source = MapSource | Iterable[Any]
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A data source, and how it is read. `collate` is for a stream's samples; a map-style source has its own.
+
+    `shuffle`, `workers` and `reading` (arguments for worker processes) are what a DataLoader said; None where the data
+    say nothing. `notes`: what it said and has no effect, a sentence each.
+    """
+
+    source: Source
+    collate: Collate | None = None
+    shuffle: bool | None = None
+    workers: int | None = None
+    reading: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
 class TensorSource(MapSource):
     """In-memory dataset of tensors that share their first dim: a batch is one index operation on each."""
 
@@ -62,7 +79,6 @@ class TensorSource(MapSource):
         super().__init__(name, lengths.pop(), data)
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
-        """The rows of all the grains."""
         index = torch.from_numpy(np.concatenate(grains) if len(grains) > 1 else grains[0])
         data = self.data
         if isinstance(data, Mapping):
@@ -81,7 +97,6 @@ class SampleSource(MapSource):
         self._get_many = getattr(data, "__getitems__", None)
 
     def fetch(self, grains: Sequence[Ids], keys: Sequence[int]) -> Any:
-        """The samples read grain by grain and collated together."""
         samples: list[Any] = []
         for ids, key in zip(grains, keys, strict=True):
             seed_everything(key)
@@ -139,7 +154,7 @@ def small_batch(source: Source, collate: Collate | None) -> Any:
 
 
 def built(name: str, data: Any) -> Any:
-    """The data, from the function that builds them where that was given. Raises: DataError where it raised."""
+    """Data of a job, called first where they are a function. Raises: DataError where it raised."""
     is_data = hasattr(data, "__getitem__") or hasattr(data, "__iter__")
     if not isinstance(data, type) and (is_data or not callable(data)):  # a class has its instances' methods
         return data

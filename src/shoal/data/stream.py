@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
-from shoal.data.loader import DataRank
+from shoal.data.loader import DataRank, Loader
 from shoal.data.microbatch import Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
@@ -70,7 +70,7 @@ class _Reader:
             self._samples, self.count = None, 0
 
 
-class StreamLoader:
+class StreamLoader(Loader):
     """Loader of streams. Its ids are places in the stream: ordinal * G + g of shard g, or the ordinal itself."""
 
     looks_ahead = False
@@ -93,7 +93,6 @@ class StreamLoader:
         self._per_microbatch = grains_per_microbatch
 
     def step(self, step: int) -> StepData | None:
-        """This rank's part of the next step; None where nothing is left on this rank."""
         if self._pending is None:
             grains = self._grains(step)
             self._pending = self._read_shards(step, grains) if self._sharded else self._read_all(step, grains)
@@ -111,7 +110,6 @@ class StreamLoader:
         raise no_lockstep()
 
     def commit(self) -> None:
-        """Notes the readers' places."""
         self._pending, self._state = None, self._read_state()
 
     def _grains(self, step: int) -> list[Grain]:
@@ -170,16 +168,13 @@ class StreamLoader:
         self._seed("data", step, held[0][0].index)
         batch = collate_samples(self._collate, rows, "train_data")
 
-        def split() -> list[Microbatch]:
-            return [self._microbatch(step, [one]) for one in held]
-
-        def samples() -> list[Microbatch]:
-            grain, ids, kept = held[0]
-            alone = [Grain(grain.index, grain.start + i, 1) for i in range(grain.size)]
-            return [self._microbatch(step, [(g, ids[i : i + 1], [kept[i]])]) for i, g in enumerate(alone)]
+        def read(grains: tuple[Grain, ...], ids: tuple[Ids, ...]) -> Microbatch:
+            known = {i: sample for _, own, samples in held for i, sample in zip(own.tolist(), samples, strict=True)}
+            pairs = zip(grains, ids, strict=True)
+            return self._microbatch(step, [(grain, own, [known[i] for i in own.tolist()]) for grain, own in pairs])
 
         grains, ids = tuple(grain for grain, _, _ in held), tuple(i for _, i, _ in held)
-        return Microbatch(step, grains, ids, batch, split, samples)
+        return Microbatch(step, grains, ids, batch, read)
 
     def _seed(self, *parts: int | str) -> None:
         """For streams and collate functions that draw: the same whatever came before."""
@@ -189,11 +184,9 @@ class StreamLoader:
         return {str(i): reader.state() for i, reader in self._readers.items()}
 
     def state(self) -> dict[str, Any]:
-        """The readers' places after the last committed step."""
         return self._state
 
     def restore(self, states: Sequence[dict[str, Any]]) -> None:
-        """Takes up this rank's readers from whichever rank saved them."""
         self._pending = None
         merged = {int(i): state for saved in states for i, state in saved.items()}
         for i, reader in self._readers.items():
@@ -201,9 +194,6 @@ class StreamLoader:
                 reader.restore(merged[i])
                 self._replay(i, merged[i]["count"])
         self._state = self._read_state()
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def no_lockstep() -> JobError:

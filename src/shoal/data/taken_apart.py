@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import (
@@ -19,27 +18,12 @@ from torch.utils.data import (
     default_collate,
 )
 
-from shoal.data.source import Collate, is_stream
+from shoal.data.source import Collate, Opened, is_stream, source_of
 from shoal.errors import DataError
 
 _Mistake = tuple[str, str, str]
 _MARKS = ("dataset", "batch_size", "batch_sampler", "sampler", "collate_fn", "num_workers", "drop_last")
 _WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "prefetch_factor", "timeout")
-
-
-@dataclass(frozen=True)
-class LoaderSettings:
-    """Settings of a DataLoader. `collate` is None where it is torch's default, `shuffle` where the dataset is a stream.
-
-    `reading` are arguments for worker processes; `notes` say what has no effect, a sentence each.
-    """
-
-    dataset: Any
-    collate: Collate | None
-    shuffle: bool | None
-    workers: int
-    reading: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 def is_loader(data: Any) -> bool:
@@ -60,10 +44,11 @@ def refuse_batches(name: str, data: Any) -> None:
         )
 
 
-def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: int | None) -> LoaderSettings:
-    """The parts of a loader; `global_batch` is what its batch size has to be, None where that is no matter.
+def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: int | None) -> Opened:
+    """The source in a loader, and how it is read; `shuffle` is None where that is a stream.
 
-    Raises: DataError with everything at once that this version does not do as the loader says.
+    `global_batch` is what its batch size has to be, None where that is no matter. Raises: DataError with everything at
+    once that this version does not do as the loader says, and as `source_of`.
     """
     mistakes = [*_batches(loader, global_batch), *_collates(loader, collate)]
     dataset, shuffle = loader.dataset, None
@@ -79,10 +64,11 @@ def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: in
     if mistakes:
         given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
         raise DataError(given=f"{name}: a {type(loader).__name__} with {given}", conflict=conflict, remedy=remedy)
-    return LoaderSettings(
-        dataset=dataset,
-        collate=None if loader.collate_fn is default_collate else loader.collate_fn,
-        shuffle=shuffle,
+    own = collate if loader.collate_fn is default_collate else loader.collate_fn
+    return Opened(
+        source_of(name, dataset, own),
+        own,
+        shuffle,
         workers=loader.num_workers,
         reading={key: value for key in _WORKER_OPTIONS if (value := getattr(loader, key, None))},
         notes=tuple(f"{name}: {note}" for note in _without_effect(loader)),

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import PeerError, ShoalError
+from shoal.runs.handover import dumped, loaded
 from shoal.runs.records import SPANS, Spread
 
 T = TypeVar("T")
@@ -121,6 +122,17 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
         error = as_shoal_error(caught)
     raise_together(mesh, error)
     return result
+
+
+def decided_by_rank_0(mesh: Mesh, kind: type[T], work: Callable[[], T]) -> T:
+    """Rank 0's result of `work`, a value of the `kind`, which no other rank does; raises everywhere where it raises.
+
+    Collective: all ranks, two JSON gathers; none with one rank.
+    """
+    if mesh.world_size == 1:
+        return work()
+    text = together(mesh, lambda: dumped(work()) if mesh.rank == 0 else "")
+    return loaded(kind, mesh.gather_json(text)[0])
 
 
 def collectively(mesh: Mesh, divided: bool, work: Callable[[], T]) -> T:

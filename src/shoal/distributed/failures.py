@@ -68,9 +68,11 @@ def user_error(what: str, error: BaseException, batch: Any = None) -> UserCodeEr
 
 
 def as_shoal_error(error: BaseException) -> ShoalError:
-    """The error itself where it is one of shoal's, else an InternalError that carries it."""
+    """The error as one of shoal's: itself where it is one, else an InternalError that carries it."""
     if isinstance(error, ShoalError):
         return error
+    if isinstance(error, SystemExit):
+        return user_error("a sys.exit()", error)
     if is_out_of_memory(error):
         return out_of_memory("this run", error)
     if is_lost_peer(error):

@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
+from shoal.numerics.flat import raw_bytes
 from shoal.plans.layout import AXES, Layout
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -112,7 +113,7 @@ class Mesh:
         if self.world_size > 1:
             for tensor in tensors:  # as bytes: Gloo knows neither complex numbers nor float8
                 sent = tensor.contiguous()
-                dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)
+                dist.broadcast(raw_bytes(sent), src=0)
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.copy_(sent)
 
@@ -155,12 +156,12 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
     except (dist.DistError, RuntimeError) as error:
         raise _not_assembled(environment, error) from error
     try:
-        yield replace(mesh, groups=_groups(layout, environment.rank))
+        yield replace(mesh, groups=_groups(layout))
     finally:
         dist.destroy_process_group()
 
 
-def _groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
+def _groups(layout: Layout) -> dict[str, dist.ProcessGroup]:
     """A group for each axis by itself, and one for the replicas where they are not all ranks. Collective: all ranks.
 
     An axis that takes in all ranks has a group of its own too: what is sent in a forward never meets the engine's own.
@@ -168,13 +169,19 @@ def _groups(layout: Layout, rank: int) -> dict[str, dist.ProcessGroup]:
     wanted: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES if axis != "data" or layout.shard > 1}
     if layout.shares_grains > 1:
         wanted[REPLICAS] = ("data", "shard")
-    found = {}
-    for name, axes in wanted.items():
-        for ranks in layout.groups(*axes):
-            if len(ranks) > 1:
-                group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
-                if rank in ranks:
-                    found[name] = group
+    found = {name: new_group([r for r in layout.groups(*axes) if len(r) > 1]) for name, axes in wanted.items()}
+    return {name: group for name, group in found.items() if group is not None}
+
+
+def new_group(
+    parts: Iterable[Sequence[int]], timeout: timedelta = COLLECTIVE_TIMEOUT, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """The process group of the part that has this rank. Collective: all ranks of the run, with the same `parts`."""
+    found = None
+    for ranks in parts:
+        group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        if dist.get_rank() in ranks:
+            found = group
     return found
 
 

@@ -131,7 +131,7 @@ def compiler_deferred() -> Iterator[None]:
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of torch.optim's own classes."""
+    """Whether an optimizer is one of torch.optim's own classes."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -153,6 +153,6 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything is to be called before or after its `step`."""
+    """Whether an optimizer's `step` has hooks before or after."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.numerics.operators import tensors_in
 from shoal.plans.accounting.collectives import WORLD, Volumes
 
 # Operators of torch.ops.c10d, and the kind that each one is counted as.
@@ -113,7 +114,7 @@ class Traffic:
         return kernel
 
     def _count(self, kind: str, args: tuple[Any, ...]) -> None:
-        buffers = [list(_tensors(argument)) for argument in args[:2]]
+        buffers = [tensors_in(argument) for argument in args[:2]]
         group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
         self._add(kind, self._name(group), *buffers)
 
@@ -133,14 +134,6 @@ class Traffic:
             ranks = [] if is_world else dist.get_process_group_ranks(group)
             self._names[name] = WORLD if is_world else "ranks " + ",".join(map(str, ranks))
         return self._names[name]
-
-
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _bytes(tensors: list[Tensor]) -> int:

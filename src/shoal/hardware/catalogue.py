@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from shoal.errors import HardwareError, nearest
-from shoal.hardware.toml_values import Reading
+from shoal.hardware.toml_values import checked
 from shoal.hardware.values import Device, Link
 
-_DEVICE_FILES = ("gpus.toml", "cpus.toml")
 _BESIDE = ("like", "aliases", "match", "host", "reach")  # keys of an entry that are not the value's
 
 
@@ -28,7 +27,7 @@ class Host:
     within: str | None = None
     between: str | None = None
     ports: int = 1
-    aliases: tuple[str, ...] = ()
+    aliases: Sequence[str] = ()
     mean_hours_between_failures: float | None = None
     source: str = ""
 
@@ -41,60 +40,53 @@ def plain(name: str) -> str:
 @cache
 def devices() -> Mapping[str, Mapping[str, Any]]:
     """The tables of all devices by name, what `like` takes over filled in."""
-    found: dict[str, Any] = {}
-    for name in _DEVICE_FILES:
-        found |= _file(name)
-    return {name: _filled(name, found) for name in found}
+    return _tables("gpus.toml", "cpus.toml")
 
 
 @cache
 def links() -> Mapping[str, Mapping[str, Any]]:
-    """The tables of all links by name."""
-    found = _file("links.toml")
-    return {name: _filled(name, found) for name in found}
+    """As `devices`, of links."""
+    return _tables("links.toml")
 
 
 @cache
-def hosts() -> Mapping[str, Host]:
-    """All hosts by name."""
-    return {
-        name: Host(name=name, **{**table, "aliases": tuple(table.get("aliases", ()))})
-        for name, table in _file("hosts.toml").items()
-    }
+def hosts() -> Mapping[str, Mapping[str, Any]]:
+    """As `devices`, of hosts."""
+    return _tables("hosts.toml")
 
 
 def find(name: str, table: Mapping[str, Any]) -> str | None:
     """The entry of `table` that has this name or alias; None where none has."""
     wanted = plain(name)
-    for known, entry in table.items():
-        aliases = entry.aliases if isinstance(entry, Host) else entry.get("aliases", ())
-        if wanted in {plain(known), *map(plain, aliases)}:
-            return known
-    return None
+    return next((known for known in table if wanted in map(plain, names({known: table[known]}))), None)
+
+
+def entry(what: str, name: str, table: Mapping[str, Any]) -> str:
+    """The entry of `table` that has this name or alias. Raises: HardwareError where none has."""
+    known = find(name, table)
+    if known is None:
+        raise unknown(what, name, names(table))
+    return known
 
 
 def names(table: Mapping[str, Any]) -> list[str]:
     """All names and aliases of a table."""
-    found = []
-    for known, entry in table.items():
-        found += [known, *(entry.aliases if isinstance(entry, Host) else entry.get("aliases", ()))]
-    return found
+    return [name for known, entry in table.items() for name in (known, *entry.get("aliases", ()))]
 
 
 def device(name: str) -> Device:
     """A device of the catalogue. Raises: HardwareError where there is none of this name."""
-    known = find(name, devices())
-    if known is None:
-        raise unknown("device", name, names(devices()))
-    return device_of(f"device {known}", {"like": known, "name": known})
+    return checked(Device, described_device(name), f"device {name}")
 
 
 def link(name: str) -> Link:
     """A link of the catalogue. Raises: HardwareError where there is none of this name."""
-    known = find(name, links())
-    if known is None:
-        raise unknown("link", name, names(links()))
-    return link_of(f"link {known}", {"like": known, "name": known})
+    return checked(Link, described_link(name), f"link {name}")
+
+
+def host(known: str) -> Host:
+    """The host of an entry."""
+    return Host(**hosts()[known])
 
 
 def unknown(what: str, name: str, known: list[str]) -> HardwareError:
@@ -107,34 +99,23 @@ def unknown(what: str, name: str, known: list[str]) -> HardwareError:
     )
 
 
-def device_of(source: str, table: Mapping[str, Any]) -> Device:
-    """The device in a table that may take over another's values. Raises: HardwareError."""
-    reading = Reading(source)
-    found = reading.value(Device, "device", completed("device", table, devices()))
-    reading.refuse()
-    assert found is not None
-    return found
+def described_device(described: Any) -> Any:
+    """The table of a device that is described by a name, or by a table; what is neither is left to its reader."""
+    return _completed("device", described, devices())
 
 
-def link_of(source: str, table: Mapping[str, Any]) -> Link:
-    """The link in a table that may take over another's values. Raises: HardwareError."""
-    reading = Reading(source)
-    found = reading.value(Link, "link", completed("link", table, links()))
-    reading.refuse()
-    assert found is not None
-    return found
+def described_link(described: Any) -> Any:
+    """As `described_device`."""
+    return _completed("link", described, links())
 
 
-def completed(what: str, table: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _completed(what: str, described: Any, known: Mapping[str, Mapping[str, Any]]) -> Any:
     """A table with what `like` names filled in, and without the keys that only the catalogue has."""
-    like = table.get("like")
-    if like is None:
-        return dict(table)
-    parent = find(str(like), known)
-    if parent is None:
-        raise unknown(what, str(like), names(known))
-    joined = _joined(table, known[parent])
-    joined.setdefault("name", parent)
+    own = {"like": described} if isinstance(described, str) else described
+    if not isinstance(own, dict) or "like" not in own:
+        return own
+    parent = entry(what, str(own["like"]), known)
+    joined = {"name": parent, **_joined(own, known[parent])}
     return {key: value for key, value in joined.items() if key not in _BESIDE}
 
 
@@ -154,5 +135,8 @@ def _filled(name: str, all_tables: Mapping[str, Any]) -> Mapping[str, Any]:
     return _joined(table, parent)
 
 
-def _file(name: str) -> dict[str, Any]:
-    return tomllib.loads(files("shoal.hardware").joinpath(name).read_text(encoding="utf-8"))
+def _tables(*names: str) -> Mapping[str, Mapping[str, Any]]:
+    found: dict[str, Any] = {}
+    for name in names:
+        found |= tomllib.loads(files("shoal.hardware").joinpath(name).read_text(encoding="utf-8"))
+    return {name: _filled(name, found) for name in found}

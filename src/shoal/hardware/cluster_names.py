@@ -1,4 +1,4 @@
-"""Cluster names: "8xH100", "4x8xA100-80-SXM", "2xDGX-1", "2xcpu", with "@pcie4" or "@200Gb", a file, or "here"."""
+"""Cluster names: "8xH100", "4x8xA100-80-SXM", "2xDGX-1", "2xcpu", with "@pcie4" or "@200Gb"."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.errors import HardwareError
-from shoal.hardware.catalogue import Host, device, devices, find, hosts, link, links, names, unknown
-from shoal.hardware.toml import load
+from shoal.hardware.catalogue import Host, device, devices, entry, find, host, hosts, link, links, names, unknown
 from shoal.hardware.values import Cluster, Curve, Device, Link
-
-__all__ = ["cluster", "device", "link"]
 
 _NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+)((?:@[^@]+)*)", re.IGNORECASE)
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)gb(?:ps|it|it/s)?", re.IGNORECASE)
@@ -19,19 +16,13 @@ _PORTS = re.compile(r"(?:(\d+)x)?(.+)", re.IGNORECASE)
 _SPEED_SHARE = 0.9  # of a network whose speed is all that is known
 
 
-def cluster(text: str) -> Cluster:
-    """The cluster that a name, the path of a TOML file, or "here" stands for.
+def named_cluster(text: str) -> Cluster:
+    """The cluster that a name stands for.
 
     NxDEVICE is N devices in hosts of the usual size, HxNxDEVICE is H hosts of N, HxHOST is H hosts; each "@LINK" puts
     another link in: one within a host, or P x one of the network, or a speed of the network per host ("@200Gb").
     Raises: HardwareError where the catalogue has no such name, or the devices do not fill whole hosts.
     """
-    if text == "here":
-        from shoal.hardware.detect import here
-
-        return here()
-    if text.endswith(".toml"):
-        return load(text)
     parts = _NAME.fullmatch(text.strip())
     if parts is None:
         raise unknown("cluster", text, names(devices()))
@@ -54,11 +45,11 @@ def _host(name: str) -> Host:
     """The host of that name, or the usual one of the device of that name, with that device in it."""
     known = find(name, devices())
     if known is not None:
-        return replace(hosts()[devices()[known]["host"]], device=known)
+        return replace(host(devices()[known]["host"]), device=known)
     known = find(name, hosts())
     if known is None:
         raise unknown("device", name, names(devices()) + names(hosts()))
-    return hosts()[known]
+    return host(known)
 
 
 def _counts(text: str, host: Host, of_devices: bool, given: tuple[str | None, str | None]) -> tuple[int, int]:
@@ -137,8 +128,6 @@ def _modified(found: Cluster, modifier: str) -> Cluster:
         rate = gigabits * 1e9 / 8 * _SPEED_SHARE
         network = replace(like, name=f"{gigabits:g} Gbit/s", bytes_per_second=rate, sources=sources)
         return replace(found, between=network)
-    known = find(name, links())
-    if known is None:
-        raise unknown("link", name, names(links()))
+    known = entry("link", name, links())
     other = _of_ports(link(known), int(ports or 1))
     return replace(found, within=other) if links()[known]["reach"] == "host" else replace(found, between=other)

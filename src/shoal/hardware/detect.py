@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from shoal.hardware.catalogue import devices
-from shoal.hardware.cluster_names import cluster
+from shoal.hardware.cluster_names import named_cluster
 from shoal.hardware.toml import load
 from shoal.hardware.values import Cluster
 
@@ -58,12 +58,12 @@ def detected() -> Cluster:
     found = gpus()
     kinds = {kind_of(model) for model in found}
     if len(kinds) == 1 and (kind := kinds.pop()):
-        return replace(cluster(f"1x{len(found)}x{kind}"), name="here", notes=(f"{found[0]}: {_NOT_MEASURED}",))
+        return replace(named_cluster(f"1x{len(found)}x{kind}"), name="here", notes=(f"{found[0]}: {_NOT_MEASURED}",))
     notes = [f"{processor()}: {_NOT_MEASURED}"]
     if found:
         notes.append(f"GPUs that the catalogue does not know, or of several kinds: {', '.join(sorted(set(found)))}")
     one = "cpu-avx512" if "avx512f" in _cpu_info("flags").split() else "cpu"
-    guess = cluster(f"{cores()}x{one}")
+    guess = named_cluster(f"{cores()}x{one}")
     share = memory_bytes() // cores()
     alternatives = {
         ranks: replace(device, memory_bytes=share * cores() // ranks) for ranks, device in guess.alternatives.items()

@@ -9,14 +9,13 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import HardwareError
 from shoal.hardware.detect import gpus, measured_file
 from shoal.hardware.toml import load
-from shoal.hardware.values import SHARED_MEMORY, Cluster
+from shoal.hardware.values import SHARED_MEMORY, Cluster, Curve
 
 # Which of them a plan can name.
 ALGORITHMS = ("native", "ring", "tree", "recursive_doubling", "hierarchical", SHARED_MEMORY)
@@ -83,28 +82,22 @@ def fastest_on(cluster: Cluster, ranks: int, num_bytes: int = BUCKET_BYTES) -> s
     """The algorithm with the least seconds among so many ranks of a host of the cluster, of those measured there."""
     if cluster.within is None or not 1 < ranks <= cluster.devices_per_host:
         return "native"
-    links = {"native": cluster.within, **{name: cluster.algorithms[name] for name in cluster.algorithms}}
-    size = str(num_bytes)
-    return fastest(
-        {"all_reduce_seconds": {n: {size: k.sum_seconds(num_bytes, ranks)} for n, k in links.items()}}, num_bytes
-    )
+    links = {"native": cluster.within, **cluster.algorithms}
+    return _least({name: link.sum_seconds(num_bytes, ranks) for name, link in links.items()})
 
 
 def fastest(comparison: Mapping[str, Any], num_bytes: int) -> str:
-    """The algorithm with the least seconds at a size, between those measured on a line of logarithms.
+    """The algorithm with the least seconds at a size, between those measured on a line of logarithms."""
+    return _least({name: _at(known, num_bytes) for name, known in comparison["all_reduce_seconds"].items()})
 
-    Native, unless another is faster by more than a twentieth.
-    """
-    known = comparison["all_reduce_seconds"]
-    seconds = {name: _at(known[name], num_bytes) for name in ALGORITHMS if name in known}
-    best = min(seconds, key=lambda name: seconds[name])
-    return best if seconds[best] < _WORTH * seconds.get("native", math.inf) else "native"
+
+def _least(seconds: Mapping[str, float]) -> str:
+    """Native, unless another is faster by more than a twentieth."""
+    known = {name: seconds[name] for name in ALGORITHMS if name in seconds}
+    best = min(known, key=lambda name: known[name])
+    return best if known[best] < _WORTH * known.get("native", math.inf) else "native"
 
 
 def _at(measured: Mapping[str, float], num_bytes: int) -> float:
-    points = sorted((math.log(int(size)), math.log(seconds)) for size, seconds in measured.items())
-    place = min(max(math.log(num_bytes), points[0][0]), points[-1][0])
-    for (left, low), (right, high) in pairwise(points):
-        if place <= right:
-            return math.exp(low + (high - low) * (place - left) / (right - left))
-    return math.exp(points[-1][1])
+    points = sorted((float(size), math.log(seconds)) for size, seconds in measured.items())
+    return math.exp(Curve(tuple(points)).at(num_bytes))

@@ -9,7 +9,11 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import log
+from itertools import pairwise
+from math import inf, log
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 
 
 def kind_of(device_type: str) -> str:
@@ -36,6 +40,30 @@ class Curve:
         return [x for x, _ in self.points]
 
 
+def _curve(value: Any) -> Curve:
+    """A curve from a list of TOML's. Raises: ValueError."""
+    if isinstance(value, list) and value and all(isinstance(p, list) and len(p) == 2 for p in value):
+        sizes = [size for size, _ in value]
+        are_numbers = all(type(x) in (int, float) and 0 <= x < inf for point in value for x in point)
+        if are_numbers and sizes[0] > 0 and all(a < b for a, b in pairwise(sizes)):
+            return Curve(tuple((float(size), float(fraction)) for size, fraction in value))
+    raise ValueError("a list of [size, fraction], the sizes above 0 and growing")
+
+
+def _whole(value: Any) -> Any:
+    """A number; pydantic would take a text, or true, for a whole one too. Raises: ValueError."""
+    if isinstance(value, bool | str):
+        raise ValueError("a whole number")
+    return value
+
+
+# As they stand in TOML.
+Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Points = Annotated[Curve, BeforeValidator(_curve), PlainSerializer(lambda curve: [list(p) for p in curve.points])]
+
+
 def intensity(m: float, n: float, k: float) -> float:
     """Half the FLOPs for each element that a product of m x k by k x n reads or writes."""
     return 1.0 / (1.0 / m + 1.0 / n + 1.0 / k)
@@ -51,36 +79,38 @@ class Device:
     cache serves it).
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of readers of TOML
+
     name: str
     kind: str  # "gpu" | "cpu"
-    memory_bytes: int
-    memory_bytes_per_second: float
-    flops: Mapping[str, float]  # "float32", "bfloat16", "float16", "float8", "float4"; "tf32" where matmuls may use it
-    matmul: Mapping[str, Curve] = field(default_factory=dict)
+    memory_bytes: Whole
+    memory_bytes_per_second: Number
+    flops: Mapping[str, Number]  # "float32", "bfloat16", "float16", "float8", "float4"; "tf32" where matmuls may use it
+    matmul: Mapping[str, Points] = field(default_factory=dict)
     # Where measured apart, else as a matmul: over `intensity`, since few channels slow a convolution of any FLOPs. By
     # dtype and phase: "float32" (forward), "float32_backward_input", "float32_backward_weight".
-    convolution: Mapping[str, Curve] = field(default_factory=dict)
+    convolution: Mapping[str, Points] = field(default_factory=dict)
     # In its place on CPUs: {the same name: {window: fraction}}. A window is "channels in-out-taps-width-stride" of a
     # convolution that was measured; others are as fast as the nearest.
-    windows: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    windows: Mapping[str, Mapping[str, Number]] = field(default_factory=dict)
     # Fraction of the peak that fused attention reaches, by kernel and phase: "flash2_forward", "flash2_backward".
-    attention: Mapping[str, float] = field(default_factory=dict)
+    attention: Mapping[str, Number] = field(default_factory=dict)
     # In its place where measured by length, as on CPUs: over the positions that a row attends to.
-    attention_lengths: Mapping[str, Curve] = field(default_factory=dict)
-    memory: Curve = Curve()
+    attention_lengths: Mapping[str, Points] = field(default_factory=dict)
+    memory: Points = Curve()
     # Of a CPU: operators that compute longer than they move. By name ("aten.gelu") the fraction of
     # `memory_bytes_per_second` at which they take in and give out what is in the caches; "update": an optimizer's.
-    operators: Mapping[str, float] = field(default_factory=dict)
-    sustained: float = 1.0  # of that: what the products of a whole step reach, whatever their shapes, as clocks fall
-    multiprocessors: int = 0  # 0: no waves of tiles (a CPU)
-    tile: tuple[int, int] = (128, 256)
-    launch_seconds: float = 0.0  # the least time of a kernel on the device
-    dispatch_seconds: float = 0.0  # the host's time for one operator in eager mode
-    step_seconds: float = 0.0  # of a CPU: what the engine does in a step besides the model's operators ...
-    tensor_seconds: float = 0.0  # ... and for each parameter
-    host_bytes_per_second: float = 0.0  # copy from pinned host memory; 0: no copy
-    reserved_bytes: int = 0  # of the memory, held by the driver, the context and the communication library
-    price_per_hour: float | None = None  # US dollars
+    operators: Mapping[str, Number] = field(default_factory=dict)
+    sustained: Number = 1.0  # of that: what the products of a whole step reach, whatever their shapes, as clocks fall
+    multiprocessors: Whole = 0  # 0: no waves of tiles (a CPU)
+    tile: tuple[Whole, Whole] = (128, 256)
+    launch_seconds: Number = 0.0  # the least time of a kernel on the device
+    dispatch_seconds: Number = 0.0  # the host's time for one operator in eager mode
+    step_seconds: Number = 0.0  # of a CPU: what the engine does in a step besides the model's operators ...
+    tensor_seconds: Number = 0.0  # ... and for each parameter
+    host_bytes_per_second: Number = 0.0  # copy from pinned host memory; 0: no copy
+    reserved_bytes: Whole = 0  # of the memory, held by the driver, the context and the communication library
+    price_per_hour: Number | None = None  # US dollars
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -98,14 +128,16 @@ class Link:
     2 (n-1)/n x size / seconds for all_reduce, (n-1)/n x size / seconds for the other two, size / seconds for a send.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of readers of TOML
+
     name: str
-    bytes_per_second: float
-    latency_seconds: float
-    call_seconds: float = 0.0
-    bandwidth: Curve = Curve()
-    collectives: Mapping[str, Curve] = field(default_factory=dict)  # in place of `bandwidth` for a named collective
-    counts: Mapping[str, Curve] = field(default_factory=dict)  # times the fraction by ranks (between: hosts), or "any"
-    shared: bool = False
+    bytes_per_second: Number
+    latency_seconds: Number
+    call_seconds: Number = 0.0
+    bandwidth: Points = Curve()
+    collectives: Mapping[str, Points] = field(default_factory=dict)  # in place of `bandwidth` for a named collective
+    counts: Mapping[str, Points] = field(default_factory=dict)  # times the fraction by ranks (between: hosts), or "any"
+    shared: Annotated[bool, Field(strict=True)] = False
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def reached(self, kind: str, num_bytes: float, count: int) -> float:
@@ -139,16 +171,18 @@ class Cluster:
     all_reduce is within a host by an algorithm of shoal's own; what is not there is as fast as `within`.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of readers of TOML
+
     name: str
     device: Device
-    devices_per_host: int = 1
-    num_hosts: int = 1
+    devices_per_host: Count = 1
+    num_hosts: Count = 1
     within: Link | None = None
     between: Link | None = None
-    storage_bytes_per_second: float | None = None  # writing checkpoints, per host
-    mean_hours_between_failures: float | None = None  # of one device
-    prices: Mapping[str, float] = field(default_factory=dict)
-    alternatives: Mapping[int, Device] = field(default_factory=dict)
+    storage_bytes_per_second: Number | None = None  # writing checkpoints, per host
+    mean_hours_between_failures: Number | None = None  # of one device
+    prices: Mapping[str, Number] = field(default_factory=dict)
+    alternatives: Mapping[Annotated[int, Field(ge=1)], Device] = field(default_factory=dict)
     algorithms: Mapping[str, Link] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -13,7 +13,7 @@ REPORT_FILE = "SHOAL_REPORT_FILE"  # where a worker writes how it ended, for the
 LAUNCHER_PID = "SHOAL_LAUNCHER_PID"  # the local launcher, without which a worker must not live on
 RUN_KEY = "SHOAL_RUN_KEY"  # a secret of this run, with which its processes prove to each other that they are of it
 LOCK_FD = "SHOAL_RUN_LOCK_FD"  # the lock of the run directory, inherited from the local launcher
-STARTED_AT = "SHOAL_STARTED_AT"  # time.time() at which the command began
+REQUEST_FILE = "SHOAL_REQUEST_FILE"  # the run request that the local launcher hands over to a worker
 
 
 @dataclass(frozen=True)

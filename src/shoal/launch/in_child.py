@@ -10,7 +10,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from shoal.errors import ExitCode, LaunchError
 from shoal.launch.signals import Signals
@@ -18,21 +18,44 @@ from shoal.launch.signals import Signals
 _POLL_SECONDS = 0.02
 
 
-def aside(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
+def fork(work: Callable[[], None]) -> int:
+    """A child process that does `work` and ends, with code 1 where that raises: its process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that are here
+        child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        work()
+        code = 0
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The result of `work` in a child process that has ended when this returns; a JSON value.
 
     Raises: LaunchError where the child dies; SystemExit on SIGTERM or SIGINT, which end the child.
     """
     signals = Signals(impatient=False)
+    reader, writer = os.pipe()
+
+    def told() -> None:
+        os.close(reader)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        text = json.dumps(work()).encode()
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(text)
+
     with signals.handled():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        reader, writer = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that are here
-            child = os.fork()
-        if not child:
-            _work(work, reader, writer)
+        child = fork(told)
         os.close(writer)
         try:
             with os.fdopen(reader, "rb") as pipe:
@@ -52,22 +75,5 @@ def aside(work: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
             conflict=f"the process that loaded it ended with code {code} and without a word",
             remedy="load the job by itself under `python`: its file crashes or ends the interpreter",
         )
-    found: dict[str, Any] | None = json.loads(text)
+    found: dict[str, Any] = json.loads(text)
     return found
-
-
-def _work(work: Callable[[], dict[str, Any] | None], reader: int, writer: int) -> NoReturn:
-    code = 1
-    try:
-        os.close(reader)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        text = json.dumps(work()).encode()
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(text)
-        code = 0
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)

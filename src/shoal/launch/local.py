@@ -15,13 +15,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import ExitCode, LaunchError, RankLostError
-from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, STARTED_AT, Environment
+from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError, from_json
+from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
 from shoal.launch.signals import Signals
 from shoal.runs.directory_lock import NAME
 
@@ -30,6 +30,7 @@ _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 3.0
 # After an agreed end with an error, the last rank may still be writing a checkpoint and the result.
 _PATIENCE_SECONDS = 60.0
+_REQUEST = "request.json"
 # A place in a run whose processes die so often will not be filled by another.
 _MOST_REPLACED = 3
 
@@ -38,15 +39,16 @@ _MOST_REPLACED = 3
 class LocalRun:
     """Processes to start: the `shoal` arguments of each worker, how many, and the threads of each.
 
-    A rank in `replaceable` that dies without a word is started again, a few times. `lock`: a descriptor that every
-    worker inherits, so that what it locks is locked until the last of them is gone.
+    `request`: a text that is handed over to each of them as a file. A rank in `replaceable` that dies without a word is
+    started again, a few times. `lock`: a descriptor that every worker inherits, so that what it locks is locked until
+    the last of them is gone.
     """
 
-    arguments: list[str]
+    arguments: Sequence[str]
     num_processes: int
     num_threads: int
-    started_at: float
     logs: Path  # what ranks other than 0 print, where that is anything and the folder's parent has anything
+    request: str | None = None
     replaceable: range = range(0)
     lock: int | None = None
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
@@ -67,14 +69,16 @@ class _Worker:
         return None
 
 
-def launch(run: LocalRun) -> tuple[int, dict[str, Any] | None]:
-    """Starts the workers and waits for them: the run's exit code, and the root error as a JSON value.
+def launch(run: LocalRun) -> tuple[int, ShoalError | None]:
+    """Starts the workers and waits for them: the run's exit code, and the root error if there is one.
 
     Raises: LaunchError where the port that MASTER_PORT names is taken.
     """
     signals = Signals(impatient=False)
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder, _listener() as listener, signals.handled():
         workers: list[_Worker] = []
+        if run.request is not None:
+            (Path(folder) / _REQUEST).write_text(run.request, encoding="utf-8")
         try:
             for rank in range(run.num_processes):
                 workers.append(_start(run, rank, listener, Path(folder)))
@@ -141,8 +145,8 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         REPORT_FILE: str(report),
         LAUNCHER_PID: str(os.getpid()),
-        STARTED_AT: repr(run.started_at),
         **({LOCK_FD: str(run.lock)} if run.lock is not None else {}),
+        **({REQUEST_FILE: str(folder / _REQUEST)} if run.request is not None else {}),
     }
     log = None if rank == 0 else folder / f"log-{rank}.txt"
     output = None if log is None else log.open("wb")
@@ -200,7 +204,7 @@ def _watch(workers: list[_Worker], signals: Signals, replaceable: range, replace
         time.sleep(_POLL_SECONDS)
 
 
-def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, dict[str, Any] | None]:
+def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, ShoalError | None]:
     ends = [(worker, worker.how_it_ended()) for worker in workers]
     if signals.twice and not all(end for _, end in ends):
         return ExitCode.INTERRUPTED, None
@@ -208,18 +212,18 @@ def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, dict[str, A
     roots = [error for error in told if error["kind"] != "PeerError"]
     if roots:
         code = next(end["exit_code"] for _, end in ends if end and end.get("error") == roots[0])
-        return code, roots[0]
+        return code, from_json(roots[0])
     lost = sorted((worker for worker, end in ends if end is None), key=lambda worker: worker.given_up)
     if signals.received and any(w.process.returncode == -signal.SIGTERM for w in lost):
         return ExitCode.INTERRUPTED, None  # told to stop before it could listen: nothing had begun
     if lost:
         return ExitCode.RANK_LOST, _lost(lost[0])
     if told:
-        return ExitCode.FAILED, told[0]
+        return ExitCode.FAILED, from_json(told[0])
     return max(end["exit_code"] for _, end in ends if end), None
 
 
-def _lost(worker: _Worker) -> dict[str, Any]:
+def _lost(worker: _Worker) -> RankLostError:
     code = worker.process.returncode
     try:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -230,15 +234,8 @@ def _lost(worker: _Worker) -> dict[str, Any]:
         conflict=f"it {how} without a word{_last_words(worker)}",
         remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
     )
-    return {
-        "kind": type(error).__name__,
-        "given": error.given,
-        "conflict": error.conflict,
-        "remedy": error.remedy,
-        "rank": worker.rank,
-        "host": socket.gethostname(),
-        "traceback": None,
-    }
+    error.rank, error.host = worker.rank, socket.gethostname()
+    return error
 
 
 def _keep_log(worker: _Worker, folder: Path) -> None:

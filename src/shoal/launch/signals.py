@@ -14,7 +14,10 @@ from shoal.errors import ExitCode
 
 @dataclass
 class Signals:
-    """Signals that arrived. `impatient`: the second of a kind ends this process at once."""
+    """Signals that arrived. `impatient`: the second of a kind ends this process at once.
+
+    One of each kind is no impatience: a scheduler may send SIGTERM where the terminal has sent SIGINT.
+    """
 
     impatient: bool
     received: list[int] = field(default_factory=list)

@@ -82,7 +82,7 @@ class StepBuffers:
         return self._changed | {name for name, mark in self._versions.items() if self._version(name) != mark}
 
     def weighted(self, num_samples: int) -> Tensor:
-        """The values now, flat float64 [num_values], times the samples that made them.
+        """Current values times the samples of their microbatches, flat float64 [num_values].
 
         Raises: JobError where a forward has given a buffer another shape.
         """

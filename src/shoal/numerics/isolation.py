@@ -1,30 +1,79 @@
-"""Suspension of torch's function and dispatch modes while a model is tried."""
+"""Contexts that leave torch's modes and the global generators as they were, whatever is done in them."""
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-@contextlib.contextmanager
+class ReentrantContext(AbstractContextManager[None]):
+    """A context that can be entered any number of times: each time a new one of those that `make` gives."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._now = self._make()
+        self._now.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._now.__exit__(*error)
+
+
+@contextmanager
+def python_generators_kept() -> Iterator[None]:
+    """Leaves Python's and numpy's global generators as they were."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leaves the global generators as they were; torch's, that of the CPU."""
+    state = torch.default_generator.get_state()
+    with python_generators_kept():
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)
+
+
+@contextmanager
 def without_modes() -> Iterator[None]:
     """A context outside of every mode that watches or changes what torch computes, for a trial run of a model.
 
     Python's and numpy's generators are put back, which libraries behind a trial draw from.
     """
-    found, drawn = [], (random.getstate(), np.random.get_state())
+    found = []
     while torch.overrides._get_current_function_mode() is not None:
         found.append(torch.overrides._pop_mode())
     try:
-        with _disable_current_modes():
+        with python_generators_kept(), _disable_current_modes():
             yield
     finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
         for mode in reversed(found):
             torch.overrides._push_mode(mode)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Operations run on what they are given, whatever modes the caller is in, and leave no trace."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        generators_kept(),
+    ):
+        yield

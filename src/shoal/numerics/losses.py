@@ -39,7 +39,7 @@ def mse(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
-    """Correct predictions and predictions made; batch is (inputs, int64 targets [N]), the model gives logits [N, C].
+    """Correct predictions and all predictions; batch is (inputs, int64 targets [N]), the model gives logits [N, C].
 
     Logits [N, C, ...] with targets [N, ...] too. Raises: LossError for other batches and outputs.
     """

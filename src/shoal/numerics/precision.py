@@ -43,7 +43,7 @@ class Precision:
         return self.parameters == self.compute == torch.float32
 
     def wide(self) -> Precision:
-        """The same in float32."""
+        """Copy of this policy in float32."""
         kind = torch.float32
         return Precision(kind, kind, kind, self.device, widens=True, widened=self.parameters.itemsize < 4)
 

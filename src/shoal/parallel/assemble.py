@@ -19,15 +19,16 @@ from shoal.errors import JobError
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.base import Mark, Strategy
 from shoal.parallel.blocks.recompute import recompute
-from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, Summing
+from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.parallel.model.deferred_init import deferred
 from shoal.parallel.model.materialise import Whole, materialise
 from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import refuse_unsupported
+from shoal.plans.resolve import CompletePlan
 
 if TYPE_CHECKING:
+    from shoal.parallel.model.trial import ModelTrial
     from shoal.parallel.pipeline.pipeline import Pipeline
     from shoal.parallel.pipeline.stage_units import StageUnits
     from shoal.parallel.pipeline.stages import Function
@@ -77,7 +78,7 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
         pipeline = pipeline.cut(axes.units(pipeline)) if pipeline is not None else None
     parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division, parameters, mesh.device)
-    return ShardedModel(mesh, model, axes.division), pipeline
+    return ShardedModel.gathered(mesh, model, axes.division), pipeline
 
 
 def _mapped(plan: Plan, mesh: Mesh) -> Mesh:
@@ -111,10 +112,9 @@ class _Axes:
 
     def sequences(self, whole: Whole) -> ContextPlan:
         """How sequences are divided: proven on the whole model, applied to what another axis leaves of it."""
-        from shoal.parallel.sequence.context_parallel import SequenceTrial, context_axis, plan_context
+        from shoal.parallel.sequence.context_parallel import context_axis, plan_context
 
-        subject = SequenceTrial(self.model, whole, self.made.loss, self._batch())
-        return plan_context(subject, context_axis(self.mesh), self.mesh.device, self.plan.layout.tensor)
+        return plan_context(self._trial(whole), context_axis(self.mesh), self.mesh.device, self.plan.layout.tensor)
 
     def context(self, sequences: ContextPlan) -> None:
         """Blocks that compute a part of each sequence. Collective: none; their forwards and backwards are."""
@@ -131,11 +131,10 @@ class _Axes:
         from shoal.parallel.axis_collectives import TensorAxis
         from shoal.parallel.sequence.tensor_sequence_plan import SequencePlan, plan_sequence
         from shoal.parallel.sequence.tensor_traffic import TensorTraffic, num_rows
-        from shoal.parallel.tensor.heads import TensorTrial
         from shoal.parallel.tensor.tensor_parallel import apply, plan_model, wholes
 
         axis, division = TensorAxis.of(self.mesh), self.division
-        subject = TensorTrial(self.model, self.made.loss, self._batch(), whole)
+        subject = self._trial(whole)
         plan = plan_model(subject, axis)
         sequences = plan_sequence(subject, plan, axis, self.mesh.device) if self.plan.tensor.sequence else None
         found = apply(self.model, plan, axis)
@@ -171,7 +170,7 @@ class _Axes:
             device=mesh.device,
             followers=followers,
         )
-        wires = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank, COLLECTIVE_TIMEOUT)
+        wires = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank)
         alone = mesh.layout.tensor * mesh.layout.context == 1
         found = Pipeline(stages, wires, section.schedule, section.stages_per_rank, mesh.device, alone=alone)
         parameters = {name for name, _ in self.model.named_parameters()}
@@ -200,6 +199,11 @@ class _Axes:
         keep, late = section.level == "gradients", section.reduce == "last_microbatch"
         return StageUnits(self.model, pipeline.used, keep=keep, late=late)
 
+    def _trial(self, whole: Whole) -> ModelTrial:
+        from shoal.parallel.model.trial import ModelTrial
+
+        return ModelTrial(self.model, self.made.loss, self._batch(), whole)
+
     def _batch(self) -> Any:
         return self.precision.inputs(self.made.batch())
 
@@ -210,10 +214,9 @@ def num_samples(batch: Any) -> int:
 
 
 def assemble(
-    plan: Plan, sharded_model: ShardedModel, parameters: Sequence[Tensor], num_grains: int, mark: Mark
+    plan: CompletePlan, sharded_model: ShardedModel, parameters: Sequence[Tensor], num_grains: int, mark: Mark
 ) -> Strategy:
     """The strategy that a plan asks for. Raises: PlanError for what this version does not execute; JobError."""
-    refuse_unsupported(plan)
     mesh = sharded_model.mesh
     reduce = widest(Precision.of(plan.precision, mesh.device).reduce, parameters)
     if plan.collectives.compression != "none" and reduce == torch.float64:
@@ -222,28 +225,24 @@ def assemble(
             conflict="compression begins with gradients in float32",
             remedy='use collectives.compression = "none", or a model in float32',
         )
-    strategy: Strategy
     if plan.serves:
         from shoal.parallel.data.pushed import ExactPart, FastPart
 
         if plan.execution.exact:
-            return ExactPart(parameters, mesh, TreeSum(num_grains, _flat(parameters, reduce)), mark)
-        return FastPart(parameters, mesh, reduce, mark)
+            return ExactPart(sharded_model, parameters, TreeSum(num_grains, _flat(parameters, reduce)), mark)
+        return FastPart(sharded_model, parameters, reduce, mark)
     if plan.shards_model:
         from shoal.parallel.shard.zero23 import FullySharded
 
-        return FullySharded(sharded_model.model, mesh, mark, late=plan.shard.reduce == "last_microbatch")
+        return FullySharded(sharded_model, mark, late=plan.shard.reduce == "last_microbatch")
+    owners = None
+    if plan.layout.shard > 1:  # `parameters` may be one of several optimizers'
+        trained = [p for _, p in sharded_model.parameters() if p.requires_grad]
+        owners = ShardedOptimizer(parameters, mesh, mark, trained)
     if plan.execution.exact:
         tree = open_tree(plan.collectives.all_reduce, num_grains, _flat(parameters, reduce))
-        strategy = ExactDataParallel(parameters, mesh, tree, mark)
-    else:
-        strategy = DataParallel(parameters, mesh, reduce, mark, Summing.of(plan))
-    if plan.layout.shard == 1:
-        return strategy
-    trained = [
-        p for _, p in sharded_model.parameters() if p.requires_grad
-    ]  # `parameters` may be one of several optimizers'
-    return ShardedOptimizer(strategy, parameters, mesh, mark, trained)
+        return ExactDataParallel(sharded_model, parameters, tree, mark, owners)
+    return DataParallel(sharded_model, parameters, reduce, mark, owners, plan=plan)
 
 
 def _flat(parameters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

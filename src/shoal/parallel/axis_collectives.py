@@ -5,8 +5,9 @@ As in Megatron-LM (Shoeybi et al., arXiv 1909.08053). Activations are whole on e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.distributed.mesh import Mesh
+
+Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,12 @@ class TensorAxis:
         dist.all_reduce(found, op, group=self.group)
         return found
 
-    def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-        """The ranks' tensors one after the other along `dim`, where rank i has `sizes[i]`.
+    def all_gather(self, tensor: Tensor, dim: int, sizes: Sequence[int] = ()) -> Tensor:
+        """The ranks' tensors one after the other along `dim`, where rank i has `sizes[i]`, or all have as many.
 
         Collective: the axis, one all-gather of as many bytes as the largest has, for each.
         """
+        sizes = sizes or (tensor.shape[dim],) * self.degree
         largest = max(sizes)
         shape = list(tensor.shape)
         shape[dim] = largest
@@ -55,6 +59,10 @@ class TensorAxis:
         rows = [torch.empty_like(own) for _ in sizes]
         dist.all_gather(rows, own, group=self.group)
         return torch.cat([row.narrow(dim, 0, size) for row, size in zip(rows, sizes, strict=True)], dim)
+
+    def own(self, tensor: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+        """A copy of this rank's slice of a whole, where rank i has `sizes[i]` along `dim`."""
+        return tensor.narrow(dim, sum(sizes[: self.place]), sizes[self.place]).clone()
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part, of as many parts along `dim` as ranks, of the sum over the axis; 16 bits sum in float32.
@@ -68,114 +76,54 @@ class TensorAxis:
         return found.to(tensor.dtype)
 
 
-class _Copy(torch.autograd.Function):
-    """Forward: the same. Backward: the sum over the axis."""
+class _Through(torch.autograd.Function):
+    """Forward: what `there` makes of a tensor. Backward: what `back` makes of the gradient, likewise."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _apply(_Reduce, gradient, ctx.axis), None
-
-
-class _Reduce(torch.autograd.Function):
-    """Forward: the sum over the axis. Backward: the same."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return axis.all_reduce(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _apply(_Copy, gradient, ctx.axis), None
-
-
-class _Gather(torch.autograd.Function):
-    """Forward: all ranks' slices. Backward: this rank's slice; what comes back is whole on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
-        ctx.rest = axis, dim, sizes
-        return axis.all_gather(tensor, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_Slice, gradient, *ctx.rest), None, None, None
-
-
-class _Slice(torch.autograd.Function):
-    """Forward: this rank's slice. Backward: all ranks' slices."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
-        ctx.rest = axis, dim, sizes
-        return tensor.narrow(dim, sum(sizes[: axis.place]), sizes[axis.place]).clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_Gather, gradient, *ctx.rest), None, None, None
-
-
-class _Join(torch.autograd.Function):
-    """Forward: all ranks' parts of equal size. Backward: this rank's part of the gradients' sum."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-        ctx.rest = axis, dim
-        return axis.all_gather(tensor, dim, (tensor.shape[dim],) * axis.degree)
+    def forward(ctx: Any, tensor: Tensor, there: Change, back: Change) -> Tensor:
+        ctx.turned = back, there
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(_Divide, gradient, *ctx.rest), None, None
+        return through(gradient, *ctx.turned), None, None
 
 
-class _Divide(torch.autograd.Function):
-    """Forward: this rank's part of the sum. Backward: all ranks' parts."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
-        ctx.rest = axis, dim
-        return axis.reduce_scatter(tensor, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(_Join, gradient, *ctx.rest), None, None
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    found: Tensor = function.apply(*args)
+def through(tensor: Tensor, there: Change, back: Change) -> Tensor:
+    """Differentiable `there(tensor)`, whose gradient goes through `back`. Collective: as both of them are."""
+    found: Tensor = _Through.apply(tensor, there, back)  # type: ignore[no-untyped-call]
     return found
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
 
 
 def enter(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """A whole tensor on its way into slices. Collective in the backward: the axis, an all-reduce of its gradient."""
-    return _apply(_Copy, tensor, axis) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+    return through(tensor, _same, axis.all_reduce) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 def leave(tensor: Tensor, axis: TensorAxis) -> Tensor:
     """The whole from the ranks' terms. Collective: the axis, an all-reduce."""
-    return _apply(_Reduce, tensor, axis)
+    return through(tensor, axis.all_reduce, _same)
 
 
 def gather(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
     """The whole from the ranks' slices. Collective: the axis, an all-gather."""
-    return _apply(_Gather, tensor, axis, dim, tuple(sizes))
+    return through(tensor, partial(axis.all_gather, dim=dim, sizes=sizes), partial(axis.own, dim=dim, sizes=sizes))
 
 
 def slice_of(tensor: Tensor, axis: TensorAxis, dim: int, sizes: Sequence[int]) -> Tensor:
     """This rank's slice of the whole. Collective in the backward: the axis, an all-gather."""
-    return _apply(_Slice, tensor, axis, dim, tuple(sizes))
+    return through(tensor, partial(axis.own, dim=dim, sizes=sizes), partial(axis.all_gather, dim=dim, sizes=sizes))
 
 
 def join(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """Parts on their way into slices, whole. Collective: the axis, an all-gather; in the backward a reduce-scatter."""
-    return _apply(_Join, tensor, axis, dim)
+    return through(tensor, partial(axis.all_gather, dim=dim), partial(axis.reduce_scatter, dim=dim))
 
 
 def divide(tensor: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     """This rank's part of the sum of the ranks' terms. Collective: the axis, a reduce-scatter; back an all-gather."""
-    return _apply(_Divide, tensor, axis, dim)
+    return through(tensor, partial(axis.reduce_scatter, dim=dim), partial(axis.all_gather, dim=dim))

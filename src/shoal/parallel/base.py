@@ -14,10 +14,14 @@ from torch import Tensor
 
 from shoal.data.microbatch import Microbatch
 from shoal.data.sample_digest import DIGEST_WORDS, grain_words
+from shoal.parallel.autograd_engine import run_backward
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.model_sums import add_partial, whole_norm
 
 if TYPE_CHECKING:
     from shoal.distributed.collectives.compression.compressed_sum import Compression
     from shoal.distributed.collectives.compression.guard import Comparison
+    from shoal.parallel.shard.zero1 import ShardedOptimizer
 
 # The sums of a step: loss total, weight, samples, the digest's words, then weighted buffers (see
 # numerics/batch_statistics.py).
@@ -99,6 +103,12 @@ class Strategy(ABC):
     """
 
     compression: Compression | None = None  # what compresses the gradients on their way
+    # Whether ranks with different grains meet within each microbatch, and so have to compute as many of them.
+    syncs_every_microbatch = False
+
+    def __init__(self, model: ShardedModel, mark: Mark, owners: ShardedOptimizer | None = None) -> None:
+        """`mark` is told when the step waits for communication; `owners` divide the update, where there are any."""
+        self._model, self._mesh, self._mark, self._owners = model, model.mesh, mark, owners
 
     @abstractmethod
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
@@ -111,41 +121,45 @@ class Strategy(ABC):
         `total` is a scalar times any factor that is the same for all; its graph is freed.
         """
 
-    def add(self, sums: Tensor) -> None:
-        """Adds a microbatch's sums, where a pipeline runs its backward."""
-        raise NotImplementedError
-
-    def arm(self) -> None:
-        """Says that the backward which a pipeline runs next is this rank's last of the step."""
-        raise NotImplementedError
-
-    @abstractmethod
     def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The sums over all ranks, with every rank's `row` where that costs nothing.
 
         A row holds as many numbers on every rank, rounded to float32. Collective: all ranks; `num_sums` is the length
-        of the sums.
+        of the sums. Where the step is good, as `add_partial`.
         """
+        self._mark("exposed_communication")
+        found = self._sum(flags, num_sums, row)
+        if found.weight and found.flags == Flags():
+            add_partial(self._model)
+        return found
 
     @abstractmethod
+    def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """The sums over the ranks with different grains, of the gradients too, as `finish`."""
+
+    def norm(self, own: float) -> float:
+        """The Euclidean norm of the whole gradient, from that of what this rank counts. Collective: as `whole_norm`."""
+        return whole_norm(self._model, own)
+
     def update(self, step: Callable[[], None]) -> None:
         """Calls the optimizer's `step` so that every rank ends with every parameter's new value.
 
         Collective: the ranks that divide the update. Raises: what `step` raises.
         """
+        if self._owners is None:
+            step()
+        else:
+            self._owners.update(step)
+        if self.compression is not None:  # what it has held back counts from here on
+            self.compression.commit()
 
-    @abstractmethod
     def updates(self, parameter: Tensor) -> bool:
         """Whether this rank updates it and so holds the optimizer's state for it."""
+        return self._owners is None or self._owners.updates(parameter)
 
     def rest(self) -> None:
         """Puts away what forwards without a backward, as of an evaluation, have left."""
         return
-
-    @property
-    def syncs_every_microbatch(self) -> bool:
-        """Whether ranks with different grains meet within each microbatch, and so have to compute as many of them."""
-        return False
 
     def gradient_buffers(self) -> list[Tensor]:
         """Gradient memory besides the parameters' own `.grad`; none."""
@@ -156,13 +170,25 @@ class Strategy(ABC):
         """Takes the strategy's hooks off the parameters."""
 
 
-class Replicated(Strategy):
-    """Strategy of replicas: every rank updates all of its parameters."""
+class AccumulatingStrategy(Strategy):
+    """Strategy that accumulates gradients in the backward, whoever runs that: a pipeline may."""
 
-    def update(self, step: Callable[[], None]) -> None:
-        """Every rank computes the same."""
-        step()
+    _sums: Tensor | None = None
 
-    def updates(self, parameter: Tensor) -> bool:
-        """Every parameter."""
-        return True
+    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
+        self.add(sums)
+        if last:
+            self.arm()
+        run_backward(total)
+
+    def add(self, sums: Tensor) -> None:
+        """Adds a microbatch's sums, after its forward."""
+        self._sums = sums if self._sums is None else self._sums.add_(sums)
+
+    @abstractmethod
+    def arm(self) -> None:
+        """Says that the backward which comes next is this rank's last of the step."""
+
+    def _own_sums(self, num_sums: int) -> Tensor:
+        """What was added in this step."""
+        return torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums

@@ -331,3 +331,6 @@ def idle(plan: Plan) -> Iterator[str]:
         keys = [key for key in row.keys if value(plan, key) != value(default, key)]
         if keys and row.applies(plan):
             yield f"{shown(plan, *keys)}: no effect, since {row.reason}"
+    scale, compute = plan.precision.loss_scale, plan.precision.compute
+    if scale != "none" and compute != "float16":
+        yield f"precision.loss_scale = {scale!r} has no effect on {compute} compute"

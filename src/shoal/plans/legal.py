@@ -5,13 +5,12 @@ Integers and names only; `model_facts.facts_of` reads a model's. See `conflicts`
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.errors import PlanError, SettingWarning, nearest
-from shoal.plans.conflicts import Conflict, excluded, idle, shown
+from shoal.errors import PlanError, nearest
+from shoal.plans.conflicts import Conflict, excluded, shown
 from shoal.plans.grains import legal_data_degrees
 from shoal.plans.layout import AXES, Layout
 from shoal.plans.plan import Plan
@@ -56,17 +55,6 @@ class World(NamedTuple):
 
     size: int
     source: str
-
-
-def check(plan: Plan, facts: ModelFacts | None = None, world: World | None = None) -> list[str]:
-    """Warns of settings without effect and returns notes; without facts, or a world, what needs them is not judged.
-
-    Raises: PlanError with every conflict at once, each with the nearest legal values.
-    """
-    refuse(conflicts(plan, facts, world))
-    for sentence in (*idle(plan), *(idle_reduction(plan, facts) if facts is not None else ())):
-        warnings.warn(sentence, SettingWarning, stacklevel=2)
-    return list(notes(plan, facts)) if facts is not None else []
 
 
 def conflicts(plan: Plan, facts: ModelFacts | None = None, world: World | None = None) -> list[Conflict]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -195,10 +195,12 @@ class Plan(_Section):
         return 1 if self.server.mode in ("bounded", "asynchronous") else self.degrees.divides_grains
 
     @property
-    def uncompressed(self) -> Plan:
+    def uncompressed(self) -> Self:
         """This plan with gradients summed as they are."""
-        plain = {"collectives": {"compression": "none"}, "compression": CompressionSection().model_dump()}
-        return self if self.collectives.compression == "none" else self.with_sections(**plain)
+        if self.collectives.compression == "none":
+            return self
+        plain = self.collectives.model_copy(update={"compression": "none"})
+        return self.model_copy(update={"collectives": plain, "compression": CompressionSection()})
 
     def with_sections(self, **sections: dict[str, Any]) -> Plan:
         """This plan with some keys of some sections replaced. Raises: PlanError as `from_mapping` does."""
@@ -214,7 +216,7 @@ class Plan(_Section):
         return document
 
     @classmethod
-    def from_mapping(cls, document: dict[str, Any], source: str) -> Plan:
+    def from_mapping(cls, document: dict[str, Any], source: str) -> Self:
         """A plan from nested dicts; `source` names the file in messages.
 
         Raises: PlanError with every mistake at once, each with its path and, for an unknown key, the nearest name.

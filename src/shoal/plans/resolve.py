@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Self
 
 from shoal.errors import PlanError, SettingWarning, nearest
 from shoal.plans.legal import (
@@ -12,12 +13,12 @@ from shoal.plans.legal import (
     conflicts,
     legal_grains_per_microbatch,
     nearest_worlds,
+    notes,
     num_microbatches,
     other_world,
     refuse,
-    too_many_data_ranks,
 )
-from shoal.plans.plan import Plan
+from shoal.plans.plan import DataSection, LayoutSection, Plan, ServerSection
 
 # What `--precision` names: parameters, compute, reduce, loss_scale. Autocast where compute differs from parameters.
 PRECISIONS = {
@@ -78,45 +79,70 @@ def _without_stale_prediction(plan: Plan, given: Plan) -> Plan:
     return plan.model_copy(update={"prediction": {}})
 
 
-def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int | None = None) -> Plan:
-    """The plan with nothing left open for a job of `num_grains` grains of `grain_size` samples.
+class CompletePlan(Plan):
+    """A plan with nothing left open, judged against its job: what engines are built from, and nobody judges again.
+
+    `judge` alone makes one of another plan; a change by `with_sections` is another plan, and not judged.
+    """
+
+    @property
+    def alone(self) -> Self:
+        """The same on one process, without servers."""
+        return self.model_copy(update={"layout": LayoutSection(), "server": ServerSection()})
+
+    def with_workers(self, workers: int) -> Self:
+        """The same with so many processes a rank that fetch samples; for a plan without servers."""
+        return self.model_copy(update={"data": DataSection(workers=workers)})
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A complete plan, and what its layout does not give, a sentence each."""
+
+    plan: CompletePlan
+    notes: tuple[str, ...] = ()
+
+
+def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> Judged:
+    """The plan with nothing left open for a job and its model; once for a run, in one of its processes.
 
     `max_microbatch` is a wish in samples: the microbatch becomes as many whole grains as fit in it.
-    Raises: PlanError where the job's grains do not allow the layout, or none fits in that.
+    Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
-    refuse(list(too_many_data_ranks(plan, ModelFacts(num_grains, grain_size))))
-    share = -(-num_grains // plan.divides_step)
-    wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, num_grains, grain_size) or share
+    if plan.layout.data * plan.layout.shard <= facts.num_grains:  # else it is refused, and nothing fits
+        plan = plan.with_sections(batch={"grains_per_microbatch": _microbatch(plan, facts, max_microbatch)})
+    refuse(conflicts(plan, facts))
+    return Judged(CompletePlan.from_mapping(plan.to_mapping(), source="plan"), tuple(notes(plan, facts)))
+
+
+def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int | None = None) -> CompletePlan:
+    """As `judge`, of a job whose model is not looked at."""
+    return judge(plan, ModelFacts(num_grains, grain_size), max_microbatch).plan
+
+
+def _microbatch(plan: Plan, facts: ModelFacts, max_microbatch: int | None) -> int:
+    """How many grains a forward computes."""
+    share = -(-facts.num_grains // plan.divides_step)
+    wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, facts) or share
     if max_microbatch is not None:
-        if max_microbatch < grain_size:
-            raise _cuts_a_grain(max_microbatch, num_grains, grain_size)
-        wanted = min(wanted, max_microbatch // grain_size)
+        if max_microbatch < facts.grain_size:
+            raise _cuts_a_grain(max_microbatch, facts)
+        wanted = min(wanted, max_microbatch // facts.grain_size)
     if plan.execution.exact and wanted != 1:
         if plan.batch.grains_per_microbatch > 1:
             message = "batch.grains_per_microbatch has no effect: exact mode computes grain by grain"
             warnings.warn(message, SettingWarning, stacklevel=2)
         wanted = 1
-    return plan.with_sections(batch={"grains_per_microbatch": min(wanted, share)})
+    return min(wanted, share)
 
 
-def _cuts_a_grain(max_microbatch: int, num_grains: int, grain_size: int) -> PlanError:
-    smaller = -(-num_grains * grain_size // max_microbatch)
+def _cuts_a_grain(max_microbatch: int, facts: ModelFacts) -> PlanError:
+    smaller = -(-facts.num_grains * facts.grain_size // max_microbatch)
     return PlanError(
-        given=f"--max-microbatch {max_microbatch} for a job of grains={num_grains}",
-        conflict=f"a grain is computed whole, and has {grain_size} samples",
-        remedy=f"write --max-microbatch {grain_size} or more, or Job(grains={smaller}) (which changes the run)",
+        given=f"--max-microbatch {max_microbatch} for a job of grains={facts.num_grains}",
+        conflict=f"a grain is computed whole, and has {facts.grain_size} samples",
+        remedy=f"write --max-microbatch {facts.grain_size} or more, or Job(grains={smaller}) (which changes the run)",
     )
-
-
-def refuse_unsupported(plan: Plan) -> None:
-    """Raises: PlanError naming everything in the plan that this version does not execute; never runs it as less."""
-    refuse(conflicts(plan))
-    if plan.precision.loss_scale != "none" and plan.precision.compute != "float16":
-        warnings.warn(
-            f"precision.loss_scale = {plan.precision.loss_scale!r} has no effect on {plan.precision.compute} compute",
-            SettingWarning,
-            stacklevel=2,
-        )
 
 
 def _precision(name: str) -> dict[str, str]:
@@ -145,14 +171,13 @@ def _on_devices(plan: Plan, devices: int) -> Plan:
     return plan.with_sections(layout={"data": devices // rest})
 
 
-def _fewest_microbatches(plan: Plan, num_grains: int, grain_size: int) -> int:
+def _fewest_microbatches(plan: Plan, facts: ModelFacts) -> int:
     """Grains in a microbatch: as few microbatches as the pipeline's schedule allows, one a rank at least, and even.
 
     0 where the plan has no pipeline, or its schedule is not legal with any number.
     """
     if plan.layout.pipeline == 1:
         return 0
-    facts = ModelFacts(num_grains, grain_size)
     counts = {
         per: num_microbatches(plan.with_sections(batch={"grains_per_microbatch": per}), facts)
         for per in legal_grains_per_microbatch(plan, facts)

@@ -187,7 +187,7 @@ def simulate(lists: Sequence[Actions], seconds_of_action: Callable[[Action], flo
 
 
 def most_in_flight(own: Actions) -> int:
-    """The most forwards, over a rank's stages, whose activations are held at once: until their weights' gradient."""
+    """The most forwards, over a rank's stages, with activations in memory at once: until their weights' gradient."""
     held = most = 0
     for action in own:
         if action.kind is ActionKind.FORWARD:

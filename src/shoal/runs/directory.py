@@ -5,48 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Container
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import RunDirectoryError
+from shoal.errors import RunDirectoryError, ShoalError
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The files of one run under one directory."""
 
-    path: Path
-
-    @property
-    def job(self) -> Path:
-        """The job: file, function, settings and numbers. Its presence makes the directory a run's."""
-        return self.path / "job.json"
-
-    @property
-    def plan(self) -> Path:
-        """The complete plan."""
-        return self.path / "plan.toml"
-
-    @property
-    def records(self) -> Path:
-        """Step records, a JSON line each."""
-        return self.path / "records.jsonl"
-
-    @property
-    def result(self) -> Path:
-        """How the run ended."""
-        return self.path / "result.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoint directories."""
-        return self.path / "checkpoints"
-
-    @property
-    def errors(self) -> Path:
-        """Tracebacks, a text file a rank."""
-        return self.path / "errors"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        # File, function, settings and numbers of the job. Its presence makes the directory a run's.
+        self.job = path / "job.json"
+        self.plan = path / "plan.toml"  # complete
+        self.records = path / "records.jsonl"  # a step a line
+        self.result = path / "result.json"  # how the run ended
+        self.checkpoints = path / "checkpoints"  # a directory each
+        self.errors = path / "errors"  # tracebacks, a text file a rank
 
     def holds_run(self) -> bool:
         """Whether a run has trained here; one that failed before its first step has not."""
@@ -54,6 +30,12 @@ class RunDirectory:
             return False
         result = read_json(self.result)
         return not (result and result.get("status") == "failed" and result.get("steps") == 0)
+
+    def keep_traceback(self, who: str, error: ShoalError) -> None:
+        """Writes the traceback of an error, where it has one, under the name of the process that raised."""
+        if error.traceback_text:
+            self.errors.mkdir(exist_ok=True, parents=True)
+            write_file(self.errors / f"{who}.txt", error.traceback_text)
 
     def check(self, resume: bool) -> None:
         """Raises: RunDirectoryError where a new run would write over one, or a resume has nothing to resume."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -69,12 +70,12 @@ class Holder:
 
     @property
     def local(self) -> bool:
-        """Whether it is, or was, a process of this kernel."""
+        """Whether the holder is, or was, a process of this kernel."""
         return self.boot == _boot() and (bool(self.boot) or self.host == socket.gethostname())
 
     @property
     def runs_here(self) -> bool:
-        """Whether a process of this host that can be seen from here is it."""
+        """Whether the holder is a process of this host that can be seen from here."""
         return self.local and self.host == socket.gethostname() and _started(self.pid) == self.process_started
 
     def __str__(self) -> str:
@@ -102,7 +103,7 @@ def _command() -> str:
 
 
 class DirectoryLock:
-    """A held lock of this process and of the children that have `descriptor`, until `release`."""
+    """Lock of this process and of the children that have `descriptor`, until `release`."""
 
     def __init__(self, folder: Path, descriptor: int, holder: Holder, made: list[Path]) -> None:
         self.folder, self.descriptor, self.holder = folder, descriptor, holder
@@ -298,7 +299,8 @@ def _in_use(folder: Path, holder: Holder) -> InUseError:
 def _begun(aside: Path, mode: int, made: list[Path]) -> int:
     """A new file there, in a directory that may have to be made; `made` gets those that were."""
     for again in range(10):
-        made.extend(path for path in _absent(aside.parent) if path not in made)
+        absent = itertools.takewhile(lambda path: not path.exists(), aside.parents)
+        made.extend(path for path in absent if path not in made)
         aside.parent.mkdir(mode=mode, parents=True, exist_ok=True)
         try:
             return os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -306,15 +308,6 @@ def _begun(aside: Path, mode: int, made: list[Path]) -> int:
             if again == 9:
                 raise
     raise AssertionError("returned or raised")
-
-
-def _absent(folder: Path) -> list[Path]:
-    absent = []
-    for path in (folder, *folder.parents):
-        if path.exists():
-            break
-        absent.append(path)
-    return absent
 
 
 def _unmake(made: list[Path]) -> None:

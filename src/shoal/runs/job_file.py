@@ -8,7 +8,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -50,7 +50,7 @@ class LoadedJob:
         return {**known, **self.job.describe()}
 
 
-def parse_target(target: str, settings: list[str]) -> JobRequest:
+def parse_target(target: str, settings: Sequence[str]) -> JobRequest:
     """`FILE[:FUNCTION]` and `name=value` texts as a JobRequest.
 
     Raises: JobFileError for a missing file, SettingError for a text that is not name=value.

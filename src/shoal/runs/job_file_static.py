@@ -20,7 +20,7 @@ def least_grains(path: Path) -> int | None:
     """
     trees = list(_trees(path.resolve(), set()))
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    if not any(_name(call.func) == "Job" for call in calls):
+    if not any("Job" in (getattr(call.func, "attr", None), getattr(call.func, "id", None)) for call in calls):
         return None
     found = [_DEFAULT]
     for keyword in (keyword for call in calls for keyword in call.keywords if keyword.arg == "grains"):
@@ -69,12 +69,6 @@ def _imported(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names |= {(node.module or "").partition(".")[0]} if node.module else {alias.name for alias in node.names}
     return names - {""}
-
-
-def _name(function: ast.expr) -> str:
-    return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-    )
 
 
 def _mentions(node: ast.AST) -> bool:

@@ -62,7 +62,7 @@ class StepRecord:
     compression: dict[str, Any] | None = None  # in a sampled step: cosine and residual, and whether the guard fell back
 
     def with_ranks(self, ranks: dict[str, Spread]) -> StepRecord:
-        """The same with what all ranks have measured; half the time of dataclasses.replace."""
+        """Copy with all ranks' measurements; half the time of dataclasses.replace."""
         return StepRecord(**{**vars(self), "ranks": ranks})
 
     def evaluated(self, metrics: Mapping[str, float]) -> StepRecord:
@@ -111,14 +111,12 @@ class RunRecord:
     error: dict[str, Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
     certificate: str | None = None  # the SHA-256 of the certificate that the run demanded
-    traffic: dict[str, Any] | None = (
-        None  # of one step by rank, as measured and as predicted: docs/traffic-and-memory.md
-    )
+    # Of one step by rank, as measured and as predicted: docs/traffic-and-memory.md.
+    traffic: dict[str, Any] | None = None
     memory: dict[str, Any] | None = None
     server: dict[str, Any] | None = None  # with servers, what came of the pushes: docs/parameter-server.md
-    compression: dict[str, Any] | None = (
-        None  # its scheme, and since which step the guard fell back: docs/compression.md
-    )
+    # Its scheme, and since which step the guard fell back: docs/compression.md.
+    compression: dict[str, Any] | None = None
     computation: dict[str, Any] | None = None  # how grains were computed, and why not together: docs/exactness.md
     prediction: dict[str, Any] | None = None  # what the plan predicted beside what was measured: docs/plan.md
 

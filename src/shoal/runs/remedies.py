@@ -70,9 +70,7 @@ def _of_kind(error: BaseException, line: str) -> str:
         )
     if isinstance(error, NotImplementedError) and 'required "forward"' in str(error):
         return "give that module a method forward"
-    if isinstance(error, AttributeError) and "'NoneType'" in str(error):
-        return f"mend {line}: a value there is None; what should have made it may lack a return"
-    if isinstance(error, TypeError) and "NoneType" in str(error):
+    if isinstance(error, AttributeError | TypeError) and "NoneType" in str(error):
         return f"mend {line}: a value there is None; what should have made it may lack a return"
     if isinstance(error, KeyError):
         return f"mend {line}: ask for a key that is there"

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shoal.runs.certificate import Certificate
-from shoal.runs.directory_lock import NAME, DirectoryLock, claim
-from shoal.errors import CommandError, InUseError
-from shoal.runs.job_file import JobRequest, parse_target
-from shoal.runs.job_file_static import least_grains
+from shoal.errors import InUseError
+from shoal.hardware.detect import cores
 from shoal.plans import Plan
-from shoal.plans.legal import check, conflicts, refuse
-from shoal.plans.resolve import Wishes, apply_wishes, refuse_unsupported
-from shoal.plans.toml import read
-from shoal.runs.directory import RunDirectory, default_directory, read_json
+from shoal.plans.conflicts import idle
+from shoal.plans.legal import conflicts, refuse
+from shoal.plans.resolve import Judged, Wishes, apply_wishes
+from shoal.plans.unheeded import warn_of
+from shoal.runs.certificate import Certificate
+from shoal.runs.directory import RunDirectory, default_directory
+from shoal.runs.directory_lock import NAME, DirectoryLock, claim
+from shoal.runs.job_file import JobRequest
+from shoal.runs.job_file_static import least_grains
 
 
 @dataclass(frozen=True)
@@ -28,66 +29,24 @@ class RunRequest:
     `says_workers`: whether the command or a plan file says how many data workers a rank has.
     `plan_resumed`: it is the one that the run directory keeps, of which this call says nothing.
     `numbered`: the name of `out` where nobody gave a directory, so that another number serves as well.
+    `judged`: the plan completed, where a launcher has looked at the job; else rank 0 judges it.
     """
 
     job: JobRequest
     plan: Plan
     wishes: Wishes
     out: Path
-    resume: bool
-    steps: int | None
-    checkpoint_every: int | None
-    telemetry: bool
     started_at: float
     plan_from_file: bool
+    resume: bool = False
+    steps: int | None = None
+    checkpoint_every: int | None = None
+    telemetry: bool = True
     certificate: Path | None = None
     says_workers: bool = False
     plan_resumed: bool = False
     numbered: str | None = None
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace, started_at: float) -> RunRequest:
-        """The request in parsed options. Raises: CommandError, JobFileError, SettingError, PlanError."""
-        wishes = Wishes(
-            devices=_integer("--devices", options.devices),
-            exact=options.exact,
-            precision=options.precision,
-            workers=_integer("--workers", options.workers, least=0),
-            max_microbatch=_integer("--max-microbatch", options.max_microbatch),
-        )
-        job = parse_target(options.job, options.set)
-        out = Path(options.out) if options.out else default_directory(job.name, options.resume)
-        steps = _integer("--steps", options.steps)
-        if options.resume:
-            job, steps = _resumed(RunDirectory(out), job, steps)
-        resumed_plan = options.resume and not options.plan and RunDirectory(out).plan.exists()
-        plan = (
-            read(RunDirectory(out).plan if resumed_plan else Path(options.plan))
-            if options.plan or resumed_plan
-            else Plan()
-        )
-        says_workers = wishes.workers is not None or "workers" in plan.data.model_fields_set
-        if resumed_plan and options.exact and not plan.execution.exact:
-            plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
-        plan = apply_wishes(plan, wishes, from_file=bool(options.plan))
-        refuse(conflicts(plan))
-        refuse_unsupported(plan)
-        return cls(
-            job=job,
-            plan=plan,
-            wishes=wishes,
-            out=out,
-            resume=options.resume,
-            steps=steps,
-            checkpoint_every=_integer("--checkpoint-every", options.checkpoint_every),
-            telemetry=not options.no_telemetry,
-            started_at=started_at,
-            plan_from_file=bool(options.plan) or resumed_plan,
-            plan_resumed=resumed_plan,
-            certificate=Path(options.require_certificate) if options.require_certificate else None,
-            says_workers=says_workers,
-            numbered=None if options.out or options.resume else job.name,
-        )
+    judged: Judged | None = None
 
     def check(self) -> None:
         """Raises: RunDirectoryError where the run directory cannot be used, CertificateError where there is none."""
@@ -96,14 +55,16 @@ class RunRequest:
             Certificate.read(self.certificate)
 
     def check_plan(self) -> None:
-        """Warns of settings without effect, of a plan that this call gives. Raises: PlanError with every conflict.
+        """Warns of settings without effect. Raises: PlanError with every conflict that the plan has by itself."""
+        refuse(conflicts(self.plan))
+        warn_of(self.without_effect())
+
+    def without_effect(self) -> Iterator[str]:
+        """Settings of a plan that this call gives and that have no effect, a sentence each.
 
         What a run keeps was completed by it: a resume on other devices would tell of choices that nobody wrote.
         """
-        if self.plan_resumed:
-            refuse(conflicts(self.plan))
-        else:
-            check(self.plan)
+        return iter(()) if self.plan_resumed else idle(self.plan)
 
     def claim(self) -> DirectoryLock:
         """The directory for this process alone, until it is released: `out`, or of another number.
@@ -138,11 +99,11 @@ class RunRequest:
             raise InUseError(given=str(self.out), conflict="another has trained there since", remedy="take the next")
         self.check()
 
-    def with_devices(self, count: Callable[[], int]) -> RunRequest:
-        """The request with a number of devices, counted where neither plan nor option says."""
+    def with_devices(self, devices: int) -> RunRequest:
+        """The request with a number of devices, where neither plan nor option says."""
         if self.plan_from_file or self.wishes.devices is not None:
             return self
-        wishes = replace(self.wishes, devices=count())
+        wishes = replace(self.wishes, devices=devices)
         return replace(self, wishes=wishes, plan=apply_wishes(self.plan, wishes, from_file=False))
 
     def with_own_sums(self) -> RunRequest:
@@ -175,10 +136,11 @@ class RunRequest:
     def needs_look(self) -> bool:
         """Whether only the loaded job can tell if its grains, or its model, allow the layout of several ranks.
 
-        To load it costs a launcher the import of torch, two of the three seconds of a first step.
+        To load it costs a launcher the import of torch, two of the three seconds of a first step. With servers the
+        processes have no mesh over which rank 0 could hand on what it has judged.
         """
         layout = self.plan.degrees
-        if layout.shares_grains > 1:
+        if layout.shares_grains > 1 or self.plan.serves:
             return True
         ranks = layout.divides_grains
         return ranks > 1 and ranks > (least_grains(self.job.path) or 0)
@@ -196,12 +158,7 @@ class RunRequest:
     @property
     def threads_per_process(self) -> int:
         """The host's cores divided among the processes; one in exact mode, since kernels depend on it."""
-        return 1 if self.plan.execution.exact else max(1, cores_here() // self.world_size)
-
-
-def cores_here() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return 1 if self.plan.execution.exact else max(1, cores() // self.world_size)
 
 
 def devices_here() -> int:
@@ -212,29 +169,3 @@ def devices_here() -> int:
     if visible is not None:
         found = min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
     return max(1, found)
-
-
-def _resumed(directory: RunDirectory, job: JobRequest, steps: int | None) -> tuple[JobRequest, int | None]:
-    """The settings and the last step of the run that is resumed, where this call does not say."""
-    saved = read_json(directory.job)
-    if not saved:
-        return job, steps
-    given = dict(job.settings)
-    settings = {**saved.get("given", {}), **given}
-    return replace(job, settings=tuple(settings.items())), steps if steps is not None else saved.get("stop_after")
-
-
-def _integer(name: str, text: str | None, least: int = 1) -> int | None:
-    if text is None:
-        return None
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise CommandError(
-            given=f"{name} {text}",
-            conflict=f"{name} takes a whole number of at least {least}",
-            remedy=f"write {name} 2, say",
-        )
-    return value

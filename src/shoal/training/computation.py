@@ -21,6 +21,7 @@ from shoal.errors import JobError, LossError, ShoalError
 from shoal.job import Job
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, all_generators, seed_everything
+from shoal.numerics.isolation import ReentrantContext
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.coupling import compare, meaning
@@ -74,10 +75,14 @@ class MicrobatchPolicy:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What one batch showed of how to compute; not `conclusive` where its loss was not finite."""
+    """What one batch showed of how to compute; not `conclusive` where its loss was not finite.
+
+    `too_large`: memory ran out, and fewer grains are to be asked about.
+    """
 
     computation: MicrobatchPolicy
-    conclusive: bool
+    conclusive: bool = True
+    too_large: bool = False
 
 
 class RedoError(Exception):
@@ -128,20 +133,6 @@ def _past_the_model(what: str) -> JobError:
 Evaluate = Callable[[LossPair, Any], tuple[float, float]]
 
 
-class _ReentrantContext(contextlib.AbstractContextManager[None]):
-    """A context that can be entered any number of times."""
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._make = make
-
-    def __enter__(self) -> None:
-        self._now = self._make()
-        self._now.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._now.__exit__(*error)
-
-
 class LossComputer:
     """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
 
@@ -179,7 +170,7 @@ class LossComputer:
     def scope_of_stage(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """The same for a stage of a pipeline: it is entered again for the backward."""
         grains = GrainScope(self._job.seed, microbatch.step, microbatch.grains)
-        return _ReentrantContext(lambda: self.scope(microbatch, grains))
+        return ReentrantContext(lambda: self.scope(microbatch, grains))
 
     @contextlib.contextmanager
     def _randomness(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
@@ -196,11 +187,10 @@ class LossComputer:
             try:
                 with grains or GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
                     yield
-                    leaked = scope.leaked()
             except NotFusibleError as error:
                 raise RedoError(replace(self.computation, randomness="opaque"), str(error)) from error
-            if leaked:
-                raise RedoError(replace(self.computation, randomness="opaque"), "randomness past the grain's generator")
+            if scope.leaked():
+                raise RedoError(replace(self.computation, randomness="opaque"), "randomness outside torch's functions")
 
     def loss(self, batch: Any) -> tuple[Tensor, Tensor | float]:
         """(total, weight) of a batch that is on the device. Raises: LossError, UserCodeError."""
@@ -234,8 +224,7 @@ class LossComputer:
                 return LossComputer(
                     self._job, self._model, wide, self.computation, self._evaluate, divided=self._divided
                 )._probe(microbatch, buffers)
-        found = self._probe(microbatch, buffers)
-        return ProbeResult(replace(found.computation, fuse=False), conclusive=True)
+        return ProbeResult(replace(self._probe(microbatch, buffers).computation, fuse=False))
 
     def _probe(self, microbatch: Microbatch, buffers: StepBuffers) -> ProbeResult:
         buffers.watch()
@@ -287,8 +276,7 @@ class LossComputer:
         with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
             batch = self._precision.inputs(microbatch.batch)
             total, weight = self._evaluate(self.pair, batch) if self._evaluate else self.loss(batch)
-            leaked = scope.leaked()
-        return (float(total), float(weight)), scope.calls, leaked
+        return (float(total), float(weight)), scope.calls, scope.leaked()
 
 
 @contextlib.contextmanager
@@ -354,39 +342,29 @@ def check_gradient(total: Tensor) -> None:
 
 def check_pair(what: str, pair: Any) -> tuple[Tensor, Tensor | float]:
     """The pair (total, weight). Raises: LossError for a bare mean and anything else, with the fix."""
-    fix = (
-        "return the sum and what it sums over: shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
-    )
     if isinstance(pair, Tensor) or not (isinstance(pair, tuple | list) and len(pair) == 2):
-        kind = f"a tensor of shape {list(pair.shape)}" if isinstance(pair, Tensor) else type(pair).__name__
-        raise LossError(
-            given=f"a {what} that returned {kind}",
-            conflict="without its weight a mean cannot be put together over grains: a mean of means is another number",
-            remedy=fix,
-        )
+        conflict = "without its weight a mean cannot be put together over grains: a mean of means is another number"
+        raise _no_pair(f"a {what} that returned {_kind(pair)}", conflict)
     total, weight = pair
     if isinstance(total, int | float):
         total = torch.tensor(float(total))
-    if not isinstance(total, Tensor):
-        raise LossError(
-            given=f"a {what} whose total is {type(total).__name__}",
-            conflict="the total is one floating-point number",
-            remedy=fix,
-        )
-    if total.numel() != 1 or (not total.is_floating_point() and what == "loss"):
-        raise LossError(
-            given=f"a {what} whose total is {total.dtype} of shape {list(total.shape)}",
-            conflict="the total is one floating-point number",
-            remedy=fix,
-        )
+    counted = isinstance(total, Tensor) and total.numel() == 1 and (total.is_floating_point() or what != "loss")
+    if not counted:
+        raise _no_pair(f"a {what} whose total is {_kind(total)}", "the total is one floating-point number")
     if (isinstance(weight, Tensor) and weight.numel() != 1) or not isinstance(weight, Tensor | int | float):
-        raise LossError(
-            given=f"a {what} whose weight is {type(weight).__name__}"
-            + (f" of shape {list(weight.shape)}" if isinstance(weight, Tensor) else ""),
-            conflict="the weight is one number: how many samples or tokens the total sums over",
-            remedy=fix,
-        )
+        conflict = "the weight is one number: how many samples or tokens the total sums over"
+        raise _no_pair(f"a {what} whose weight is {_kind(weight)}", conflict)
     return _number(total), _number(weight) if isinstance(weight, Tensor) else weight
+
+
+def _kind(value: Any) -> str:
+    whole = isinstance(value, Tensor)
+    return f"a tensor of shape {list(value.shape)}, {value.dtype}" if whole else type(value).__name__
+
+
+def _no_pair(given: str, conflict: str) -> LossError:
+    fix = "shoal.cross_entropy(logits, targets), or (loss * n, n) for a mean over n"
+    return LossError(given=given, conflict=conflict, remedy=f"return the sum and what it sums over: {fix}")
 
 
 def _number(tensor: Tensor) -> Tensor:

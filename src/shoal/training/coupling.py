@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class _LeafRows:
         return cls((rows @ weights).cpu(), size)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _RowsCall:
     """One call of a module: the rows of what it was given, and of what it gave."""
 
@@ -51,22 +51,7 @@ class _RowsCall:
     gave: list[_LeafRows]
 
 
-@dataclass
-class _Watched:
-    """The calls of one forward, in the order in which they end; a module's own come before its own end."""
-
-    calls: dict[tuple[str, int], _RowsCall] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def hook(self, name: str) -> Callable[..., None]:
-        """A forward hook for the module of this name."""
-
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = _RowsCall(name, type(module).__name__, _rows((args, kwargs)), _rows(output))
-            self.calls[name, self.counts[name]] = call
-            self.counts[name] += 1
-
-        return after
+_Calls = dict[tuple[str, int], _RowsCall]  # by name, and by which of the module's it is
 
 
 def _rows(value: Any) -> list[_LeafRows]:
@@ -78,11 +63,20 @@ def _rows(value: Any) -> list[_LeafRows]:
 
 
 @contextlib.contextmanager
-def _watching(model: nn.Module) -> Iterator[_Watched]:
-    watched = _Watched()
-    handles = [m.register_forward_hook(watched.hook(n), with_kwargs=True) for n, m in model.named_modules()]
+def _watching(model: nn.Module) -> Iterator[_Calls]:
+    """The calls of the forwards in this context, in the order in which they end: what a module calls before itself."""
+    calls: _Calls = {}
+    names = {module: name for name, module in model.named_modules()}
+    counts: Counter[str] = Counter()
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        name = names[module]
+        calls[name, counts[name]] = _RowsCall(name, type(module).__name__, _rows((args, kwargs)), _rows(output))
+        counts[name] += 1
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in names]
     try:
-        yield watched
+        yield calls
     finally:
         for handle in handles:
             handle.remove()
@@ -115,10 +109,10 @@ def compare(
         fused = loss(whole)
     apart, sums = [], []
     for part in parts:
-        with _watching(model) as watched:
+        with _watching(model) as calls:
             sums.append(loss(part))
-        apart.append(watched.calls)
-    return fused, sums, _no_sum(fused, sums) or _mixed(together.calls, apart, _ROUNDING[itemsize])
+        apart.append(calls)
+    return fused, sums, _no_sum(fused, sums) or _mixed(together, apart, _ROUNDING[itemsize])
 
 
 def _no_sum(fused: Sums, parts: list[Sums]) -> str:
@@ -133,9 +127,7 @@ def _no_sum(fused: Sums, parts: list[Sums]) -> str:
     return ""
 
 
-def _mixed(
-    together: dict[tuple[str, int], _RowsCall], apart: list[dict[tuple[str, int], _RowsCall]], rounding: float
-) -> str:
+def _mixed(together: _Calls, apart: list[_Calls], rounding: float) -> str:
     for key, call in together.items():
         others = [calls[key] for calls in apart if key in calls]
         if len(others) < len(apart):

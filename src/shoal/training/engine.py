@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,12 +15,10 @@ from torch.utils._pytree import tree_leaves
 from shoal.checkpoint.keeper import Keeper, RunState, Trained
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.tensor_file import NAMES
-from shoal.data.device_transfer import Transfer
 from shoal.data.loader import Loader
-from shoal.data.opened import Opened, open_evaluation, opened
+from shoal.data.opened import loader_of, open_evaluation, opened, order_of, refuse_epochs
 from shoal.data.order import Order
-from shoal.data.reading import loader_of, order_of, refuse_epochs
-from shoal.data.source import MapSource, small_batch
+from shoal.data.source import MapSource, Opened, small_batch
 from shoal.data.stream import no_lockstep
 from shoal.distributed.agreement import collectively, together
 from shoal.distributed.failures import user_error
@@ -33,50 +30,33 @@ from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.precision import LossScale, Precision
 from shoal.parallel.assemble import ModelSource, assemble, divide
-from shoal.parallel.base import Strategy
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import refuse_unsupported
+from shoal.plans.resolve import CompletePlan
 from shoal.plans.unheeded import warn_of
-from shoal.training.computation import Evaluate, LossComputer, LossPair, MicrobatchPolicy
+from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
 from shoal.training.evaluation import Evaluator
 from shoal.training.observer import Observer
 from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
-from shoal.training.step import StepParts
+from shoal.training.step_records import Surroundings, TrainingParts
 from shoal.training.telemetry import RecordWriter, StepClock
-from shoal.training.trainer import Parts, Surroundings, Trainer
+from shoal.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
 
 
-@dataclass
-class Engine:
+@dataclass(frozen=True, kw_only=True)
+class Engine(TrainingParts):
     """What a rank trains with."""
 
-    job: Job
-    plan: Plan
-    mesh: Mesh
-    precision: Precision
-    model: nn.Module
-    sharded_model: ShardedModel
-    pipeline: Pipeline | None
-    parameters: Parameters
-    strategy: Strategy
-    updater: Updater
-    loader: Loader
-    order: Order
-    evaluator: Evaluator
-    keeper: Keeper
-    clock: StepClock
-    observer: Observer
+    plan: CompletePlan
     store: Store | None
     num_train_samples: int | None
-    records: RecordWriter
     notes: tuple[str, ...] = ()
 
     @property
@@ -89,10 +69,6 @@ class Engine:
         if self.mesh.rank == 0 and self.store is not None:
             self.store.clean()
         return self.keeper.load(self._loss_scale)
-
-    @property
-    def _evaluate(self) -> Evaluate | None:
-        return self.pipeline.evaluate if self.pipeline is not None else None
 
     @property
     def _loss_scale(self) -> LossScale:
@@ -109,63 +85,17 @@ class Engine:
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """The trainer that goes on from `state`, or begins."""
-        state = state or self.first_state()
-        return Trainer(self.parts(state, num_steps, around, records), around, state)
+        return Trainer(self, around, state or self.first_state(), num_steps, records)
 
     def first_state(self) -> RunState:
         """Before the first step."""
         return RunState(loss_scale=self._loss_scale)
 
-    def parts(self, state: RunState, num_steps: int, around: Surroundings, records: RecordWriter) -> Parts:
-        """What goes on from `state` up to `num_steps`."""
-        self.records = records
-        self.records.forget_after(state.step)
-        return Parts(
-            job=self.job,
-            model=self.model,
-            parameters=self.parameters,
-            step=self.step_parts(state.step, around.note),
-            updater=self.updater,
-            order=self.order,
-            evaluator=self.evaluator,
-            keeper=self.keeper,
-            records=self.records,
-            num_steps=num_steps,
-        )
-
-    def step_parts(self, first: int, note: Callable[[str], None]) -> StepParts:
-        """What computes steps, the first of them `first`."""
-        computation = MicrobatchPolicy(self.plan.batch.grains_per_microbatch, fuse=self.job.fuse)
-        self.loader.seek(first, computation.effective_grains)
-        return StepParts(
-            mesh=self.mesh,
-            precision=self.precision,
-            sharded_model=self.sharded_model,
-            pipeline=self.pipeline,
-            strategy=self.strategy,
-            loader=self.loader,
-            transfer=Transfer(self.mesh.device, self.precision.inputs),
-            computer=LossComputer(
-                self.job,
-                self.model,
-                self.precision,
-                computation,
-                self._evaluate,
-                cut=self.plan.shards_model,
-                divided=self.sharded_model.divided,
-            ),
-            buffers=StepBuffers(self.model, self.sharded_model.counts_buffer),
-            clock=self.clock,
-            note=note,
-            observer=self.observer,
-        )
-
     def close(self) -> None:
-        """Ends threads, worker processes and files, and takes the strategy's hooks off."""
+        """Ends threads and worker processes, and takes the strategy's hooks off."""
         self.strategy.close()
         self.keeper.close()
         self.loader.close()
-        self.records.close()
 
 
 @dataclass(frozen=True)
@@ -184,9 +114,8 @@ class Options:
     observer: Observer = field(default_factory=Observer)
 
 
-def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
+def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
-    refuse_unsupported(plan)
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     job = together(mesh, lambda: opened(job))
     data: Opened = job.train_data
@@ -207,6 +136,8 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
     evaluation = together(mesh, lambda: _evaluation_data(job))
     order = order_of(data, job, job.length, job.shuffle is not False)
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
+    policy = MicrobatchPolicy(plan.batch.grains_per_microbatch, fuse=job.fuse)
+    evaluate = pipeline.evaluate if pipeline is not None else None
     store = Store(options.checkpoints) if options.checkpoints is not None else None
     keeper = Keeper(mesh, store, Trained(sharded_model, optimizer, loader, strategy), options.checkpoint_every)
     return Engine(
@@ -219,6 +150,10 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
         pipeline=pipeline,
         parameters=parameters,
         strategy=strategy,
+        computer=LossComputer(
+            job, model, precision, policy, evaluate, cut=plan.shards_model, divided=sharded_model.divided
+        ),
+        buffers=StepBuffers(model, sharded_model.counts_buffer),
         updater=updater,
         loader=loader,
         order=order,
@@ -232,14 +167,13 @@ def build(job: Job, plan: Plan, mesh: Mesh, options: Options) -> Engine:
             collate=evaluation.collate if evaluation is not None else None,
             divided=sharded_model.divided,
             syncs_every_microbatch=strategy.syncs_every_microbatch,
-            evaluate=pipeline.evaluate if pipeline is not None else None,
+            evaluate=evaluate,
         ),
         keeper=keeper,
         clock=clock,
         observer=options.observer,
         store=store,
         num_train_samples=order.num_samples if isinstance(source, MapSource) else None,
-        records=RecordWriter(None),
         notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
     )
 
@@ -317,13 +251,13 @@ def _evaluation_data(job: Job) -> Opened | None:
     return None if job.eval_data is None else open_evaluation("eval_data", job.eval_data, job.collate)
 
 
-def _with_workers(plan: Plan, data: Opened, options: Options) -> tuple[Plan, tuple[str, ...]]:
+def _with_workers(plan: CompletePlan, data: Opened, options: Options) -> tuple[CompletePlan, tuple[str, ...]]:
     """The plan with as many data workers as a DataLoader has, where nobody said how many; and what has no effect."""
     wanted, have = data.workers, plan.data.workers
     if wanted is None or wanted == have or not isinstance(data.source, MapSource):
         return plan, data.notes
     if options.take_workers and not plan.serves:
-        return plan.with_sections(data={"workers": wanted}), data.notes
+        return plan.with_workers(wanted), data.notes
     said = f"train_data: num_workers={wanted} has no effect: the plan has data.workers = {have}"
     return plan, (*data.notes, said)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.errors import DataError
 from shoal.job import Job
 from shoal.numerics.grain_randomness import seed_everything
+from shoal.numerics.isolation import python_generators_kept
 from shoal.numerics.precision import Precision
 from shoal.plans.grains import random_key
 from shoal.training.computation import Evaluate, LossPair
@@ -170,13 +170,10 @@ def _as_before(model: nn.Module, device: torch.device) -> Iterator[None]:
         for name, value in module._buffers.items()
         if value is not None
     ]
-    generators = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with python_generators_kept(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
         with torch.no_grad():
             for home, name, value, version, clone in kept:
                 home[name] = value

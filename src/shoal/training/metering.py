@@ -66,19 +66,16 @@ class StepMeter(Observer):
         return self._traffic is not None
 
     def begin(self, step: int, factor: float) -> None:
-        """Starts to measure, anew where a step is computed again."""
         if self._left and self._traffic is not None and self._memory is not None:
             self._current = step
             self._traffic.start()
             self._memory.start()
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
-        """The gradients are all there."""
         if self._left and self._memory is not None and self._strategy is not None:
             self._memory.summed(self._strategy.gradient_buffers())
 
     def updated(self, skipped: str | None) -> None:
-        """Ends the measurement of a step that updated."""
         if self._left and self._traffic is not None and self._memory is not None:
             volumes, footprint = self._traffic.stop(), self._memory.stop()
             if skipped is None:
@@ -244,14 +241,18 @@ def sharding(sharded_model: ShardedModel, plan: Plan, precision: Precision, coun
         uses=tuple(uses),
         halves=staged is not None and staged.halves,
         reduce_every=plan.shard.reduce == "every_microbatch",
-        root_early=sum(array(p.sharded_param).numel for p in own if places[p._module_info.module] > last),
+        root_early=sum(
+            array(p.sharded_param).numel
+            for p in own
+            if places[p._module_info.module] > last and p.sharded_param.requires_grad
+        ),
     )
 
 
 def array(parameter: Tensor) -> Array:
     """A parameter as the formulas see it."""
     kind = str(parameter.dtype).removeprefix("torch.")
-    return Array(tuple(parameter.shape), parameter.itemsize, parameter.is_contiguous(), kind)
+    return Array(tuple(parameter.shape), parameter.itemsize, parameter.is_contiguous(), kind, parameter.requires_grad)
 
 
 def optimizer_shape(optimizer: torch.optim.Optimizer) -> StateShape | None:

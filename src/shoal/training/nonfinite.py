@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +12,57 @@ from torch import Tensor
 
 from shoal.data.microbatch import Microbatch
 from shoal.distributed.mesh import Mesh
+from shoal.errors import NonFiniteError
 from shoal.numerics.precision import Precision
 from shoal.training.computation import LossComputer
 
 # A grain of more samples than this is named whole, not searched sample by sample.
 _MAX_SEARCHED = 256
+# So many steps in a row that are not finite are no accident that leaving them out could mend.
+_MAX_STREAK = 10
+# What is found where nobody is.
+NOBODY: dict[str, Any] = {"rank": None, "host": None, "grains": [], "samples": [], "other_ranks": []}
+
+
+@dataclass(frozen=True)
+class NonFiniteStep:
+    """A step whose loss or gradient is not finite, the last of so many in a row, and what was found of who brought it.
+
+    `found` is None where a model that several ranks compute together is not searched. `policy`: the job's.
+    """
+
+    step: int
+    loss: float
+    found: dict[str, Any] | None
+    streak: int
+    policy: str
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run is to end here."""
+        return self.policy == "stop" or self.streak > _MAX_STREAK
+
+    @property
+    def _what(self) -> str:
+        return "loss" if not math.isfinite(self.loss) else "gradient"
+
+    @property
+    def _culprit(self) -> str:
+        if self.found is None:
+            return "which sample brought it is not searched for in a divided model"
+        return "rank {rank} on {host}, grains {grains}, samples {samples}".format(**self.found)
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self._what} is not finite: {self._culprit}: {self.policy}"
+
+    def error(self, left: str, remedy: str) -> NonFiniteError:
+        """What ends the run. `left`: what became of the parameters."""
+        many = f", as in the {_MAX_STREAK} steps before" if self.streak > _MAX_STREAK else ""
+        return NonFiniteError(
+            given=f"step {self.step}: {self._culprit}",
+            conflict=f"the {self._what} there is not finite{many}; {left}",
+            remedy=f"mend or drop these samples, or set {remedy}",
+        )
 
 
 class NonFiniteSearch:
@@ -37,7 +85,7 @@ class NonFiniteSearch:
         culprits = [t for t in told if t["grains"]]
         if culprits:
             return {**culprits[0], "other_ranks": [t["rank"] for t in culprits[1:]]}
-        return {"rank": None, "host": None, "grains": [], "samples": [], "other_ranks": []}
+        return dict(NOBODY)
 
     def _search(self, microbatches: list[Microbatch]) -> tuple[list[int], list[int]]:
         grains: list[int] = []

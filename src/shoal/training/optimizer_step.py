@@ -237,16 +237,15 @@ class Updater:
         """Divides the summed gradients by `weight` and by the loss's factor, clips their norm, and steps.
 
         `loss` is the mean. The norm counts every trainable parameter once. Nothing is changed where the update says
-        that it was skipped. Collective: as Holding.complete and Holding.norm, and the strategy's `update`.
+        that it was skipped. Collective: as the strategy's `norm` and `update`.
         """
         rate = self.stepper.set_rates(progress)
         if weight == 0.0:
             return Update(0.0, rate, "weightless")
-        self._sharded_model.complete()
         held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
         self._observer.reduced(loss, weight, scale)
-        norm = self._sharded_model.norm(global_norm([gradient for gradient, counts in held if counts])) * abs(scale)
+        norm = self._strategy.norm(global_norm([gradient for gradient, counts in held if counts])) * abs(scale)
         skipped = judged(loss, norm, scale, loss_scale)
         if skipped is not None:
             return Update(norm, rate, skipped)

@@ -2,96 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
 from typing import Any
 
 from torch import Tensor
 
 from shoal.data.microbatch import Microbatch
 from shoal.errors import JobError
-from shoal.numerics.batch_statistics import StepBuffers
-from shoal.parallel.base import Strategy, buffer_sums, microbatch_sums
+from shoal.parallel.base import AccumulatingStrategy, buffer_sums
 from shoal.parallel.pipeline.pipeline import Pipeline, Work
-from shoal.training.computation import LossComputer, check_gradient
-from shoal.training.observer import Observer
+from shoal.training.forward_backward import ForwardBackward
 
 
-@dataclass(frozen=True)
 class StageStep:
-    """What the stages of a step are computed with."""
+    """The stages' passes over microbatches, of which the first `own` count.
 
-    computer: LossComputer
-    strategy: Strategy
-    buffers: StepBuffers
-    observer: Observer
-    counts_loss: bool  # whether this rank, of those with the same grains, counts their losses
-    own: int  # microbatches that count; those after them fill up, in step with ranks that have more
+    Those after them fill up, in step with ranks that have more.
+    """
 
-    def run(self, pipeline: Pipeline, microbatches: list[Microbatch], batches: list[Any], factor: float) -> None:
-        """Adds the gradients and sums of these microbatches; loss totals are multiplied by `factor`.
+    def __init__(self, passes: ForwardBackward, microbatches: list[Microbatch], batches: list[Any], own: int) -> None:
+        """`batches` are those of the microbatches, on the device."""
+        assert isinstance(passes.parts.strategy, AccumulatingStrategy), "exact mode has no stages"
+        self._passes, self._parts, self._strategy = passes, passes.parts, passes.parts.strategy
+        self._microbatches, self._batches, self._own = microbatches, batches, own
+        self._done = [0] * len(microbatches)
+
+    def run(self, pipeline: Pipeline) -> None:
+        """Adds the gradients and sums of the microbatches.
 
         Raises: what fails on this rank, after its part for the others; RedoError. Collective: the pipeline's ranks.
         """
-        self._refuse_opaque()
-        done = [0] * len(microbatches)
-
-        def begins(number: int) -> None:
-            if number < self.own:
-                self.observer.microbatch(microbatches[number], batches[number])
-
-        def filled(result: Any) -> Tensor | None:
-            self.buffers.restore()
-            self.strategy.add(buffer_sums(self.buffers.weighted(0)))
-            return None if result is None else result[0] * 0.0
-
-        def forwarded(number: int, result: Any) -> Tensor | None:
-            if number >= self.own:
-                return filled(result)
-            microbatch = microbatches[number]
-            self.computer.check_buffers(self.buffers)
-            buffers = self.buffers.weighted(microbatch.num_samples)
-            self.buffers.restore()
-            if done[number]:  # a later stage on this rank: the others' buffers were counted with the first
-                buffers = buffers - self.buffers.weighted(microbatch.num_samples)
-            done[number] += 1
-            if result is None:
-                self.observer.forwarded()
-                self.strategy.add(buffer_sums(buffers))
-                return None
-            total, weight = result
-            check_gradient(total)
-            own = microbatch_sums(microbatch, total, weight, buffers) if self.counts_loss else buffer_sums(buffers)
-            self.strategy.add(own)
-            self.observer.loss(total.detach(), weight)
-            scaled: Tensor = total * factor if factor != 1.0 else total
-            return scaled
-
-        def before_backward(number: int, last: bool) -> None:
-            if last:
-                self.strategy.arm()
-
-        def backwarded(number: int, last: bool) -> None:
-            self.buffers.restore()  # what recomputation has changed
-
-        pipeline.run(
-            self.computer.model,
-            Work(
-                self.computer.pair,
-                batches,
-                lambda number: self.computer.scope_of_stage(microbatches[number]),
-                begins,
-                forwarded,
-                before_backward,
-                backwarded,
-            ),
-        )
-        self.observer.computed()
-
-    def _refuse_opaque(self) -> None:
-        if self.computer.computation.randomness == "opaque":
+        computer = self._parts.computer
+        if computer.computation.randomness == "opaque":
             raise JobError(
                 given="a model that draws at random in ways that cannot be told apart by grain, in pipeline stages",
                 conflict="a stage does not compute the modules before it, and cannot tell what they would have drawn",
                 remedy="draw with torch's functions on tensors whose first dim is the samples, or use "
                 "layout.pipeline = 1",
             )
+        work = Work(
+            computer.pair,
+            self._batches,
+            self._scope,
+            self._begins,
+            self._forwarded,
+            self._before_backward,
+            self._backwarded,
+        )
+        pipeline.run(computer.model, work)
+        self._parts.observer.computed()
+
+    def _scope(self, number: int) -> contextlib.AbstractContextManager[None]:
+        return self._parts.computer.scope_of_stage(self._microbatches[number])
+
+    def _begins(self, number: int) -> None:
+        if number < self._own:
+            self._parts.observer.microbatch(self._microbatches[number], self._batches[number])
+
+    def _forwarded(self, number: int, result: Any) -> Tensor | None:
+        parts, buffers, microbatch = self._parts, self._parts.buffers, self._microbatches[number]
+        if number >= self._own:
+            buffers.restore()
+            self._strategy.add(buffer_sums(buffers.weighted(0)))
+            return None if result is None else result[0] * 0.0
+        written = self._passes.weighted_buffers(microbatch)
+        buffers.restore()
+        if self._done[number]:  # a later stage on this rank: the others' buffers were counted with the first
+            written = written - buffers.weighted(microbatch.num_samples)
+        self._done[number] += 1
+        if result is None:
+            parts.observer.forwarded()
+            self._strategy.add(buffer_sums(written))
+            return None
+        total, weight = result
+        loss, sums = self._passes.loss(microbatch, total, weight, written)
+        self._strategy.add(sums)
+        return loss
+
+    def _before_backward(self, number: int, last: bool) -> None:
+        if last:
+            self._strategy.arm()
+
+    def _backwarded(self, number: int, last: bool) -> None:
+        self._parts.buffers.restore()  # what recomputation has changed

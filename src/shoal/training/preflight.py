@@ -1,10 +1,12 @@
-"""Admission: a plan judged against its job and the job's model, and completed, before any rank computes."""
+"""Preflight checks: a plan judged against its job and the job's model, and ranks that run the same, before a step."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import platform
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,53 +14,37 @@ from torch import nn
 
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource
-from shoal.distributed.failures import as_shoal_error, to_json, user_error
+from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import LaunchError
 from shoal.job import Job
 from shoal.parallel.model.model_facts import facts_of
 from shoal.parallel.model.repeated_blocks import repeated_blocks
-from shoal.plans.legal import ModelFacts, conflicts, notes, refuse
+from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import complete
+from shoal.plans.resolve import Judged, judge
+from shoal.runs.handover import dumped
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.request import RunRequest
 from shoal.runs.version import __version__
 
 
-class Admitted(NamedTuple):
-    """A complete plan, and what its layout does not give, a sentence each."""
-
-    plan: Plan
-    notes: tuple[str, ...]
-
-
-def admit(request: RunRequest) -> dict[str, Any] | None:
-    """The error, as a JSON value, for which no rank of this request is started; None where there is none.
-
-    Loads the job, and builds its model without weights where the layout divides it.
-    """
+def look(request: RunRequest) -> dict[str, Any]:
+    """A request with its plan judged for its loaded job, or the error for which no rank is started; as JSON."""
     try:
-        job = load(request.job).job
-        admitted(job, request.plan, request.wishes.max_microbatch)
+        found = judged(load(request.job).job, request.plan, request.wishes.max_microbatch)
+        return {"request": dumped(replace(request, judged=found))}
     except (Exception, SystemExit) as caught:
-        error = user_error("a sys.exit()", caught) if isinstance(caught, SystemExit) else as_shoal_error(caught)
-        return {**to_json(error, 0, platform.node()), "rank": None}
-    return None
+        return {"error": {**to_json(as_shoal_error(caught), 0, platform.node()), "rank": None}}
 
 
-def admitted(job: Job, plan: Plan, max_microbatch: int | None = None) -> Admitted:
-    """The plan of a job, judged and completed.
+def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
+    """The plan judged for a job; where the layout divides the model that is built without weights.
 
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
     model = outline(job) if plan.degrees.shares_grains > 1 else None
-    facts = _facts(job, plan, model)
-    if plan.layout.data * plan.layout.shard > job.grains:  # which cannot be completed
-        refuse(conflicts(plan, facts))
-    plan = complete(plan, job.grains, job.grain_size, max_microbatch)
-    refuse(conflicts(plan, facts))
-    return Admitted(plan, tuple(notes(plan, facts)))
+    return judge(plan, _facts(job, plan, model), max_microbatch)
 
 
 def outline(job: Job) -> nn.Module | None:
@@ -87,16 +73,23 @@ def one_grain(job: Job) -> Any:
     return source.fetch([np.arange(min(len(source), job.grain_size))], [0])
 
 
-def shake_hands(mesh: Mesh, loaded: LoadedJob, plan: Plan) -> None:
-    """Raises: LaunchError, on every rank, where the ranks do not run the same thing."""
+def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
+    """Compares a digest of what each rank runs. Raises: LaunchError, on every rank, where they differ.
+
+    Collective: all ranks, one JSON gather, and where they differ another.
+    """
     mine = {
         "shoal": __version__,
         "torch": torch.__version__,
         "job": loaded.job.describe(),
         "settings": loaded.settings,
-        "plan": plan.to_mapping(),
+        "plan": request.plan.to_mapping(),
+        "--max-microbatch": request.wishes.max_microbatch,
         "device": mesh.device.type,
     }
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    if len(set(mesh.gather_json(digest))) == 1:
+        return
     told = mesh.gather_json({**mine, "host": mesh.host})
     for rank, other in enumerate(told):
         differing = [name for name in mine if other[name] != told[0][name]]

@@ -30,10 +30,10 @@ def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
         )
     at_least_one("steps", steps)
     notes = left_out(plan)
-    plan = complete(plan.uncompressed, job.grains, job.grain_size)
+    complete_plan = complete(plan.uncompressed, job.grains, job.grain_size)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
-        trace_forked(lambda plan: (job, plan), plan, folder, steps)
-        verdict = judge_traces(job, plan, folder)
+        trace_forked(lambda: job, complete_plan, folder, steps)
+        verdict = judge_traces(job, complete_plan, folder)
         verdict.notes += notes
         return verdict

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 from shoal.distributed.process_setup import versions
 from shoal.plans.plan import Plan
 from shoal.runs.certificate import SCHEMA
-from shoal.runs.directory import write_file
 from shoal.runs.job_file import LoadedJob
 from shoal.verification.judge import Verdict
 
@@ -41,8 +38,3 @@ def certificate(verdict: Verdict, loaded: LoadedJob, plan: Plan, parallel_second
             "causes": verdict.diagnosis.causes,
         },
     }
-
-
-def write_certificate(path: Path, document: dict[str, Any]) -> None:
-    """Writes it whole or not at all."""
-    write_file(path, json.dumps(document, indent=1) + "\n")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether it is the same."""
+        """Whether the tensor is within its tolerance."""
         return self.ratio <= 1.0
 
 
@@ -100,20 +100,19 @@ def compare(
     return sorted(found, key=lambda check: PHASES.index(check.phase))
 
 
+@dataclass
 class _Comparison:
-    def __init__(
-        self,
-        parallel: StepTrace,
-        before: StepTrace,
-        references: References,
-        order: list[str],
-        measured: dict[str, float],
-    ) -> None:
-        self._p, self._before, self._r, self._order = parallel, before, references, order
-        self._measured = measured
-        self._base = references.ways[0].trace
-        self._relative: dict[str, float] = {}  # what each parameter's gradient may be off by, relative to its size
-        self._norm_tolerance = 0.0
+    _p: StepTrace
+    _before: StepTrace
+    _r: References
+    _order: list[str]
+    _measured: dict[str, float]
+    _relative: dict[str, float] = field(default_factory=dict)  # by how much of its size each gradient may be off
+    _norm_tolerance: float = 0.0
+
+    @property
+    def _base(self) -> StepTrace:
+        return self._r.ways[0].trace
 
     def phases(self) -> Iterator[list[Check]]:
         """The checks, a phase at a time."""

@@ -112,12 +112,8 @@ def _data(case: _Case) -> Iterator[str]:
     elif "instead of" in said:
         sorts = {tuple(sorted(part.ids)) for part in case.parallel.parts}
         wanted = {tuple(sorted(part.ids)) for part in case.base.trace.parts}
-        mixed = sorts == wanted
-        yield (
-            "the right samples in other grains"
-            if mixed
-            else ("another order than the job's seed and epoch give: a sampler without set_epoch, or seeded by rank")
-        )
+        other = "another order than the job's seed and epoch give: a sampler without set_epoch, or seeded by rank"
+        yield "the right samples in other grains" if sorts == wanted else other
     else:
         yield "the same sample ids with other content: augmentation drawn per rank or worker, not per sample"
 
@@ -218,25 +214,21 @@ def _missing(case: _Case, name: str, mine: Tensor, wanted: Tensor) -> Iterator[s
     """One rank's share, or one microbatch's, is missing or counted twice."""
     difference = wanted.double() - mine.double()
     for rank, share in case.base.contributions.items():
-        if name not in share:
-            continue
-        for sign, said in ((1.0, "is missing"), (-1.0, "is counted twice")):
-            factor, left = _fit(difference * sign, share[name])
-            if left < _LEFT and abs(factor - 1.0) < _LEFT:
-                yield f"the share of rank {rank} {said}"
-        if _fit(mine, share[name])[1] < _LEFT:
-            yield f"it is rank {rank}'s own gradient: this parameter is not reduced"
-    for rank, part in _parts(case, name):
-        for sign, said in ((1.0, "is missing"), (-1.0, "is counted twice")):
-            factor, left = _fit(difference * sign, part[1])
-            if left < 4 * _LEFT and abs(factor - 1.0) < 4 * _LEFT:
-                yield f"the microbatch of rank {rank} with grains {part[0]} {said}"
-
-
-def _parts(case: _Case, name: str) -> Iterator[tuple[int, tuple[tuple[int, ...], Tensor]]]:
+        if name in share:
+            yield from _lacks(difference, share[name], f"the share of rank {rank}", _LEFT)
+            if _fit(mine, share[name])[1] < _LEFT:
+                yield f"it is rank {rank}'s own gradient: this parameter is not reduced"
     for (rank, grains), gradients in case.base.parts.items():
         if name in gradients:
-            yield rank, (grains, gradients[name])
+            what = f"the microbatch of rank {rank} with grains {grains}"
+            yield from _lacks(difference, gradients[name], what, 4 * _LEFT)
+
+
+def _lacks(difference: Tensor, part: Tensor, what: str, limit: float) -> Iterator[str]:
+    for sign, said in ((1.0, "is missing"), (-1.0, "is counted twice")):
+        factor, left = _fit(difference * sign, part)
+        if left < limit and abs(factor - 1.0) < limit:
+            yield f"{what} {said}"
 
 
 def _factor(factor: float, case: _Case, what: str) -> str:
@@ -284,14 +276,10 @@ def _clipping(case: _Case) -> Iterator[str]:
     reduced = case.parallel.tensors[f"reduction/{case.first.name}"]
     factor, left = _fit(mine, reduced)
     if left < _LEFT:
-        yield f"this gradient is multiplied by {factor:.6g}; the norm asks for {_asked(case):.6g}"
+        asked, base = (case.base.trace.tensors[f"{phase}/{case.first.name}"] for phase in ("clipping", "reduction"))
+        yield f"this gradient is multiplied by {factor:.6g}; the norm asks for {_fit(asked, base)[0]:.6g}"
     else:
         yield "clipped element by element, or by norms of single parameters, not by one global norm"
-
-
-def _asked(case: _Case) -> float:
-    wanted, reduced = case.base.trace.phase("clipping"), case.base.trace.phase("reduction")
-    return _fit(wanted[case.first.name], reduced[case.first.name])[0]
 
 
 def _update(case: _Case) -> Iterator[str]:

@@ -9,9 +9,7 @@ import os
 import secrets
 import signal
 import socket
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +21,8 @@ from shoal.distributed.worker_process import die_with_launcher
 from shoal.errors import LaunchError, RankLostError, from_json
 from shoal.job import Job
 from shoal.launch.environment import LAUNCHER_PID, Environment, joined
-from shoal.plans.plan import Plan
+from shoal.launch.in_child import fork
+from shoal.plans.resolve import CompletePlan
 from shoal.verification.traced_run import runs, trace_rank
 
 _POLL_SECONDS = 0.005
@@ -33,21 +32,20 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 _GRACE_SECONDS = 5.0
 
 
-# In a rank: its job, and the plan that it is given completed for that job.
-Make = Callable[[Plan], tuple[Job, Plan]]
-
-
-def trace_forked(make: Make, plan: Plan, folder: Path, num_steps: int, num_threads: int = 1) -> None:
+def trace_forked(
+    make: Callable[[], Job], plan: CompletePlan, folder: Path, num_steps: int, num_threads: int = 1
+) -> None:
     """Does the plan's `runs` on this host and leaves their traces in new folders of their names.
 
+    `make` gives a rank its job.
     Raises: what a rank raised; RankLostError.
     """
 
-    def trace(ranks: Plan, into: Path, environment: Environment) -> None:
+    def trace(ranks: CompletePlan, into: Path, environment: Environment) -> None:
         prepare_process(ranks.execution.exact, None)
         if not ranks.execution.exact:
             torch.set_num_threads(num_threads)
-        trace_rank(*make(ranks), environment, into, num_steps)
+        trace_rank(make(), ranks, environment, into, num_steps)
 
     with contextlib.ExitStack() as groups:
         waits = []
@@ -89,7 +87,7 @@ def forked(
                 port = listener.getsockname()[1]
                 environment = Environment(rank, world_size, rank, world_size, port=port, listen_fd=descriptor, key=key)
                 log = None if rank == 0 and aloud else _log(folder, rank)
-                children[_fork(work, environment, folder, log)] = rank
+                children[fork(functools.partial(_work, work, environment, folder, log, os.getpid()))] = rank
             yield lambda: _wait(children, folder)
         finally:
             for pid in children:
@@ -98,16 +96,10 @@ def forked(
                 os.waitpid(pid, 0)
 
 
-def _fork(work: Callable[[Environment], None], environment: Environment, folder: Path, log: Path | None) -> int:
-    parent = os.getpid()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none that the parent had
-        pid = os.fork()
-    if pid:
-        return pid
-    code = 1
+def _work(
+    work: Callable[[Environment], None], environment: Environment, folder: Path, log: Path | None, parent: int
+) -> None:
+    """Does `work` as a rank, a child of `parent`; leaves its error in the folder, and raises it."""
     try:
         os.environ[LAUNCHER_PID] = str(parent)
         die_with_launcher()
@@ -122,15 +114,10 @@ def _fork(work: Callable[[Environment], None], environment: Environment, folder:
         torch.set_num_threads(1)  # whatever threads the parent had are not here
         _refuse_lost_threads()
         work(environment)
-        code = 0
     except BaseException as error:
         told = to_json(as_shoal_error(error), environment.rank, socket.gethostname())
         (folder / f"error-{environment.rank}.json").write_text(json.dumps(told), encoding="utf-8")
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+        raise
 
 
 def _wait(children: dict[int, int], folder: Path) -> None:

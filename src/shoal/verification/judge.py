@@ -17,10 +17,10 @@ from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, NotDeterministicError, ShoalError
+from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan
-from shoal.runs.request import cores_here
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.coupling import MIXES, meaning
 from shoal.training.evaluation import Evaluator
@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def verified(self) -> bool:
-        """Whether something was compared, and all of it was the same."""
+        """Whether at least one tensor was compared, and all passed."""
         return bool(self.num_steps) and not self.failed
 
     @property
@@ -163,19 +163,17 @@ class _Judges:
             self._double = Reference(job, double, source, self._order, ranks)
         self._sampled = None if self._double is not None else SampledLayers(self._plain.model)
 
-    def initial_values(self, initial: StepTrace) -> list[Check]:
+    def initial_values(self, initial: StepTrace) -> Iterator[Check]:
         """Whether the parallel run began with the job's own values."""
-        found = []
-        named = {**dict(self._plain.model.named_parameters()), **dict(self._plain.model.named_buffers())}
-        for name, value in named.items():
+        model = self._plain.model
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
             key = f"update/{name}" if f"update/{name}" in initial.tensors else f"buffers/{name}"
             held = initial.tensors.get(key)
             said = "is missing" if held is None else "does not begin as the job's model() makes it from the seed"
             if held is None or not identical(held, value.detach().cpu()):
-                found.append(Check(0, "data", f"initial {name}", None, math.inf, 0.0, said))
+                yield Check(0, "data", f"initial {name}", None, math.inf, 0.0, said)
         for rank, key in initial.strays():
-            found.append(Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY))
-        return found
+            yield Check(0, "data", f"initial {key.partition('/')[2]}", rank, math.inf, 0.0, STRAY)
 
     def sum_over_grains(self) -> list[Check]:
         """Whether the loss of several grains is the sum of theirs, unless the job says that it is not."""
@@ -225,21 +223,24 @@ class _Judges:
         exact = self._exact(before, parallel, computed[0]) if complete else None
         updated = self._updated(before, parallel, computed[0])
         references = References(computed, exact, complete, self._layers() if complete else 0.0, updated)
-        return compare(parallel, before, references, self._parameter_order(), self._measured), references
+        order = [name for name, p in self._plain.model.named_parameters() if p.requires_grad]
+        return compare(parallel, before, references, order, self._measured), references
 
     def _ways(self, first: bool) -> list[ReferenceVariant]:
         """The first two compute the same microbatches, so that whatever differs there but by sums is not repeatable."""
-        cores = cores_here()
+        threads = cores()
         ways = [
-            ReferenceVariant("as planned", fused=True, threads=cores),
-            ReferenceVariant("as planned, every third first", order=3, fused=True, threads=cores),
-            ReferenceVariant("grain by grain", threads=cores),
+            ReferenceVariant("as planned", fused=True, threads=threads),
+            ReferenceVariant("as planned, every third first", order=3, fused=True, threads=threads),
+            ReferenceVariant("grain by grain", threads=threads),
             ReferenceVariant("grain by grain, backwards, on one thread", order=-1, threads=1),
         ]
         if self._computation.effective_grains == 1:
             del ways[2]  # as planned
         if self._plan.layout.tensor > 1:
-            ways.append(ReferenceVariant("as planned, linear layers in halves", fused=True, threads=cores, halves=True))
+            ways.append(
+                ReferenceVariant("as planned, linear layers in halves", fused=True, threads=threads, halves=True)
+            )
         return ways if first else ways[:1]
 
     def _compute(self, reference: Reference, before: StepTrace, parallel: StepTrace, way: ReferenceVariant) -> Computed:
@@ -251,7 +252,7 @@ class _Judges:
             return None
         try:
             found = self._compute(
-                self._double, before, replace(parallel, factor=1.0), ReferenceVariant("float64", threads=cores_here())
+                self._double, before, replace(parallel, factor=1.0), ReferenceVariant("float64", threads=cores())
             )
         except ShoalError as error:
             self._notes.append(f"no float64 reference: the model does not compute in it ({error.conflict[:120]})")
@@ -292,13 +293,10 @@ class _Judges:
         )
         return max(rounding.values(), default=0.0)
 
-    def _parameter_order(self) -> list[str]:
-        return [name for name, p in self._plain.model.named_parameters() if p.requires_grad]
-
-    def metrics(self, last: StepTrace) -> list[Check]:
+    def metrics(self, last: StepTrace) -> Iterator[Check]:
         """Evaluation on one process with the parallel run's final values."""
         if not self._traced.eval_samples or self._job.eval_data is None:
-            return []
+            return
         self._plain.set_state(last)
         data = open_data("eval_data", self._job.eval_data, self._job.collate)
         functions = {"loss": self._job.loss, **self._job.metrics}
@@ -315,21 +313,20 @@ class _Judges:
         try:
             torch.set_num_threads(1)
             expected, count = evaluator.evaluate(self._plain.model)
-            torch.set_num_threads(cores_here())
+            torch.set_num_threads(cores())
             again, _ = evaluator.evaluate(self._plain.model)
         finally:
             torch.set_num_threads(threads)
-        step, found = self._traced.num_steps - 1, []
+        step = self._traced.num_steps - 1
         if count != self._traced.eval_samples:
             said = f"{self._traced.eval_samples} samples were evaluated, on one process {count}"
-            found.append(Check(step, "metrics", "samples", None, math.inf, 0.0, said))
+            yield Check(step, "metrics", "samples", None, math.inf, 0.0, said)
         for name, value in expected.items():
             held = self._traced.metrics.get(name, math.nan)
             error = min(abs(held - value), abs(held - again[name]))
             error = 0.0 if held == value or (math.isnan(held) and math.isnan(value)) else error
             tolerance = MULTIPLE * abs(value - again[name]) + UNITS * UNIT * abs(value)
-            found.append(Check(step, "metrics", name, None, error, tolerance))
-        return found
+            yield Check(step, "metrics", name, None, error, tolerance)
 
     def close(self) -> None:
         """Takes the hooks off."""

@@ -36,39 +36,35 @@ class SampledLayers:
         }
         every = -(-len(layers) // NUM_LAYERS)
         self._layers = dict(list(layers.items())[::every])
-        self._calls: dict[str, _LayerCall] = {}
+        self._calls: dict[nn.Module, _LayerCall] = {}
 
     def __enter__(self) -> SampledLayers:
-        self._handles = [
-            layer.register_forward_hook(self._hook(name), with_kwargs=True) for name, layer in self._layers.items()
-        ]
+        self._handles = [layer.register_forward_hook(self._note, with_kwargs=True) for layer in self._layers.values()]
         return self
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, name: str) -> Any:
-        def hook(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            out = _first(output)
-            if name not in self._calls and out is not None and out.requires_grad:
-                call = self._calls[name] = _LayerCall(*tree_map(_detached, (args, kwargs)))
-                out.register_hook(lambda gradient: setattr(call, "gradient", _detached(gradient)))
-
-        return hook
+    def _note(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        out = _first(output)
+        if layer not in self._calls and out is not None and out.requires_grad:
+            call = self._calls[layer] = _LayerCall(*tree_map(_detached, (args, kwargs)))
+            out.register_hook(lambda gradient: setattr(call, "gradient", _detached(gradient)))
 
     def rounding(self, precision: Precision) -> dict[str, float]:
         """By layer: the largest distance of its output or a gradient from float64, relative to that; one at a time."""
         found = {}
-        for name, call in self._calls.items():
-            if call.gradient is None:
+        for name, layer in self._layers.items():
+            call = self._calls.get(layer)
+            if call is None or call.gradient is None:
                 continue
             with torch.enable_grad():
                 try:
-                    wide = _computed(self._layers[name], call, None)
+                    wide = _computed(layer, call, None)
                 except (RuntimeError, TypeError, NotImplementedError):  # not in float64
                     continue
-                plain = _computed(self._layers[name], call, precision)
+                plain = _computed(layer, call, precision)
             found[name] = max(_relative(a, b) for a, b in zip(plain, wide, strict=True))
         return found
 

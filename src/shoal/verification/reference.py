@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
 from shoal.data.loader import DataRank, MapLoader
@@ -23,14 +26,13 @@ from shoal.distributed.process_setup import step_optimizer
 from shoal.job import Job, Progress
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
 from shoal.numerics.precision import Precision, converted, wide
-from shoal.parallel.data.replicated import run_backward
+from shoal.parallel.autograd_engine import run_backward
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
 from shoal.training.engine import build_model
 from shoal.training.optimizer_step import Parameters, build_optimizer
 from shoal.training.trace.recorder import ForwardRecorder
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
-from shoal.verification.halves import Halves
 
 _MOST_PARTS_BYTES = 2 << 30
 
@@ -108,7 +110,7 @@ class Reference:
         saved = {k: v if k.endswith("/step") else converted(v, kind) for k, v in before.optimizer_tensors.items()}
         load_optimizer(self._optimizer, self.model, saved, before.optimizer)
 
-    def microbatches(self, number: int, way: ReferenceVariant, per_microbatch: int) -> Iterator[tuple[int, Microbatch]]:
+    def microbatches(self, number: int, way: ReferenceVariant, per_microbatch: int) -> list[tuple[int, Microbatch]]:
         """(rank, microbatch) of a step in the way's order."""
         found = []
         for rank in range(self._num_ranks):
@@ -119,7 +121,7 @@ class Reference:
             found.reverse()
         elif way.order > 1:
             found = [m for start in range(way.order) for m in found[start :: way.order]]
-        yield from found
+        return found
 
     def _accumulate(self, computer: LossComputer, way: ReferenceVariant, found: Computed) -> None:
         """Forward and backward of every microbatch; each starts from the buffers before the step."""
@@ -251,3 +253,27 @@ class Reference:
     def close(self) -> None:
         """Takes the hooks off."""
         self._forward.close()
+
+
+class Halves(TorchFunctionMode):
+    """Context in which linear layers add the products of two halves of their inputs, for each half of their outputs.
+
+    So the sums over inputs in the forward, and over outputs in the backward, are in another order.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Any function; other than F.linear as it is."""
+        given = kwargs or {}
+        return _linear(*args, **given) if func is F.linear else func(*args, **given)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows, columns = (-(-size // 2) for size in weight.shape)
+    products = [
+        F.linear(input[..., :columns], part[:, :columns]) + F.linear(input[..., columns:], part[:, columns:])
+        for part in (weight[:rows], weight[rows:])
+    ]
+    out = torch.cat(products, -1)
+    return out if bias is None else out + bias.to(out.dtype)

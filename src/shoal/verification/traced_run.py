@@ -11,14 +11,14 @@ from typing import Any
 from shoal.distributed.mesh import open_mesh
 from shoal.job import Job
 from shoal.launch.environment import Environment
-from shoal.plans.layout import AXES
-from shoal.plans.plan import Plan, ServerSection
+from shoal.plans.plan import Plan
+from shoal.plans.resolve import CompletePlan
 from shoal.training.engine import Options, build
 from shoal.training.evaluation import SAMPLED_CHUNK
+from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.training.trace.recorder import TraceRecorder
 from shoal.training.trace.traces import StepTrace, read
-from shoal.training.trainer import Outcome, Surroundings
 
 _OUTCOME = "outcome.json"
 # Evaluation is compared on so many samples at most: six chunks or one a rank, and a short one.
@@ -36,13 +36,9 @@ def left_out(plan: Plan) -> list[str]:
     ]
 
 
-def runs(plan: Plan) -> dict[str, Plan]:
+def runs(plan: CompletePlan) -> dict[str, CompletePlan]:
     """The runs to trace: the plan's, and in exact mode the same on one process."""
-    found = {"parallel": plan}
-    if plan.execution.exact and plan.num_processes > 1:
-        nobody = ServerSection().model_dump()
-        found["alone"] = plan.with_sections(layout=dict.fromkeys(AXES, 1), server=nobody)
-    return found
+    return {"parallel": plan} | ({"alone": plan.alone} if plan.execution.exact and plan.num_processes > 1 else {})
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Traced:
             yield read(folder, step, self.world_size, tensors)
 
 
-def trace_rank(job: Job, plan: Plan, environment: Environment, folder: Path, num_steps: int) -> None:
+def trace_rank(job: Job, plan: CompletePlan, environment: Environment, folder: Path, num_steps: int) -> None:
     """Trains `num_steps` steps on this rank and leaves their trace. Collective: all ranks of the environment."""
     notes: list[str] = []
     samples = max(EVAL_SAMPLES, SAMPLED_CHUNK * plan.degrees.divides_grains + 1)

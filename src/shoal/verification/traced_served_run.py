@@ -16,27 +16,26 @@ import torch
 from shoal.distributed.mesh import alone
 from shoal.job import Job
 from shoal.launch.environment import Environment
-from shoal.plans.plan import Plan
+from shoal.plans.resolve import CompletePlan
 from shoal.training.engine import Engine, Options, build
 from shoal.training.optimizer_step import clipping
 from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members
 from shoal.training.parameter_server.part import take_part
-from shoal.training.parameter_server.peers import identity
-from shoal.training.parameter_server.roles import role
+from shoal.training.parameter_server.peers import identity, role
 from shoal.training.parameter_server.servers import Servers
 from shoal.training.parameter_server.worker import WorkerObserver
+from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.training.trace.recorder import TraceRecorder
 from shoal.training.trace.traces import StepTrace, digest, read, write
-from shoal.training.trainer import Outcome, Surroundings
 
 _PARTS, _CONDUCTOR = "parts", "conductor"
 
 
 def trace_served(
     job: Job,
-    plan: Plan,
+    plan: CompletePlan,
     environment: Environment,
     folder: Path,
     num_steps: int,
@@ -56,8 +55,8 @@ def trace_served(
         engine = build(job, plan, alone(torch.device("cpu")), options)
         try:
             around = Surroundings(note, lambda record, rank: None, lambda: False)
-            state, last = engine.first_state(), min(num_steps, engine.order.num_steps)
-            conductor = Conductor(engine.parts(state, last, around, RecordWriter(None)), around, state, plan, crew)
+            last = min(num_steps, engine.order.num_steps)
+            conductor = Conductor(engine, around, engine.first_state(), last, RecordWriter(None), crew=crew)
             recorder.servers = conductor.servers
             recorder.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
             outcome = conductor.train()
@@ -98,23 +97,19 @@ class _PartWatch(WorkerObserver):
         self.observer = self._recorder = _PartRecorder(folder / f"start-{number}", number)
 
     def attach(self, engine: Engine) -> None:
-        """Watches the engine."""
         start = self._folder / f"start-{self._number}"
         start.mkdir(parents=True)
         self._recorder.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
         self._recorder._folder = self._folder
 
     def pulled(self, version: int) -> None:
-        """Keeps digests of what was pulled."""
         text = json.dumps(self._recorder.held())
         (self._folder / f"held-{version - 1}-{self._number}.json").write_text(text, encoding="utf-8")
 
     def begins(self, part: int) -> None:
-        """A part of a step comes next."""
         self._recorder.begins(part)
 
     def computed(self) -> None:
-        """It is computed."""
         self._recorder.computed_part()
 
 
@@ -140,7 +135,6 @@ class _ConductorRecorder(TraceRecorder):
         super().clipped(norm)
 
     def updated(self, skipped: str | None) -> None:
-        """Keeps the servers' state after the step."""
         self.servers.fetch(optimizer=True)
         super().updated(skipped)
 

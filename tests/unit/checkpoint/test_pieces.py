@@ -13,7 +13,7 @@ from torch import nn
 from shoal.checkpoint.pieces import described, index, share, write_together
 from shoal.checkpoint.state import optimizer_state
 from shoal.checkpoint.store import Snapshot, Store
-from shoal.parallel.model.sharded_model import Held
+from shoal.parallel.model.sharded_model import TensorSlices
 from shoal.parallel.model.tensor_slice import TensorSlice
 
 
@@ -29,7 +29,7 @@ class Full(Store):
 ALONE: Any = SimpleNamespace(rank=0, world_size=1, gather_json=lambda value: [value])
 
 
-def held() -> dict[str, Held]:
+def held() -> dict[str, TensorSlices]:
     return {"model": {"weight": (TensorSlice.whole((2, 3)), torch.ones(2, 3))}}
 
 
@@ -56,7 +56,7 @@ def test_another_error_is_raised(tmp_path: Path) -> None:
 def test_what_is_written_is_there(tmp_path: Path) -> None:
     store = Store(tmp_path / "checkpoints")
     assert write_together(ALONE, store, Snapshot(3, {}, {}), held()) is None
-    assert torch.equal(store.read(3).tensors["model"]["weight"], torch.ones(2, 3))
+    assert torch.equal(store.read(3).read("model")["weight"], torch.ones(2, 3))
 
 
 def test_a_share_is_the_tensors_themselves() -> None:

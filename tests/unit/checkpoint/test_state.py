@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state, weights_sha256
+from shoal.checkpoint.state import (
+    load_model,
+    load_optimizer,
+    merged_optimizers,
+    model_tensors,
+    optimizer_state,
+    weights_sha256,
+)
 from shoal.errors import JobMismatchError, UserCodeError
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -156,3 +163,37 @@ def test_the_hash_is_over_sorted_names_and_raw_bytes() -> None:
     assert weights_sha256(dict(reversed(tensors.items()))) == expected.hexdigest()
     assert weights_sha256({**tensors, "extra": {"not": "a tensor"}}) == expected.hexdigest()
     assert weights_sha256({**tensors, "half": torch.tensor([-0.0]).half()}) != expected.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------- documents of many ranks
+
+
+def test_groups_are_put_together_by_their_values() -> None:
+    """Stages whose parameters the job groups by name have groups of different numbers."""
+    first = {"state": {"a": 1}, "groups": [{"params": ["a"], "values": {"wd": 0.1}}]}
+    second = {
+        "state": {"b": 2, "a": 3},
+        "groups": [{"params": ["b"], "values": {"wd": 0.0}}, {"params": ["a", "c"], "values": {"wd": 0.1}}],
+    }
+    found = merged_optimizers([first, second])
+    assert found["state"] == {"a": 1, "b": 2}
+    assert found["groups"] == [
+        {"params": ["a", "c"], "values": {"wd": 0.1}},
+        {"params": ["b"], "values": {"wd": 0.0}},
+    ]
+
+
+def grouped(model: nn.Module, decays: dict[str, float]) -> torch.optim.Optimizer:
+    groups = [{"params": [p], "weight_decay": decays[name]} for name, p in model.named_parameters()]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+def test_each_group_finds_its_own_values_again() -> None:
+    model = nn.Linear(2, 1)
+    _, document = optimizer_state(grouped(model, {"weight": 0.3, "bias": 0.0}), model)
+    swapped = {**document, "groups": document["groups"][::-1]}
+    fresh = grouped(model, {"weight": 0.0, "bias": 0.0})
+    load_optimizer(fresh, model, {}, swapped)
+    assert [group["weight_decay"] for group in fresh.param_groups] == [0.3, 0.0]
+    with pytest.raises(JobMismatchError):
+        load_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, {}, swapped)

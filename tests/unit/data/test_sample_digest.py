@@ -6,18 +6,22 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.sample_digest import DIGEST_WORDS, EMPTY_DIGEST, chain_digest, grain_digest
+from shoal.data.sample_digest import DIGEST_WORDS, EMPTY_DIGEST, chain_digest, grain_words
 
 IDS = st.lists(st.integers(0, 2**40), min_size=1, max_size=6, unique=True)
 
 
+def grain_digest(step: int, grain: int, ids: list[int]) -> np.ndarray:
+    return np.array(grain_words(step, [grain], [np.array(ids, np.int64)]))
+
+
 def words(step: int, parts: list[list[int]]) -> np.ndarray:
-    return sum((grain_digest(step, g, np.array(ids, np.int64)) for g, ids in enumerate(parts)), np.zeros(DIGEST_WORDS))
+    return sum((grain_digest(step, g, ids) for g, ids in enumerate(parts)), np.zeros(DIGEST_WORDS))
 
 
 @given(st.lists(IDS, min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_grains_add_up_in_any_order(parts: list[list[int]], random: object) -> None:
-    each = [grain_digest(5, g, np.array(ids, np.int64)) for g, ids in enumerate(parts)]
+    each = [grain_digest(5, g, ids) for g, ids in enumerate(parts)]
     order = list(range(len(each)))
     random.shuffle(order)  # type: ignore[attr-defined]
     assert np.array_equal(sum(each[i] for i in order), words(5, parts))
@@ -39,7 +43,7 @@ def test_every_change_shows() -> None:
 
 
 def test_words_are_whole_and_below_two_to_the_32() -> None:
-    found = grain_digest(1, 2, np.arange(3))
+    found = grain_digest(1, 2, [0, 1, 2])
     assert found.shape == (DIGEST_WORDS,)
     assert np.array_equal(found, np.floor(found))
     assert found.max() < 2**32

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shoal.errors import HardwareError
-from shoal.hardware import device, link
-from shoal.hardware.catalogue import completed, devices, hosts, links, names, plain
+from shoal.hardware import catalogue, device, link
+from shoal.hardware.catalogue import described_device, devices, hosts, links, names, plain
 
 NOT_NUMBERS = {"name", "kind", "sources", "aliases", "match", "host", "reach"}
 
@@ -33,7 +33,7 @@ def test_every_entry_is_a_value_and_every_host_has_its_parts() -> None:
         assert devices()[name]["host"] in hosts()
     for name in links():
         assert link(name).name == name
-    for host in hosts().values():
+    for host in map(catalogue.host, hosts()):
         assert host.source
         assert device(host.device)
         assert host.within is None or links()[plain_name(host.within)]["reach"] == "host"
@@ -58,10 +58,10 @@ def test_old_gpus_have_no_new_dtypes(dtype: str) -> None:
 
 
 def test_a_value_stated_anew_loses_the_source_of_the_old_one() -> None:
-    table = completed("device", {"like": "A100", "flops": {"float32": 1.0}}, devices())
+    table = described_device({"like": "A100", "flops": {"float32": 1.0}})
     assert "flops" not in table["sources"]
     assert table["sources"]["multiprocessors"] == devices()["A100-80-SXM"]["sources"]["multiprocessors"]
-    assert "price_per_hour" not in completed("device", {"like": "A100", "price_per_hour": "none"}, devices())
+    assert "price_per_hour" not in described_device({"like": "A100", "price_per_hour": "none"})
 
 
 @pytest.mark.parametrize(("find", "name", "near"), [(device, "H10O", "H100"), (link, "NVLink44", "NVLink4")])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import ExitCode, LaunchError
-from shoal.launch.in_child import aside
+from shoal.launch.in_child import in_child
 
 
 def no_children() -> bool:
@@ -24,11 +24,10 @@ def no_children() -> bool:
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_the_value_comes_back_from_another_process() -> None:
     here = os.getpid()
-    found = aside(lambda: {"pid": os.getpid(), "text": "x" * 200_000})
-    assert found is not None
+    found = in_child(lambda: {"pid": os.getpid(), "text": "x" * 200_000})
     assert found["pid"] != here
     assert len(found["text"]) == 200_000
-    assert aside(lambda: None) is None
+    assert in_child(dict) == {}
     assert no_children()
 
 
@@ -39,7 +38,7 @@ def test_a_death_is_told() -> None:
         return {}
 
     with pytest.raises(LaunchError, match="ended with code -9"):
-        aside(die)
+        in_child(die)
     assert no_children()
 
 
@@ -58,7 +57,7 @@ def test_a_signal_ends_it(tmp_path: Path) -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(SystemExit) as stop:
-        aside(sleep)  # type: ignore[arg-type]
+        in_child(sleep)  # type: ignore[arg-type]
     thread.join()
     assert stop.value.code == ExitCode.INTERRUPTED
     assert signal.getsignal(signal.SIGTERM) is before

@@ -18,7 +18,7 @@ from shoal.numerics.grain_randomness import (
     seed_everything,
 )
 from shoal.numerics.isolation import without_modes
-from shoal.parallel.data.replicated import run_backward
+from shoal.parallel.autograd_engine import run_backward
 from shoal.plans.grains import Grain
 
 GRAINS = [Grain(0, 0, 3), Grain(1, 3, 3), Grain(2, 6, 3), Grain(3, 9, 2)]

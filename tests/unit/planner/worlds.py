@@ -25,7 +25,7 @@ def world(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
     """The mesh of `rank`; collectives return at once, with values that mean nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        yield Mesh(layout, rank, torch.device("cpu"), "here", _groups(layout, rank))
+        yield Mesh(layout, rank, torch.device("cpu"), "here", _groups(layout))
     finally:
         dist.destroy_process_group()
 

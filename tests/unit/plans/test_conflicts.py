@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.unit.plans.checking import check
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.plans.conflicts import SERVED
-from shoal.plans.legal import ModelFacts, check, notes
+from shoal.plans.legal import ModelFacts, notes
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.plans.checking import check
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.plans import AXES, Layout, Plan
@@ -16,7 +17,6 @@ from shoal.plans.legal import (
     ModelFacts,
     World,
     around,
-    check,
     conflicts,
     degrees_for,
     fits,

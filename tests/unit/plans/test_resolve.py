@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.plans import Plan
-from shoal.plans.resolve import PRECISIONS, Wishes, apply_wishes, complete, refuse_unsupported
+from shoal.plans.conflicts import idle
+from shoal.plans.resolve import PRECISIONS, CompletePlan, Wishes, apply_wishes, complete
 
 
 def of(**sections: dict[str, Any]) -> Plan:
@@ -99,7 +100,8 @@ def test_a_pipeline_gets_as_many_microbatches_as_its_schedule_needs() -> None:
     assert complete(of(layout={"pipeline": 2}), 8, 4).batch.grains_per_microbatch == 4
     assert complete(of(layout={"pipeline": 4, "data": 2}), 8, 4).batch.grains_per_microbatch == 1
     assert complete(of(layout={"pipeline": 2}, pipeline={"schedule": "gpipe"}), 8, 4).batch.grains_per_microbatch == 4
-    assert complete(of(layout={"pipeline": 8, "data": 2}), 8, 4).batch.grains_per_microbatch == 4  # none is legal
+    with pytest.raises(PlanError, match="4 a microbatch"):  # none is legal
+        complete(of(layout={"pipeline": 8, "data": 2}), 8, 4)
 
 
 def test_devices_of_a_layout_with_other_axes() -> None:
@@ -127,7 +129,7 @@ def test_everything_unsupported_is_named_at_once() -> None:
         precision={"reduce": "bfloat16"},
     )
     with pytest.raises(PlanError) as caught:
-        refuse_unsupported(plan)
+        complete(plan, 8, 4)
     for key in ("execution.exact", "collectives.all_reduce", "collectives.compression", "precision.reduce"):
         assert f"{key} = " in caught.value.given
         assert f"{key} = " in caught.value.remedy
@@ -136,36 +138,45 @@ def test_everything_unsupported_is_named_at_once() -> None:
 def test_what_is_supported_passes_in_silence() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        refuse_unsupported(of(layout={"data": 8}, execution={"exact": True}))
-        refuse_unsupported(apply_wishes(Plan(), Wishes(precision="fp16"), from_file=False))
+        complete(of(layout={"data": 8}, execution={"exact": True}), 8, 4)
+        complete(apply_wishes(Plan(), Wishes(precision="fp16"), from_file=False), 8, 4)
 
 
 def test_what_does_not_go_with_a_context_axis_is_refused() -> None:
-    refuse_unsupported(of(layout={"context": 2, "tensor": 2, "shard": 2}, memory={"recompute": "full"}))
-    refuse_unsupported(of(layout={"context": 2, "pipeline": 2}))
+    complete(of(layout={"context": 2, "tensor": 2, "shard": 2}, memory={"recompute": "full"}), 8, 4)
+    complete(of(layout={"context": 2, "pipeline": 2}), 8, 4)
     with pytest.raises(PlanError, match="cannot compile"):
-        refuse_unsupported(of(layout={"context": 2}, execution={"compile": "default"}))
+        complete(of(layout={"context": 2}, execution={"compile": "default"}), 8, 4)
     with pytest.raises(PlanError, match=r"execution\.exact"):
-        refuse_unsupported(of(layout={"context": 2}, execution={"exact": True}))
+        complete(of(layout={"context": 2}, execution={"exact": True}), 8, 4)
 
 
 def test_offload_is_refused_where_nothing_would_be_offloaded() -> None:
     for level in ("gradients", "parameters"):
-        refuse_unsupported(of(layout={"shard": 2}, shard={"level": level, "offload": True}))
+        complete(of(layout={"shard": 2}, shard={"level": level, "offload": True}), 8, 4)
     with pytest.raises(PlanError, match=r"shard\.offload = true"):
-        refuse_unsupported(of(layout={"shard": 2}, shard={"level": "optimizer", "offload": True}))
+        complete(of(layout={"shard": 2}, shard={"level": "optimizer", "offload": True}), 8, 4)
 
 
 def test_compilation_that_would_break_a_promise_is_refused() -> None:
     for kind in ("default", "reduce-overhead", "max-autotune"):
-        refuse_unsupported(of(execution={"compile": kind}, memory={"recompute": "full"}))
+        complete(of(execution={"compile": kind}, memory={"recompute": "full"}), 8, 4)
         with pytest.raises(PlanError, match="does not show its products"):
-            refuse_unsupported(of(execution={"compile": kind}, memory={"recompute": "selective"}))
-    refuse_unsupported(of(execution={"compile": "default", "exact": True}))
+            complete(of(execution={"compile": kind}, memory={"recompute": "selective"}), 8, 4)
+    complete(of(execution={"compile": "default", "exact": True}), 8, 4)
     with pytest.raises(PlanError, match="not the same bits"):
-        refuse_unsupported(of(execution={"compile": "max-autotune", "exact": True}))
+        complete(of(execution={"compile": "max-autotune", "exact": True}), 8, 4)
 
 
-def test_a_loss_scale_without_effect_warns() -> None:
-    with pytest.warns(SettingWarning, match="no effect on bfloat16"):
-        refuse_unsupported(of(precision={"compute": "bfloat16", "loss_scale": "dynamic"}))
+def test_a_loss_scale_without_effect_is_told() -> None:
+    (said,) = idle(of(precision={"compute": "bfloat16", "loss_scale": "dynamic"}))
+    assert "no effect on bfloat16" in said
+    assert list(idle(of(precision={"compute": "float16", "loss_scale": "dynamic"}))) == []
+
+
+def test_a_complete_plan_is_a_plan_of_its_own_kind() -> None:
+    plan = complete(of(layout={"data": 2}, collectives={"compression": "int8"}), 8, 4)
+    assert type(plan) is type(plan.uncompressed) is type(plan.alone) is type(plan.with_workers(2)) is CompletePlan
+    assert plan.uncompressed == complete(of(layout={"data": 2}), 8, 4)
+    assert (plan.alone.degrees.world_size, plan.with_workers(2).data.workers) == (1, 2)
+    assert type(plan.with_sections(layout={"data": 4})) is Plan  # another, which nobody has judged

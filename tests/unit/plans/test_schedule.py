@@ -193,3 +193,9 @@ def test_what_is_in_flight_is_known_without_all_actions(schedule: str) -> None:
     for ranks, per, microbatches in product((1, 2, 3, 5), several, range(1, 24)):
         whole = actions(schedule, ranks, per, microbatches)
         assert in_flight(schedule, ranks, per, microbatches) == tuple(map(most_in_flight, whole))
+
+
+def test_fewer_microbatches_are_in_flight_on_later_stages() -> None:
+    assert in_flight("1f1b", 4, 1, 8) == (4, 3, 2, 1)
+    assert in_flight("1f1b", 4, 1, 2) == (2, 2, 2, 1)
+    assert in_flight("gpipe", 4, 1, 8) == (8,) * 4

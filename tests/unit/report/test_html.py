@@ -4,7 +4,7 @@ import re
 from xml.etree import ElementTree
 
 from shoal.report.html import Page, Section, Table, render
-from shoal.report.svg import Bar, Spot, curve, waterfall
+from shoal.report.svg import Bar, Series, Spot, chart, waterfall
 
 NASTY = "<script>alert('&')</script>"
 
@@ -12,9 +12,10 @@ NASTY = "<script>alert('&')</script>"
 def page() -> str:
     bars = [Bar(NASTY, 0.6, "6 s"), Bar("gradients", 0.4, "4 s")]
     spots = [Spot(1, 10.0, NASTY), Spot(8, 60.0, "eight", marked=True)]
+    speed = chart("Speed", [Series("", spots)], ("devices", NASTY), ideal=True)
     parts = [
         Section("A step", [NASTY], drawing=waterfall("Seconds", bars), table=Table(["term", NASTY], [[NASTY, "1"]])),
-        Section("Curve", drawing=curve("Speed", spots, ("devices", NASTY)), table=Table(["n"], [["1"]]), folded=True),
+        Section("Curve", drawing=speed, table=Table(["n"], [["1"]]), folded=True),
         Section("Plan", code=NASTY),
     ]
     return render(Page(NASTY, [NASTY], parts))
@@ -53,5 +54,17 @@ def test_bars_follow_each_other() -> None:
 
 
 def test_a_curve_of_one_spot_or_none() -> None:
-    assert str(curve("None", [], ("x", "y"))) == ""
-    assert "circle" in curve("One", [Spot(1, 1.0, "one")], ("x", "y"))
+    assert str(chart("None", [Series("", [])], ("x", "y"))) == ""
+    assert "circle" in chart("One", [Series("", [Spot(1, 1.0, "one")])], ("x", "y"), ideal=True)
+
+
+def test_curves_share_axes_and_a_dashed_line_grows_as_x() -> None:
+    slow, fast = Series("slow", [Spot(1, 1.0), Spot(4, 2.0)]), Series("fast", [Spot(1, 8.0), Spot(4, 8.0)])
+    text = str(chart("Two", [slow, fast], ("x", "y"), ideal=True))
+    lines = re.findall(r'<polyline points="([^"]+)" fill="none" stroke="([^"]+)"', text)
+    spots = {colour: [tuple(map(float, p.split(","))) for p in points.split()] for points, colour in lines}
+    assert spots["#0072B2"][0] == spots["#777"][0]
+    assert spots["#777"][1][1] < spots["#0072B2"][1][1]  # 4 is above 2
+    assert spots["#E69F00"][0][1] == spots["#E69F00"][1][1] < spots["#777"][1][1]
+    assert [s[0] for s in spots["#0072B2"]] == [s[0] for s in spots["#E69F00"]]
+    assert {"slow", "fast"} <= set(re.findall(r">(\w+)</text>", text))

@@ -20,8 +20,8 @@ from shoal.numerics.grain_randomness import all_generators
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete
 from shoal.training.engine import Engine, Options, build
+from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Outcome, Surroundings
 
 X, Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20.0).view(20, 1)
 ROWS = TensorDataset(X, Y)

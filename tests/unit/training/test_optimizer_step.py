@@ -38,10 +38,9 @@ def job(**options: Any) -> Job:
 
 
 def updater_of(optimizer: torch.optim.Optimizer, parameters: Parameters, of: Job) -> Updater:
-    strategy = DataParallel(parameters, alone(torch.device("cpu")), torch.float32, lambda span: None)
-    return Updater(
-        optimizer, of, Observer(), strategy, ShardedModel(alone(torch.device("cpu")), nn.ParameterList(parameters))
-    )
+    model = ShardedModel(alone(torch.device("cpu")), nn.ParameterList(parameters))
+    strategy = DataParallel(model, parameters, torch.float32, lambda span: None)
+    return Updater(optimizer, of, Observer(), strategy, model)
 
 
 def updater(parameters: Parameters, clip: float | None = None, schedule: Any = None) -> Updater:

@@ -9,7 +9,7 @@ from torch import nn
 import shoal
 from shoal.errors import PlanError
 from shoal.plans import Plan
-from shoal.training.preflight import admitted, outline
+from shoal.training.preflight import judged, outline
 
 
 class Attention(nn.Module):
@@ -50,38 +50,38 @@ def of(**sections: dict[str, Any]) -> Plan:
 
 
 def test_the_plan_is_completed() -> None:
-    found = admitted(job(), of(layout={"data": 2}), max_microbatch=4)
+    found = judged(job(), of(layout={"data": 2}), max_microbatch=4)
     assert found.plan.batch.grains_per_microbatch == 2
     assert found.notes == ()
-    assert admitted(job(), of(layout={"pipeline": 3})).plan.batch.grains_per_microbatch == 3
+    assert judged(job(), of(layout={"pipeline": 3})).plan.batch.grains_per_microbatch == 3
 
 
 def test_the_model_is_looked_at_where_the_layout_divides_it() -> None:
     with pytest.raises(PlanError, match=r"layout\.pipeline = 4 at most"):
-        admitted(job(), of(layout={"pipeline": 5}))
-    assert "attention has 4 heads" in admitted(job(), of(layout={"tensor": 8})).notes[0]
+        judged(job(), of(layout={"pipeline": 5}))
+    assert "attention has 4 heads" in judged(job(), of(layout={"tensor": 8})).notes[0]
     built: list[int] = []
-    admitted(job(lambda: built.append(1)), of(layout={"data": 2}))
+    judged(job(lambda: built.append(1)), of(layout={"data": 2}))
     assert built == []
 
 
 def test_grains_and_model_are_told_at_once() -> None:
     with pytest.raises(PlanError) as caught:
-        admitted(job(), of(layout={"data": 9, "tensor": 99}))
+        judged(job(), of(layout={"data": 9, "tensor": 99}))
     assert "grains=8" in caught.value.given
     assert "layout.tensor = 24 at most" in caught.value.remedy
 
 
 def test_the_sequence_is_that_of_the_data() -> None:
     with pytest.raises(PlanError, match="longest has 6 tokens"):
-        admitted(job(), of(layout={"context": 8}))
-    admitted(job(train_data=iter([])), of(layout={"context": 4}))  # of a stream nothing is read
+        judged(job(), of(layout={"context": 8}))
+    judged(job(train_data=iter([])), of(layout={"context": 4}))  # of a stream nothing is read
 
 
 def test_context_needs_blocks() -> None:
     with pytest.raises(PlanError, match="repeats no blocks"):
-        admitted(job(lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))), of(layout={"context": 2}))
-    admitted(job(), of(layout={"context": 2}))
+        judged(job(lambda: nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2))), of(layout={"context": 2}))
+    judged(job(), of(layout={"context": 2}))
 
 
 def test_the_outline_has_no_values() -> None:
@@ -90,4 +90,4 @@ def test_the_outline_has_no_values() -> None:
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert outline(job(Computing)) is None
     assert outline(job(lambda: 3)) is None
-    admitted(job(Computing), of(layout={"pipeline": 4}))  # unknown: told when the model is built
+    judged(job(Computing), of(layout={"pipeline": 4}))  # unknown: told when the model is built

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -30,6 +29,7 @@ DTYPES = (
     torch.uint8,
 )
 NARROW = (torch.bfloat16, torch.float16)
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 
 
 class Handle(Protocol):
@@ -62,7 +62,6 @@ class Team:
     """Ranks of a collective: a process group, None for all ranks, and how it and others like it divide all ranks.
 
     `partition` lists the global ranks of every such group, the same on every rank; empty where there is only the one.
-    New groups are made by all ranks together, each for its own part of it.
     """
 
     group: dist.ProcessGroup | None = None
@@ -72,15 +71,6 @@ class Team:
     def parts(self) -> Sequence[Sequence[int]]:
         """The partition, also where it has one part."""
         return self.partition or [range(dist.get_world_size())]
-
-    def new_group(self, parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.ProcessGroup | None:
-        """A new group of the part that has this rank. Collective: all ranks of the run, with the same `parts`."""
-        found = None
-        for ranks in parts:
-            group = dist.new_group(list(ranks), timeout=timeout)
-            if dist.get_rank() in ranks:
-                found = group
-        return found
 
 
 class Collective(ABC):
@@ -102,7 +92,7 @@ class Collective(ABC):
         return torch.zeros(numel, dtype=dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Gives back what `allocate` made; no view of it is used any more."""
+        """Releases memory of `allocate`; no view of it is used any more."""
         return
 
     def buffers(self) -> list[Tensor]:
@@ -114,22 +104,12 @@ class Collective(ABC):
         """Every rank's `tensor` becomes the sum (or maximum, minimum) of all of them, in place."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        """`output` becomes part `rank` of the sum of all `tensor`s, which has `world_size` parts of its length."""
-
-    @abstractmethod
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         """`output` becomes every rank's `tensor`, in the order of the ranks."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
         """Every rank's `tensor` becomes that of the rank `root` of the group."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Returns once every rank has come to it."""
 
     def close(self) -> None:
         """Ends threads and gives memory back. Not collective."""
@@ -164,6 +144,20 @@ def check_parts(kind: str, whole: Tensor, part: Tensor, world_size: int) -> None
             conflict=f"{world_size} ranks have {world_size} equal parts",
             remedy=f"give {world_size * part.numel()} elements of {part.dtype}, padded where they do not divide",
         )
+
+
+def call_numbers(kind: str, tensor: Tensor, op: Operation, times: int = 1) -> tuple[int, int, int, int]:
+    """By which ranks tell each other what they call: a collective of `times` tensors like that one."""
+    return KINDS.index(kind), OPERATIONS.index(op), DTYPES.index(tensor.dtype), times * tensor.numel()
+
+
+def call_in_words(numbers: Sequence[int]) -> str:
+    """The call of these `call_numbers`."""
+    kind, op, dtype, numel = numbers[:4]
+    if not 0 <= kind < len(KINDS) or not 0 <= dtype < len(DTYPES):
+        return "nothing known"
+    name = f"{KINDS[kind]} ({OPERATIONS[op]})" if "reduce" in KINDS[kind] else KINDS[kind]
+    return name if name == "barrier" else f"{name} of {numel} elements of {str(DTYPES[dtype]).removeprefix('torch.')}"
 
 
 def combine(op: Operation, first: Tensor, second: Tensor, out: Tensor) -> None:
@@ -204,12 +198,60 @@ def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tens
 
 
 class Threaded(Collective):
-    """Collective whose asynchronous calls run on a thread of its own, in the order of the calls."""
+    """Collective whose asynchronous calls run on a thread of its own, in the order of the calls.
+
+    An algorithm has `_reduce` and `_pass_on`; an all-gather is a broadcast from each rank where it has none of its own.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
         self._thread: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
+
+    def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
+        check("all_reduce", [tensor], op)
+
+        def work() -> None:
+            self._compare("all_reduce", tensor, op)
+            self._reduce(tensor.view(-1), op)
+
+        return self._start(work, asynchronous)
+
+    def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
+        check("all_gather", [output, tensor])
+        check_parts("all_gather", output, tensor, self.world_size)
+
+        def work() -> None:
+            self._compare("all_gather", tensor, "sum")
+            parts = list(output.view(self.world_size, -1))
+            parts[self.rank].copy_(tensor.view(-1))
+            self._gather(parts)
+
+        return self._start(work, asynchronous)
+
+    def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
+        check("broadcast", [tensor])
+
+        def work() -> None:
+            self._compare("broadcast", tensor, "sum", root)
+            self._pass_on(tensor.view(-1), root)
+
+        return self._start(work, asynchronous)
+
+    def _compare(self, kind: str, tensor: Tensor, op: Operation, root: int = 0) -> None:
+        """Raises: CollectiveError where ranks do not make the same call, as far as the algorithm looks."""
+
+    @abstractmethod
+    def _reduce(self, flat: Tensor, op: Operation) -> None:
+        """The all-reduce of a flat tensor, in place."""
+
+    @abstractmethod
+    def _pass_on(self, flat: Tensor, root: int) -> None:
+        """The broadcast of a flat tensor."""
+
+    def _gather(self, parts: Sequence[Tensor]) -> None:
+        for root, part in enumerate(parts):
+            self._pass_on(part, root)
 
     def _start(self, work: Callable[[], None], asynchronous: bool) -> Handle:
         """Does `work` now, after everything that was started before, or on the thread."""
@@ -225,7 +267,6 @@ class Threaded(Collective):
         return Done()
 
     def close(self) -> None:
-        """Ends the thread once its work is done or has failed."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None

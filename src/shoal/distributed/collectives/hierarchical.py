@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.distributed.collectives.base import Collective, Handle, Operation, Team, Threaded, check, check_parts
+from shoal.distributed.collectives.base import Collective, Handle, Operation, Team, Threaded
 from shoal.distributed.collectives.ring import Ring
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
+from shoal.distributed.mesh import new_group
 
 # While pieces cross the link the host sums the next, and while one waits for an answer another one crosses. Pieces of
 # 4 MB took 51 ms instead of 46 for 4 MB over 1 Gbit/s, and 183 instead of 176 for 16 MB (benchmarks/two_hosts.py).
@@ -44,14 +45,14 @@ class Hierarchical(Threaded):
         self._local: Collective | None = None
         self._across: list[Collective] = []
         within = [host for hosts in divided for host in hosts]
-        local = team.new_group(within, timeout)
+        local = new_group(within, timeout)
         if len(self.hosts[self._place]) > 1:
             self._local = SharedMemory(Team(local), timeout, by_host.count(by_host[dist.get_rank()]))
         # Every rank is in a part: those that lead no host are by themselves.
         leaders = [[host[0] for host in hosts] for hosts in divided]
         across = [*leaders, *([rank] for host in within for rank in host[1:])]
         for _ in range(_NUM_RINGS):
-            ring = Ring(Team(team.new_group(across, timeout), across), timeout)
+            ring = Ring(Team(new_group(across, timeout), across), timeout)
             if self.rank == self.hosts[self._place][0] and len(self.hosts) > 1:
                 self._across.append(ring)
             else:
@@ -62,79 +63,36 @@ class Hierarchical(Threaded):
         return super().allocate(numel, dtype) if self._local is None else self._local.allocate(numel, dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """As the host's."""
         if self._local is not None:
             self._local.release(tensor)
 
-    def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
-        """In place: sum of the host, sum of the hosts, and back."""
-        check("all_reduce", [tensor], op)
-
-        def work() -> None:
-            pieces = tensor.view(-1).split(PIECE_BYTES // tensor.itemsize)
-            crossing: list[Handle] = []
-            for piece in pieces:
-                if self._local is not None:
-                    self._local.all_reduce(piece, op)
-                if self._across:
-                    ring = self._across[len(crossing) % _NUM_RINGS]
-                    crossing.append(ring.all_reduce(piece, op, asynchronous=True))
-            for number, piece in enumerate(pieces):
-                if crossing:
-                    crossing[number].wait()
-                if self._local is not None and len(self.hosts) > 1:
-                    self._local.broadcast(piece, 0)
-
-        return self._start(work, asynchronous)
-
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        """Its all-reduce, of which this rank keeps its part; `tensor` is left as it is."""
-        check("reduce_scatter", [output, tensor], op)
-        check_parts("reduce_scatter", tensor, output, self.world_size)
-
-        def work() -> None:
-            whole = tensor.clone().view(-1)
-            self.all_reduce(whole, op)
-            output.view(-1).copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
-
-        return self._start(work, asynchronous)
-
-    def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
-        """A broadcast from each rank."""
-        check("all_gather", [output, tensor])
-        check_parts("all_gather", output, tensor, self.world_size)
-
-        def work() -> None:
-            for root, part in enumerate(output.view(self.world_size, -1)):
-                if root == self.rank:
-                    part.copy_(tensor.view(-1))
-                self.broadcast(part, root)
-
-        return self._start(work, asynchronous)
-
-    def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
-        """On the root's host, from its first rank to the others', on each of those."""
-        check("broadcast", [tensor])
-        of = next(n for n, host in enumerate(self.hosts) if root in host)
-
-        def work() -> None:
-            if self._local is not None and self._place == of:
-                self._local.broadcast(tensor, self.hosts[of].index(root))
+    def _reduce(self, flat: Tensor, op: Operation) -> None:
+        """Sum of the host, sum of the hosts, and back."""
+        pieces = flat.split(PIECE_BYTES // flat.itemsize)
+        crossing: list[Handle] = []
+        for piece in pieces:
+            if self._local is not None:
+                self._local.all_reduce(piece, op)
             if self._across:
-                self._across[0].broadcast(tensor, of)
-            if self._local is not None and self._place != of:
-                self._local.broadcast(tensor, 0)
+                ring = self._across[len(crossing) % _NUM_RINGS]
+                crossing.append(ring.all_reduce(piece, op, asynchronous=True))
+        for number, piece in enumerate(pieces):
+            if crossing:
+                crossing[number].wait()
+            if self._local is not None and len(self.hosts) > 1:
+                self._local.broadcast(piece, 0)
 
-        return self._start(work, asynchronous)
-
-    def barrier(self) -> None:
-        """Inside, between, inside."""
-        self.all_reduce(torch.zeros(1, dtype=torch.int32))
+    def _pass_on(self, flat: Tensor, root: int) -> None:
+        """On the root's host, from its first rank to the others', on each of those."""
+        of = next(n for n, host in enumerate(self.hosts) if root in host)
+        if self._local is not None and self._place == of:
+            self._local.broadcast(flat, self.hosts[of].index(root))
+        if self._across:
+            self._across[0].broadcast(flat, of)
+        if self._local is not None and self._place != of:
+            self._local.broadcast(flat, 0)
 
     def close(self) -> None:
-        """Ends both levels."""
         super().close()
         for level in (self._local, *self._across):
             if level is not None:

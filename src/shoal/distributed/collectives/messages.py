@@ -5,29 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.distributed.collectives.base import DTYPES, OPERATIONS, Handle, Operation, Team, Threaded, check, check_parts
+from shoal.distributed.collectives.base import Operation, Team, Threaded, call_in_words, call_numbers
 from shoal.distributed.collectives.shared_memory.peers import has_ended
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
+from shoal.distributed.mesh import new_group
 from shoal.errors import CollectiveError, PeerError
 from shoal.plans.accounting.all_reduce import HEADER_BYTES
 
 # How long a rank whose message failed looks for the one that died.
 _PATIENCE_SECONDS = 0.5
-_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 
 
 class Messages:
     """Point-to-point messages in a group of its own. Collective: all ranks of the run, new groups and an all-gather."""
 
     def __init__(self, team: Team, timeout: timedelta) -> None:
-        self._group = team.new_group(team.parts, timeout)
+        self._group = new_group(team.parts, timeout)
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._processes = exchanged([*place_of_process(), os.getpid()], self._group)
 
@@ -56,8 +56,8 @@ class Messages:
         self.exchange(own, after, told, before)
         if not torch.equal(own, told):
             raise CollectiveError(
-                given=f"rank {before} calls {_describe(told.tolist())}",
-                conflict=f"rank {self.rank} calls {_describe(own.tolist())}",
+                given=f"rank {before} calls {call_in_words(told.tolist())}",
+                conflict=f"rank {self.rank} calls {call_in_words(own.tolist())}",
                 remedy="call the same collective with the same shape and dtype on every rank, in the same order",
             )
 
@@ -110,95 +110,20 @@ class Message:
 
 
 class ByMessages(Threaded):
-    """Base class of message-passing algorithms: collectives that an algorithm lacks are built from its others.
-
-    A reduce-scatter is its all-reduce, of which each rank keeps its part; an all-gather a broadcast from each rank; a
-    broadcast goes down a binomial tree, ceil(log2 P) messages at most.
-    """
+    """Base class of message-passing algorithms. A broadcast takes ceil(log2 P) messages at most, as a binomial tree."""
 
     def __init__(self, team: Team, timeout: timedelta) -> None:
         """Collective: all ranks of the run."""
         super().__init__(team.group)
         self._messages = Messages(team, timeout)
 
-    def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
-        """In place; see the module for messages and bytes."""
-        check("all_reduce", [tensor], op)
-
-        def work() -> None:
-            self._compare("all_reduce", tensor, op)
-            self._reduce(tensor.view(-1), op)
-
-        return self._start(work, asynchronous)
-
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        """`tensor` is left as it is."""
-        check("reduce_scatter", [output, tensor], op)
-        check_parts("reduce_scatter", tensor, output, self.world_size)
-
-        def work() -> None:
-            self._compare("reduce_scatter", tensor, op)
-            self._scatter(output.view(-1), tensor.view(-1), op)
-
-        return self._start(work, asynchronous)
-
-    def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
-        """Moves bytes, adds nothing."""
-        check("all_gather", [output, tensor])
-        check_parts("all_gather", output, tensor, self.world_size)
-
-        def work() -> None:
-            self._compare("all_gather", tensor, "sum")
-            parts = list(output.view(self.world_size, -1))
-            parts[self.rank].copy_(tensor.view(-1))
-            self._gather(parts)
-
-        return self._start(work, asynchronous)
-
-    def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
-        """Moves bytes, adds nothing."""
-        check("broadcast", [tensor])
-
-        def work() -> None:
-            self._compare("broadcast", tensor, "sum", root)
-            self._pass_on(tensor.view(-1), root)
-
-        return self._start(work, asynchronous)
-
-    def barrier(self) -> None:
-        """An all-reduce of one number."""
-        number = torch.zeros(1, dtype=torch.int32)
-
-        def work() -> None:
-            self._compare("barrier", number, "sum")
-            self._reduce(number, "sum")
-
-        self._start(work, asynchronous=False)
-
     def close(self) -> None:
-        """Ends the thread and the group."""
         super().close()
         self._messages.close()
 
     def _compare(self, kind: str, tensor: Tensor, op: Operation, root: int = 0) -> None:
         if self.world_size > 1:
-            numbers = _KINDS.index(kind), OPERATIONS.index(op), DTYPES.index(tensor.dtype), tensor.numel(), root
-            self._messages.compare(list(numbers))
-
-    def _reduce(self, flat: Tensor, op: Operation) -> None:
-        """The all-reduce of a flat tensor, in place."""
-        raise NotImplementedError
-
-    def _scatter(self, output: Tensor, flat: Tensor, op: Operation) -> None:
-        whole = flat.clone()
-        self._reduce(whole, op)
-        output.copy_(whole[self.rank * output.numel() : (self.rank + 1) * output.numel()])
-
-    def _gather(self, parts: Sequence[Tensor]) -> None:
-        for root, part in enumerate(parts):
-            self._pass_on(part, root)
+            self._messages.compare([*call_numbers(kind, tensor, op), root])
 
     def _pass_on(self, flat: Tensor, root: int) -> None:
         """A broadcast: at distance d = 1, 2, 4, ... from the root those below d have it and send it d on."""
@@ -213,11 +138,3 @@ class ByMessages(Threaded):
             distance *= 2
         for message in sent:
             message.wait()
-
-
-def _describe(header: list[int]) -> str:
-    kind, op, dtype, numel = header[:4]
-    if not 0 <= kind < len(_KINDS) or not 0 <= dtype < len(DTYPES):
-        return "nothing known"
-    name = f"{_KINDS[kind]} ({OPERATIONS[op]})" if "reduce" in _KINDS[kind] else _KINDS[kind]
-    return f"{name} of {numel} elements of {str(DTYPES[dtype]).removeprefix('torch.')}"

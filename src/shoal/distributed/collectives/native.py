@@ -41,11 +41,9 @@ class Native(Collective):
         self._gathered: dict[int, Tensor] = {}
 
     def release(self, tensor: Tensor) -> None:
-        """Its place to gather goes too."""
         self._gathered.pop(tensor.data_ptr(), None)
 
     def buffers(self) -> list[Tensor]:
-        """The buffer in which small tensors are gathered."""
         return list(self._gathered.values())
 
     def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
@@ -60,30 +58,15 @@ class Native(Collective):
         work = dist.all_reduce(tensor, _REDUCTIONS[op], group=self.group, async_op=True)
         return self._begun(_NativeWork(work), asynchronous)
 
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        """As torch."""
-        work = dist.reduce_scatter_tensor(
-            output.view(-1), tensor.view(-1), _REDUCTIONS[op], group=self.group, async_op=True
-        )
-        return self._begun(_NativeWork(work), asynchronous)
-
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
-        """As torch."""
         rows = list(output.view(self.world_size, -1).unbind())
         work = dist.all_gather(rows, tensor.view(-1), group=self.group, async_op=True)
         return self._begun(_NativeWork(work), asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
-        """As torch."""
         return self._begun(
             _NativeWork(dist.broadcast(tensor, group=self.group, group_src=root, async_op=True)), asynchronous
         )
-
-    def barrier(self) -> None:
-        """As torch."""
-        dist.barrier(group=self.group)
 
     @staticmethod
     def _begun(work: _NativeWork, asynchronous: bool) -> Handle:

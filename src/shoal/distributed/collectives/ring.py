@@ -33,19 +33,6 @@ class Ring(ByMessages):
             combine(op, arrived, into, into)
         self._gather(parts)
 
-    def _scatter(self, output: Tensor, flat: Tensor, op: Operation) -> None:
-        parts = list(flat.view(self.world_size, -1))
-        if self.world_size == 1:
-            output.copy_(flat)
-            return
-        held, room = torch.empty_like(output), torch.empty_like(output)
-        out = parts[self._before(1)]
-        for step in range(self.world_size - 1):
-            self._shift(out, room)
-            combine(op, room, parts[self._before(2 + step)], room)
-            out, held, room = room, room, held
-        output.copy_(out)
-
     def _gather(self, parts: Sequence[Tensor]) -> None:
         for step in range(self.world_size - 1):
             self._shift(parts[self._before(step)], parts[self._before(1 + step)])

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.grain_randomness import python_generators
+from shoal.numerics.isolation import ReentrantContext, python_generators_kept
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.blocks.selective import SavedResults
 from shoal.parallel.model.repeated_blocks import Block, parts, repeated_blocks
 
@@ -92,14 +93,14 @@ class Recomputed:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         kwargs = self._without_cache(kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in inputs]
         buffers, generators = self._buffers(), python_generators()
-        moment = _Moment(self._start(buffers), _generators() if self._draws else None)
+        moment = _Moment(self._start(buffers), (random.getstate(), np.random.get_state()) if self._draws else None)
         kept = SavedResults() if self.kind == "selective" else None
 
         def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-            return kept or contextlib.nullcontext(), _RecomputeContext(moment, kept)
+            return kept or contextlib.nullcontext(), ReentrantContext(lambda: _again(moment, kept))
 
         output = checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
@@ -210,39 +211,21 @@ class _Moment:
     def again(self) -> Iterator[None]:
         """A context in which things are as they were then; afterwards they are as before it, whatever was done."""
         now = [home[key] for home, key, _ in self._buffers]
-        generators = _generators() if self.generators is not None else None
-        try:
-            for home, key, start in self._buffers:
-                home[key] = start.clone()
-            _set_generators(self.generators)
-            yield
-        finally:
-            for (home, key, _), value in zip(self._buffers, now, strict=True):
-                home[key] = value
-            _set_generators(generators)
+        with contextlib.nullcontext() if self.generators is None else python_generators_kept():
+            try:
+                for home, key, start in self._buffers:
+                    home[key] = start.clone()
+                if self.generators is not None:
+                    random.setstate(self.generators[0])
+                    np.random.set_state(self.generators[1])
+                yield
+            finally:
+                for (home, key, _), value in zip(self._buffers, now, strict=True):
+                    home[key] = value
 
 
-class _RecomputeContext:
-    """The context of a recomputation, entered as often as that is done."""
-
-    def __init__(self, moment: _Moment, kept: SavedResults | None) -> None:
-        self._moment, self._kept = moment, kept
-
-    def __enter__(self) -> None:
-        self._exit = contextlib.ExitStack()
-        self._exit.enter_context(self._moment.again())
-        if self._kept is not None:
-            self._exit.enter_context(self._kept.again())
-
-    def __exit__(self, *error: Any) -> None:
-        self._exit.__exit__(*error)
-
-
-def _generators() -> Any:
-    return random.getstate(), np.random.get_state()
-
-
-def _set_generators(states: Any) -> None:
-    if states is not None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+@contextlib.contextmanager
+def _again(moment: _Moment, kept: SavedResults | None) -> Iterator[None]:
+    """The context of one recomputation."""
+    with moment.again(), kept.again() if kept is not None else contextlib.nullcontext():
+        yield

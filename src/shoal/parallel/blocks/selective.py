@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
+
+from shoal.numerics.operators import roles, storage_key, tensors_in
 
 _aten = torch.ops.aten
 # What takes time to compute. Everything else reads and writes memory, as keeping its result would.
@@ -58,23 +60,24 @@ class SavedResults(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._by_storage:
-            for tensor in _written(func, args, kwargs):
-                result = self._by_storage.pop(_storage(tensor), None)
+        schema = getattr(func, "_schema", None)
+        if self._by_storage and schema is not None and schema.is_mutable:
+            for tensor in roles(func, args, kwargs)[0]:
+                result = self._by_storage.pop(storage_key(tensor), None)
                 if result is not None:
                     result.value = tree_map(_copy, result.value)
         out = func(*args, **kwargs)
         if func in _KEPT:
             result = _Result(None if _draws(func, args, kwargs) else tree_map(_alias, out))
             self.results[func].append(result)
-            for tensor in _tensors(result.value):
-                self._by_storage[_storage(tensor)] = result
+            for tensor in tensors_in(result.value):
+                self._by_storage[storage_key(tensor)] = result
         return out
 
     def forget(self, output: Any) -> None:
         """Drops what the block gives out: whoever has it may change it, and the block itself is done with it."""
-        for tensor in _tensors(output):
-            result = self._by_storage.pop(_storage(tensor), None)
+        for tensor in tensors_in(output):
+            result = self._by_storage.pop(storage_key(tensor), None)
             if result is not None:
                 result.value = None
         self._by_storage = {}
@@ -108,32 +111,12 @@ class _RecallResults(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that an operation changes."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    found = []
-    for number, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[number] if number < len(args) else kwargs.get(argument.name))
-    return found
-
-
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether it moves the generator on, which the recomputation has to do as well."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             return bool((args[number] if number < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)
     return False
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _alias(value: Any) -> Any:

@@ -8,13 +8,14 @@ that its loss did not touch: see docs/decisions/0003-gradient-buckets.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shoal.distributed.collectives.base import Collective, Handle
+from shoal.numerics.flat import views_of
 from shoal.parallel.base import Flags
 from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
 
@@ -28,10 +29,9 @@ _NUM_FLAGS = 2
 @dataclass
 class _Bucket:
     flat: Tensor
+    members: list[int]  # the parameters whose gradients lie here
     pending: int = 0
-    size: int = 0
     work: Handle | None = None
-    views: list[Tensor] = field(default_factory=list)
 
 
 class GradientBuckets:
@@ -87,16 +87,17 @@ class GradientBuckets:
         groups = divide_into_buckets(sizes, GLOO_BUCKET_BYTES if device.type == "cpu" else NCCL_BUCKET_BYTES)
         for number, group in enumerate(groups):
             extra = self._num_status if number == len(groups) - 1 else 0
-            length = sum(self._parameters[i].numel() for i in group) + extra
-            bucket = _Bucket(self._allocate(length, device), size=len(group))
-            start = 0
-            for i in group:
-                end = start + self._parameters[i].numel()
-                self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
-                start = end
-            self._buckets.append(bucket)
+            length = sum(self._parameters[i].numel() for i in group)
+            self._buckets.append(_Bucket(self._allocate(length + extra, device), list(group)))
+            self._lay_out(self._buckets[-1])
             if self._compression is not None:
                 self._compression.add(group, [tuple(self._parameters[i].shape) for i in group], device)
+
+    def _lay_out(self, bucket: _Bucket) -> None:
+        """Makes the gradients of its members views of the bucket, one after the other from its beginning."""
+        own = [self._parameters[i] for i in bucket.members]
+        views = views_of(bucket.flat[: sum(p.numel() for p in own)], own)
+        self._place |= {i: (bucket, view) for i, view in zip(bucket.members, views, strict=True)}
 
     def _allocate(self, length: int, device: torch.device) -> Tensor:
         if self._collective is not None and device.type == "cpu":
@@ -113,18 +114,13 @@ class GradientBuckets:
             return
         self._num_extras = num_extras
         bucket = self._buckets[-1]
-        members = [i for i, (home, _) in self._place.items() if home is bucket]
-        length = sum(self._parameters[i].numel() for i in members)
+        length = sum(self._parameters[i].numel() for i in bucket.members)
         before = bucket.flat
         bucket.flat = self._allocate(length + self._num_status + num_extras, before.device)
         bucket.flat[:length] = before[:length]
         if self._collective is not None:
             self._collective.release(before)
-        start = 0
-        for i in members:
-            end = start + self._parameters[i].numel()
-            self._place[i] = bucket, bucket.flat[start:end].view_as(self._parameters[i])
-            start = end
+        self._lay_out(bucket)
 
     def buffers(self) -> list[Tensor]:
         """The flat buffers, and what the collective and the compression keep."""
@@ -142,7 +138,7 @@ class GradientBuckets:
         for parameter in self._parameters:
             parameter.grad = None
         for bucket in self._buckets:
-            bucket.pending, bucket.work = bucket.size, None
+            bucket.pending, bucket.work = len(bucket.members), None
         self._fired = [0] * len(self._parameters)
         self._fired_before, self._armed, self._launched = None, False, 0
         self._open = True
@@ -196,11 +192,9 @@ class GradientBuckets:
         self._launched += 1
 
     def _zero_missing(self, first: int) -> None:
-        waiting = {id(bucket) for bucket in self._buckets[first:]}
-        for i in range(len(self._parameters)):
-            bucket, view = self._place[i]
-            if not self._fired[i] and id(bucket) in waiting:
-                view.zero_()
+        for i in (i for bucket in self._buckets[first:] for i in bucket.members):
+            if not self._fired[i]:
+                self._place[i][1].zero_()
 
     @property
     def carries_extras(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from shoal.data.microbatch import Microbatch
 from shoal.distributed.collectives.exact.fixed_tree import evaluate
 from shoal.job import Progress
+from shoal.numerics.flat import raw_bytes, views_of
 from shoal.numerics.gradient_norm import global_norm
 from shoal.parallel.base import NUM_SUMS, Flags, StepSums
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
@@ -30,18 +31,16 @@ class FastPart(DataParallel):
     """One worker's part of a step: one sum over its grains; after `finish` in the parameters' `.grad`."""
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        """No gradients, no sums, no grains."""
         super().begin(step, factor)
         self._grains: list[int] = []
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Adds a microbatch."""
         self._grains += [grain.index for grain in microbatch.grains]
         super().backward(microbatch, total, sums, last)
 
-    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+    def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """This worker's sums; nothing is sent here."""
-        found = super().finish(flags, num_sums, row)
+        found = super()._sum(flags, num_sums, row)
         self._row = torch.from_numpy(found.sums).clone()
         return found
 
@@ -72,9 +71,8 @@ def _flat(parameter: Tensor, gradient: Tensor | None, dtype: torch.dtype) -> Ten
 class ExactPart(ExactDataParallel):
     """One worker's part of a step in exact mode: the sums over the nodes of the fixed tree that its grains fill."""
 
-    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+    def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """This worker's sums; nothing is sent here."""
-        self._mark("exposed_communication")
         rows = {node: row.cpu() for node, row in self.sums.items()}
         total = evaluate(rows, self._num_grains, torch.Tensor.add)
         sums = torch.zeros(max(num_sums, NUM_SUMS), dtype=torch.float64) if total is None else total
@@ -139,11 +137,6 @@ class Ledger:
             self._above.remove(self._below)
             self._below += 1
 
-    @property
-    def gapless(self) -> int:
-        """Number below which every step was applied."""
-        return self._below
-
 
 @dataclass(frozen=True)
 class Push:
@@ -160,28 +153,19 @@ class Push:
     flats: tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
 class ServerShard:
-    """Parameters of a server by name, the step of their optimizer, and the sum of their gradients.
+    """State of one server: parameters, and their pushes. A version counts decisions: updates, and steps left out."""
 
-    `step` takes the progress of the step whose gradient the parameters' `.grad` are.
-    """
-
-    named: tuple[tuple[str, nn.Parameter], ...]
-    step: Callable[[Progress], None]
-    num_grains: int
-    exact: bool
-
-
-class Shard:
-    """State of one server. A version counts decisions: updates, and steps that were left out."""
-
-    def __init__(self, kept: ServerShard, version: int = 0) -> None:
-        self._kept, self.version = kept, version
-        self._parameters = [p for _, p in kept.named]
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], step: Callable[[Progress], None], num_grains: int, *, exact: bool
+    ) -> None:
+        """`step` updates them, given the progress of the step whose gradient their `.grad` are."""
+        self._parameters, self._step = list(parameters), step
+        self._num_grains, self._exact = num_grains, exact
+        self.version = 0
         self._sizes = [p.numel() for p in self._parameters]
         self._staged: dict[int, dict[int, Push]] = {}
-        self._ledger = Ledger(version)
+        self._ledger = Ledger()
         self._snapshot: tuple[int, Tensor] | None = None
         self.repeated = 0
 
@@ -205,11 +189,13 @@ class Shard:
         if {part: push.ticket for part, push in staged.items()} != dict(tickets):
             raise ValueError(f"step {step}: of the pushes {dict(tickets)} there are {sorted(staged)}")
         nodes = {node: flat for push in staged.values() for node, flat in zip(push.nodes, push.flats, strict=True)}
-        total = combine(nodes, self._kept.num_grains, torch.add, exact=self._kept.exact)
+        total = combine(nodes, self._num_grains, torch.add, exact=self._exact)
         used = {place for push in staged.values() for place in push.used}
         assert total is not None, "a step has a part"
-        for place, (parameter, part) in enumerate(zip(self._parameters, total.split(self._sizes), strict=True)):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype) if place in used else None
+        for place, (parameter, view) in enumerate(
+            zip(self._parameters, views_of(total, self._parameters), strict=True)
+        ):
+            parameter.grad = view.to(parameter.dtype) if place in used else None
         return [None if p.grad is None else global_norm([p.grad]) for p in self._parameters]
 
     def apply(self, step: int, version: int, scale: float | None, progress: Progress) -> bool:
@@ -226,7 +212,7 @@ class Shard:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
             if gradients and scale != 1.0:
                 torch._foreach_mul_(gradients, scale)
-            self._kept.step(progress)
+            self._step(progress)
         self._staged.pop(step, None)
         for parameter in self._parameters:
             parameter.grad = None
@@ -250,7 +236,7 @@ class Shard:
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """The tensors' bytes, one after the other: uint8."""
-    return torch.cat([t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+    return torch.cat([raw_bytes(t).cpu() for t in tensors])
 
 
 def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:

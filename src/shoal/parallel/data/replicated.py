@@ -6,8 +6,7 @@ grain, summed in the fixed tree; bit-identical on any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,85 +16,60 @@ from shoal.data.microbatch import Microbatch
 from shoal.distributed.collectives.base import Team
 from shoal.distributed.collectives.choose import open_collective
 from shoal.distributed.collectives.exact.fixed_tree import TreeSum, evaluate
-from shoal.distributed.mesh import Mesh
-from shoal.parallel.base import NUM_SUMS, WEIGHT, Flags, Mark, Replicated, StepSums
+from shoal.numerics.flat import views_of
+from shoal.parallel.autograd_engine import run_backward
+from shoal.parallel.base import NUM_SUMS, WEIGHT, AccumulatingStrategy, Flags, Mark, StepSums, Strategy
 from shoal.parallel.data.buckets import GradientBuckets
-from shoal.plans.plan import CompressionSection, Plan
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.shard.zero1 import ShardedOptimizer
+from shoal.plans.plan import Plan
 
 
-@dataclass(frozen=True)
-class Summing:
-    """Algorithm of the gradients' sum, and its compression."""
-
-    algorithm: str = "native"
-    scheme: str = "none"
-    options: CompressionSection = field(default_factory=CompressionSection)
-
-    @classmethod
-    def of(cls, plan: Plan) -> Summing:
-        """As a plan says."""
-        return cls(plan.collectives.all_reduce, plan.collectives.compression, plan.compression)
-
-
-class DataParallel(Replicated):
-    """Data parallelism in fast mode. `mark` is called when the step waits for communication.
-
-    Collective: all ranks, what the algorithm needs to be opened.
-    """
+class DataParallel(AccumulatingStrategy):
+    """Data parallelism in fast mode. Collective: all ranks, what the algorithm needs to be opened."""
 
     def __init__(
         self,
+        model: ShardedModel,
         parameters: Sequence[Tensor],
-        mesh: Mesh,
         reduce: torch.dtype,
         mark: Mark,
-        summing: Summing = Summing(),
+        owners: ShardedOptimizer | None = None,
+        *,
+        plan: Plan | None = None,
     ) -> None:
-        self._mesh, self._mark = mesh, mark
-        collective = None
+        super().__init__(model, mark, owners)
+        plan, collective, mesh = plan or Plan(), None, model.mesh
         if mesh.num_data_ranks > 1:
             parts = mesh.layout.groups("data", "shard") if mesh.replicas is not None else ()
             team = Team(mesh.replicas, [list(ranks) for ranks in parts])
-            collective = open_collective(summing.algorithm, team, mesh.device)
-            if summing.scheme != "none":
+            collective = open_collective(plan.collectives.all_reduce, team, mesh.device)
+            if plan.collectives.compression != "none":
                 from shoal.distributed.collectives.compression.compressed_sum import Compression
 
-                self.compression = Compression(collective, summing.scheme, summing.options)
+                self.compression = Compression(collective, plan.collectives.compression, plan.compression)
         self._factor = 1.0
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        """No gradients, no sums."""
         self._buckets.begin()
-        self._sums: Tensor | None = None
+        self._sums = None
         self._factor = factor
         if self.compression is not None:
             self.compression.begin(step)
 
-    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Adds a microbatch; sums of full buckets are on their way while the last one's backward still runs."""
-        self.add(sums)
-        if last:
-            self.arm()
-        run_backward(total)
-
-    def add(self, sums: Tensor) -> None:
-        """Adds up."""
-        self._sums = sums if self._sums is None else self._sums.add_(sums)
-
     def arm(self) -> None:
-        """Lets full buckets go."""
+        """Lets full buckets go: their sums are on their way while the backward still runs."""
         if self.compression is not None and self._sums is not None:
             self.compression.arm(float(self._sums[WEIGHT]) * self._factor)
         self._buckets.arm()
 
-    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+    def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """Waits for the gradients; the sums and rows travel in their last bucket, or apart if that is too narrow.
 
         Collective: all ranks; an all-reduce a bucket, which the last one makes longer by some ten numbers a rank.
         """
-        self._mark("exposed_communication")
-        sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
+        sums = self._own_sums(num_sums)
         world_size = self._mesh.world_size
         if world_size == 1:
             flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
@@ -111,18 +85,10 @@ class DataParallel(Replicated):
         gathered = extras[cut:].view(world_size, len(row)).double().numpy()
         return StepSums(from_limbs(extras[:cut]).numpy(), flags, gathered, self._buckets.compared)
 
-    def update(self, step: Callable[[], None]) -> None:
-        """Every rank computes the same; what compression has held back counts from here on."""
-        step()
-        if self.compression is not None:
-            self.compression.commit()
-
     def gradient_buffers(self) -> list[Tensor]:
-        """The buckets."""
         return self._buckets.buffers()
 
     def close(self) -> None:
-        """Takes the hooks off."""
         self._buckets.close()
 
 
@@ -133,19 +99,26 @@ def all_sums(sums: Tensor, flags: Flags) -> StepSums:
     return StepSums(numbers[:-2].numpy(), Flags(int(numbers[-2]), int(numbers[-1])))
 
 
-class ExactDataParallel(Replicated):
+class ExactDataParallel(Strategy):
     """Data parallelism in exact mode: one grain a microbatch; its gradient is a flat vector in the reduce dtype.
 
     `tree` sums over the grains of all ranks.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, tree: TreeSum, mark: Mark) -> None:
-        self._parameters, self._mesh, self._tree, self._mark = list(parameters), mesh, tree, mark
+    def __init__(
+        self,
+        model: ShardedModel,
+        parameters: Sequence[Tensor],
+        tree: TreeSum,
+        mark: Mark,
+        owners: ShardedOptimizer | None = None,
+    ) -> None:
+        super().__init__(model, mark, owners)
+        self._parameters, self._tree = list(parameters), tree
         self._num_grains = tree.num_grains
         self.begin()
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        """No gradients, no sums."""
         self._tree.clear()
         self._rows: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
@@ -156,26 +129,21 @@ class ExactDataParallel(Replicated):
             parameter.grad = None
 
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Adds one grain."""
         run_backward(total)
         grain = microbatch.grains[0].index
         flat = self._tree.empty()
-        for i, (parameter, part) in enumerate(
-            zip(self._parameters, flat.split([p.numel() for p in self._parameters]), strict=True)
-        ):
+        for i, (parameter, view) in enumerate(zip(self._parameters, views_of(flat, self._parameters), strict=True)):
             if parameter.grad is None:
-                part.zero_()
+                view.zero_()
                 continue
             self._used[i] = 1.0
-            gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-            part.view_as(parameter).copy_(gradient)
+            view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
         self._clear()
         self._tree.add(grain, flat)
         self._rows[grain] = sums
 
-    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+    def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The sums by the tree. Collective: all ranks; two all-reduces of the grains' sums, then the tree's own."""
-        self._mark("exposed_communication")
         table = torch.zeros(self._num_grains, num_sums + 1, dtype=torch.float64)
         for grain, own in self._rows.items():
             table[grain, 0] = self._mesh.rank + 1
@@ -195,16 +163,14 @@ class ExactDataParallel(Replicated):
         return StepSums(sums.numpy(), flags)
 
     def _assign(self, flat: Tensor, used: Tensor) -> None:
-        parts = flat.split([p.numel() for p in self._parameters])
-        for parameter, part, is_used in zip(self._parameters, parts, used.tolist(), strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype) if is_used else None
+        views = views_of(flat, self._parameters)
+        for parameter, view, is_used in zip(self._parameters, views, used.tolist(), strict=True):
+            parameter.grad = view.to(parameter.dtype) if is_used else None
 
     def gradient_buffers(self) -> list[Tensor]:
-        """The tree's vectors."""
         return self._tree.buffers()
 
     def close(self) -> None:
-        """Closes the tree."""
         self._tree.close()
 
 
@@ -235,15 +201,3 @@ def from_limbs(limbs: Tensor) -> Tensor:
     digits = limbs[WEIGHT : WEIGHT + _NUM_LIMBS * count].view(_NUM_LIMBS, count)
     whole = sum((digits[i] * _BASE**i for i in range(_NUM_LIMBS)), start=torch.zeros(count, dtype=torch.float64))
     return torch.cat([limbs[:WEIGHT], whole, limbs[WEIGHT + _NUM_LIMBS * count :]])
-
-
-def run_backward(total: Tensor) -> None:
-    """total.backward() by the engine's own entry.
-
-    torch.autograd.backward is itself dispatched to an active TorchFunctionMode, which is off while it handles a call;
-    recomputation in the backward needs the mode (see numerics/grain_randomness.py) in force.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        (total,), (torch.ones_like(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )

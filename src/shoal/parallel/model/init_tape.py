@@ -8,23 +8,18 @@ before them.
 from __future__ import annotations
 
 import ctypes
-import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.distributed.process_setup import one_thread
+from shoal.numerics.isolation import undisturbed
+from shoal.numerics.operators import replace_leaves, storage_key, tensors_in
 
 _LARGE_BYTES = 1 << 20
-# Arguments that are written although the schema does not say so.
-_UNMARKED = {"native_batch_norm": {"running_mean", "running_var"}}
 
 
 class NotUnderstoodError(Exception):
@@ -65,7 +60,7 @@ class TensorRef:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
 
     def same_place(self, tensor: Tensor) -> bool:
-        """Whether the tensor's geometry in its storage is this."""
+        """Whether the tensor has this geometry in its storage."""
         here = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         return here == (self.dtype, self.size, self.stride, self.offset)
 
@@ -182,72 +177,3 @@ def _give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Leaves the global generators as they were."""
-    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Operations run on what they are given, whatever modes the caller is in, and leave no trace."""
-    with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        generators_kept(),
-    ):
-        yield
-
-
-def storage_key(tensor: Tensor) -> int:
-    """The same for all tensors on one storage, and no others while that lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def is_whole(tensor: Tensor) -> bool:
-    """Whether there is no more to the tensor's storage."""
-    return tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and dicts, in order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def replace_leaves(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """The tree with every leaf of a kind replaced."""
-    return tree_map(lambda leaf: by(leaf) if isinstance(leaf, kind) else leaf, tree)
-
-
-def operation_name(func: Any) -> str:
-    """The operation's name without its namespace and overload."""
-    return str(func._schema.name).removeprefix("aten::")
-
-
-def is_random(func: Any) -> bool:
-    """Whether the operation may draw from a generator."""
-    return torch.Tag.nondeterministic_seeded in func.tags or any(a.name == "generator" for a in func._schema.arguments)
-
-
-def roles(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """The tensors that the operation writes, and those that it reads."""
-    unmarked = _UNMARKED.get(operation_name(func), ())
-    written: list[Tensor] = []
-    read: list[Tensor] = []
-    for place, argument in enumerate(func._schema.arguments):
-        value = args[place] if place < len(args) else kwargs.get(argument.name)
-        alias = argument.alias_info
-        writes = (alias is not None and alias.is_write) or argument.name in unmarked
-        (written if writes else read).extend(tensors_in(value))
-    return written, read

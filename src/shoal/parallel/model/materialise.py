@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.model.sharded_model import ModelDivision, cut_of
+from shoal.parallel.model.sharded_model import ModelDivision, cut_of, laid_out
 from shoal.parallel.model.tensor_slice import TensorSlice
 
 # The whole initial value of a parameter or buffer, by its name.
@@ -29,21 +29,10 @@ def materialise(
             part = cut_of(tensor, division.parts.get(name) or TensorSlice.whole(tensor.shape))
             device = parameters if isinstance(tensor, nn.Parameter) else buffers
             value = part.take(whole(name)).to(device=device, dtype=tensor.dtype, copy=True).contiguous()
-            made[id(tensor)] = _like(tensor, value)
+            value = laid_out(value, tensor)
+            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
     for module in model.modules():
         for home in (module._parameters, module._buffers):
             for key, old in home.items():
                 if old is not None and id(old) in made:
                     home[key] = made[id(old)]  # type: ignore[assignment]
-
-
-def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """`value` as the kind of tensor that the one on the meta device is."""
-    if hasattr(tensor, "to_local"):
-        from torch.distributed.tensor import DTensor
-
-        layout: DTensor = tensor  # type: ignore[assignment]
-        value = DTensor.from_local(
-            value, layout.device_mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride()
-        )
-    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value

@@ -46,13 +46,13 @@ def _repeated(name: str, module: nn.Module, _place: str | None) -> list[Block]:
 
 
 def is_composite(module: nn.Module) -> bool:
-    """Whether it has parameters and is more than one of torch's own layers."""
+    """Whether a module has parameters and is more than one of torch's own layers."""
     own = bool(list(module.children())) or not type(module).__module__.startswith("torch.nn.")
     return own and any(True for _ in module.parameters())
 
 
 def is_sequence(module: nn.Module) -> bool:
-    """Whether its forward is to call its children one after the other."""
+    """Whether a module's forward calls its children one after the other."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 

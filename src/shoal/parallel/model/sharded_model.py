@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError
-from shoal.numerics.gradient_norm import rounded
 from shoal.parallel.model.tensor_slice import TensorSlice
-from shoal.plans.accounting.collectives import Volumes
+from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.model_parallel import SlicedBlock, Staged
 
 # Tensors under paths, each with the part that it is of a logical one.
-Held = dict[str, tuple[TensorSlice, Tensor]]
+TensorSlices = dict[str, tuple[TensorSlice, Tensor]]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -26,6 +24,16 @@ def local(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)
     own = tensor if to_local is None else to_local()
     return own.detach() if own.requires_grad else own
+
+
+def laid_out(own: Tensor, like: Any) -> Tensor:
+    """This rank's memory of a tensor as the DTensor that `like` is; itself where that is none."""
+    if not hasattr(like, "to_local"):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    layout = like.device_mesh, like.placements
+    return DTensor.from_local(own, *layout, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def cut_of(tensor: Tensor, part: TensorSlice) -> TensorSlice:
@@ -64,7 +72,7 @@ class ModelDivision:
     staged: Staged | None = None
     sliced: tuple[SlicedBlock, ...] = ()
     cut: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda shape: shape
-    sends: Callable[[Sequence[int]], Volumes | None] | None = None
+    sends: Callable[[Sequence[int]], Sequence[SizedCollective] | None] | None = None
     notes: list[str] = field(default_factory=list)
 
     def add_partial(self, names: Iterable[str], axis: str) -> None:
@@ -80,21 +88,28 @@ class ShardedModel:
     """
 
     def __init__(
-        self, mesh: Mesh, model: nn.Module, division: ModelDivision | None = None, divides_state: bool = False
+        self,
+        mesh: Mesh,
+        model: nn.Module,
+        division: ModelDivision | None = None,
+        *,
+        by_rank: Sequence[Mapping[str, Any]] = (),
+        divides_state: bool = False,
     ) -> None:
-        """Of a model that is not divided every rank holds everything.
-
-        Collective: all ranks, a JSON gather, where it is divided.
-        """
+        """Of a model without a division every rank holds everything; else `by_rank` has each rank's parts, as JSON."""
         self.mesh, self.model = mesh, model
         self.divided = division is not None
         self.division = division or ModelDivision()
         self.divides_state = divides_state or self.divided
-        self._parts = self.division.parts
-        self._dtypes = {p.dtype for p in model.parameters()}
-        self._told: list[dict[str, Any]] = []
-        if self.divided:
-            self._told = mesh.gather_json({name: part.to_json() for name, (part, _) in self.tensors().items()})
+        self.dtypes = {p.dtype for p in model.parameters()}
+        self._by_rank = by_rank
+
+    @classmethod
+    def gathered(cls, mesh: Mesh, model: nn.Module, division: ModelDivision) -> ShardedModel:
+        """Of a divided model that has its memory. Collective: all ranks, a JSON gather."""
+        own = cls(mesh, model, division)
+        parts = {name: part.to_json() for name, (part, _) in own.tensors().items()}
+        return cls(mesh, model, division, by_rank=mesh.gather_json(parts))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and parameter of each that is held, once however many names it has."""
@@ -106,14 +121,14 @@ class ShardedModel:
 
     def part(self, name: str, tensor: Tensor) -> TensorSlice:
         """The part of the logical tensor `name` that this rank's `tensor` is."""
-        return cut_of(tensor, self._parts.get(name) or TensorSlice.whole(tensor.shape))
+        return cut_of(tensor, self.division.parts.get(name) or TensorSlice.whole(tensor.shape))
 
-    def tensors(self) -> Held:
+    def tensors(self) -> TensorSlices:
         """Parameters and buffers that are held, this rank's own memory of them."""
         named = [*self.parameters(), *self.buffers()]
         return {name: (self.part(name, tensor), local(tensor)) for name, tensor in named}
 
-    def state_dict(self) -> Held:
+    def state_dict(self) -> TensorSlices:
         """The model's state dict: what `tensors` has under every name that it has, without what it does not persist."""
         found = self.model.state_dict(keep_vars=True)
         names = {id(t): name for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
@@ -125,17 +140,16 @@ class ShardedModel:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The logical shape of every parameter of the model, held here or not."""
-        return {
-            n: self._parts[n].shape if n in self._parts else tuple(p.shape) for n, p in self.model.named_parameters()
-        }
+        parts = self.division.parts
+        return {n: parts[n].shape if n in parts else tuple(p.shape) for n, p in self.model.named_parameters()}
 
-    def state(self, tensors: Mapping[str, Tensor]) -> Held:
+    def state(self, tensors: Mapping[str, Tensor]) -> TensorSlices:
         """The optimizer's tensors by path, which begins with the parameter's name.
 
         Raises: JobError for state of a divided parameter that is not divided as the parameter is.
         """
         parts = {name: self.part(name, p) for name, p in self.parameters()}
-        found: Held = {}
+        found: TensorSlices = {}
         for path, tensor in tensors.items():
             part = parts.get(path.partition("/")[0])
             if part is not None and tuple(tensor.shape) == part.local_shape:
@@ -151,10 +165,10 @@ class ShardedModel:
                 )
         return found
 
-    def room(self, known: Mapping[str, Any], names: Container[str]) -> Held:
+    def room(self, known: Mapping[str, Any], names: Container[str]) -> TensorSlices:
         """Memory for the optimizer's tensors of these parameters, and of its groups, of those that a checkpoint has."""
         parts, absent = {name: self.part(name, p) for name, p in self.parameters()}, self.absent()
-        found: Held = {}
+        found: TensorSlices = {}
         for path, entry in known.items():
             owner = path.partition("/")[0]
             part, shape = parts.get(owner), tuple(entry["shape"])
@@ -183,88 +197,13 @@ class ShardedModel:
         return self._is_first(name, same)
 
     def _is_first(self, name: str, others: Iterable[int]) -> bool:
-        if not self._told:
+        if not self._by_rank:
             return True
-        mine = self._told[self.mesh.rank]
-        return name in mine and not any(name in self._told[r] and self._told[r][name] == mine[name] for r in others)
-
-    @property
-    def counts_loss(self) -> bool:
-        """Whether losses and samples are counted on this rank: on one of those that compute the same grains."""
-        return self.mesh.counts_loss
-
-    def complete(self) -> None:
-        """Sums the gradients that are partial over axes; of a parameter that no rank has one of there is none after it.
-
-        Collective: for each axis, in its group, an all-reduce of flags and one for each such gradient.
-        """
-        partial = dict(sorted(self.division.partial.items()))
-        for axis in sorted({axis for axes in partial.values() for axis in axes}):
-            named = {n: self.model.get_parameter(n) for n, axes in partial.items() if axis in axes}
-            named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-            if not named:
-                continue
-            group = self.mesh.group(axis)
-            there = torch.tensor([float(p.grad is not None) for p in named.values()], device=self.mesh.device)
-            dist.all_reduce(there, group=group)
-            for parameter, count in zip(named.values(), there.tolist(), strict=True):
-                if count:
-                    self._sum(parameter, group)
-
-    def _sum(self, parameter: nn.Parameter, group: dist.ProcessGroup | None) -> None:
-        """Adds up a gradient over a group, in float32 at least: 16 bits would lose what autograd kept."""
-        dtype = torch.float32 if parameter.itemsize < 4 else parameter.dtype
-        if parameter.is_meta:  # its stages are elsewhere: this rank adds nothing
-            shape = self.division.cut(tuple(parameter.shape))
-            dist.all_reduce(torch.zeros(shape, dtype=dtype, device=self.mesh.device), group=group)
-            return
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        own = local(parameter.grad)
-        wide = own.to(dtype)
-        dist.all_reduce(wide, group=group)
-        own.copy_(wide)
-
-    def norm(self, own: float) -> float:
-        """The Euclidean norm over the whole model from that over the gradients that each rank `counts`, `rounded`.
-
-        Collective: all ranks, one all-reduce of a number, where the model is divided.
-        """
-        if self.divided:
-            squared = torch.tensor(own, dtype=torch.float64).square()
-            dist.all_reduce(squared)
-            own = float(squared.sqrt())
-        return rounded(own, self._dtypes)
-
-    def wholes(self, held: Held) -> Iterator[tuple[str, Tensor | None]]:
-        """Each path of any rank in order, with the whole tensor on rank 0's CPU and None on the others; one at a time.
-
-        Collective: all ranks, a JSON gather and a message for each part that rank 0 lacks, where anything is divided.
-        """
-        mesh = self.mesh
-        if not self.divides_state or mesh.world_size == 1:
-            for path in sorted(held):
-                yield path, held[path][1].cpu() if mesh.rank == 0 else None
-            return
-        told = mesh.gather_json(entries(held))
-        for path in sorted(set().union(*told)):
-            holders = first_holders(told, path)
-            dtype, shape, _ = told[next(iter(holders))][path]
-            whole = torch.empty(shape, dtype=getattr(torch, dtype)) if mesh.rank == 0 else None
-            for rank in holders:
-                part = TensorSlice.from_json(shape, told[rank][path][2])
-                if mesh.rank == rank != 0:
-                    dist.send(_bytes(held[path][1].cpu()), 0)
-                elif whole is not None and rank == 0:
-                    part.put(whole, held[path][1].cpu())
-                elif whole is not None:
-                    received = torch.empty(part.local_shape, dtype=whole.dtype)
-                    dist.recv(_bytes(received), rank)
-                    part.put(whole, received)
-            yield path, whole
+        mine, nothing = self._by_rank[self.mesh.rank], object()
+        return name in mine and all(self._by_rank[r].get(name, nothing) != mine[name] for r in others)
 
 
-def entries(held: Held) -> dict[str, list[Any]]:
+def entries(held: TensorSlices) -> dict[str, list[Any]]:
     """Shard as JSON: dtype, shape of the whole, ranges; by path."""
     return {path: [_name(t.dtype), list(part.shape), part.to_json()] for path, (part, t) in held.items()}
 
@@ -276,28 +215,6 @@ def first_holders(told: list[dict[str, Any]], path: str) -> list[int]:
         if path in own and not any(told[other][path][:3] == own[path][:3] for other in found):
             found.append(rank)
     return found
-
-
-def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The optimizer's documents of all ranks as one: of each parameter's state the first, groups by their values.
-
-    Ranks may have other groups than each other, as the stages of a pipeline whose parameters the job groups by name.
-    """
-    state: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for document in told:
-        state = {**document["state"], **state}
-        for own in document["groups"]:
-            group = next((g for g in groups if g["values"] == own["values"]), None)
-            if group is None:
-                groups.append({**own, "params": list(own["params"])})
-            else:
-                group["params"] += [name for name in own["params"] if name not in group["params"]]
-    return {"state": state, "groups": groups}
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _name(dtype: torch.dtype) -> str:

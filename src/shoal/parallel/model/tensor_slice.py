@@ -24,23 +24,23 @@ class TensorSlice:
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> TensorSlice:
-        """All of it."""
+        """Slice of all indices."""
         sizes = tuple(shape)
         return cls(sizes, tuple(((0, size),) for size in sizes))
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is missing."""
+        """Whether the slice has all elements."""
         return self == TensorSlice.whole(self.shape)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of what is held."""
+        """Shape of the slice."""
         return tuple(sum(stop - start for start, stop in runs) for runs in self.ranges)
 
     @property
     def numel(self) -> int:
-        """Elements held."""
+        """Number of elements in the slice."""
         return math.prod(self.local_shape)
 
     def narrow(self, dim: int, start: int, stop: int) -> TensorSlice:
@@ -69,7 +69,7 @@ class TensorSlice:
         return whole
 
     def put(self, whole: Tensor, local: Tensor) -> None:
-        """Writes what is held, of `local_shape`, into `whole`, a tensor of `shape`."""
+        """Writes the slice's values, of `local_shape`, into `whole`, a tensor of `shape`."""
         TensorSlice.whole(self.shape).copy(whole, self, local)
 
     def copy(self, target: Tensor, other: TensorSlice, source: Tensor) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, new_group
 from shoal.parallel.pipeline.stage_trace import Blank
 
 
@@ -22,24 +23,16 @@ class StageMessages:
         self._here: dict[tuple[str, int, int], list[Tensor]] = {}
 
     @classmethod
-    def open(cls, every: Sequence[Sequence[int]], rank: int, timeout: timedelta | None = None) -> StageMessages:
+    def open(cls, every: Sequence[Sequence[int]], rank: int, timeout: timedelta = COLLECTIVE_TIMEOUT) -> StageMessages:
         """The wires of this rank, where `every` lists the ranks of each pipeline of the run.
 
         A group for each direction: over NCCL messages between two ranks in one group wait for each other, also where
         one goes there and another comes back. Collective: all ranks, four new groups a pipeline.
         """
-        own: dict[str, dist.ProcessGroup | None] = {}
-        mine: Sequence[int] = (rank,)
-        for ranks in every:
-            if rank in ranks:
-                mine = ranks
-            if len(ranks) == 1:
-                continue
-            for name in ("forward", "forward around", "backward", "backward around"):
-                group = dist.new_group(list(ranks), timeout=timeout)
-                if rank in ranks:
-                    own[name] = group
-        return cls(mine, list(mine).index(rank), own)
+        mine = next((ranks for ranks in every if rank in ranks), (rank,))
+        several = [ranks for ranks in every if len(ranks) > 1]
+        ways = ("forward", "forward around", "backward", "backward around")
+        return cls(mine, list(mine).index(rank), {way: new_group(several, timeout) for way in ways})
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:

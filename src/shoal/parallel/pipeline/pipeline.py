@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.distributed.failures import is_lost_peer
 from shoal.errors import PeerError
+from shoal.parallel.autograd_engine import run_engine
 from shoal.parallel.pipeline.messages import StageMessages
-from shoal.parallel.pipeline.split_backward import Weights, backward_input, backward_weight, run_engine
+from shoal.parallel.pipeline.split_backward import Weights, backward_input, backward_weight
 from shoal.parallel.pipeline.stage_trace import Blank, Forward
 from shoal.parallel.pipeline.stage_units import StageUnits
 from shoal.parallel.pipeline.stages import Function, Passed, Stages
@@ -33,7 +34,7 @@ Scope = Callable[[int], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Work:
-    """What is done with the microbatches of one run.
+    """Treatment of the microbatches of one run.
 
     `begins` is called before each forward of a stage, and `forwarded` within its scope after it with (microbatch,
     result): the result of the function on the last stage, of which it returns what has a gradient; None on the others.
@@ -51,8 +52,8 @@ class Work:
 
 
 @dataclass
-class _Kept:
-    """What a forward leaves for its backward."""
+class _ForwardState:
+    """State that a forward leaves for its backward."""
 
     received: list[Tensor] = field(default_factory=list)
     needs_grad: list[bool] = field(default_factory=list)
@@ -63,6 +64,7 @@ class _Kept:
     rest: Weights | None = None
 
 
+@dataclass(eq=False)
 class Pipeline:
     """One rank of a pipeline.
 
@@ -70,56 +72,53 @@ class Pipeline:
     one, so that a failure here leaves the others in step; else it is raised at once.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        wires: StageMessages,
-        schedule: str,
-        stages_per_rank: int,
-        device: torch.device,
-        *,
-        alone: bool = True,
-        units: StageUnits | None = None,
-    ) -> None:
-        self._stages, self._wires, self._schedule = stages, wires, schedule
-        self._per_rank, self._device = stages_per_rank, device
-        self._num_stages = wires.num_ranks * stages_per_rank
-        self._error: Exception | None = None
-        self.alone, self._units = alone, units
-        stages.around = {} if units is None else dict(units.inner)
+    stages: Stages
+    messages: StageMessages
+    schedule: str
+    stages_per_rank: int
+    device: torch.device
+    alone: bool = True
+    units: StageUnits | None = None
+    _error: Exception | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.stages.around = {} if self.units is None else dict(self.units.inner)
+
+    @property
+    def _num_stages(self) -> int:
+        return self.messages.num_ranks * self.stages_per_rank
 
     def cut(self, units: StageUnits) -> Pipeline:
         """This pipeline, where the parameters of its stages are cut."""
-        own = self._stages, self._wires, self._schedule, self._per_rank, self._device
-        return Pipeline(*own, alone=False, units=units)
+        return replace(self, alone=False, units=units)
 
     def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
         """As Stages.compile."""
-        return self._stages.compile(compiled)
+        return self.stages.compile(compiled)
 
     @property
     def own_stages(self) -> list[int]:
         """The stages on this rank."""
-        return list(range(self._wires.place, self._num_stages, self._wires.num_ranks))
+        return list(range(self.messages.place, self._num_stages, self.messages.num_ranks))
 
     @property
     def used(self) -> dict[int, set[str]]:
         """The parameters and buffers that each stage on this rank uses."""
-        return {stage: self._stages.holds[stage] for stage in self.own_stages}
+        return {stage: self.stages.holds[stage] for stage in self.own_stages}
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The process groups that carry messages between stages."""
-        return self._wires.groups
+        return self.messages.groups
 
     def staged(self, num_samples: int) -> Staged:
         """Its stages as the planner's formulas know them; they were cut by a batch of so many samples."""
         cuts = tuple(
             tuple(Crossing.of(s.blank.shape, s.blank.dtype.itemsize, num_samples, s.needs_grad) for s in slots)
-            for slots in self._stages.cuts
+            for slots in self.stages.cuts
         )
         used = {stage: frozenset(names) for stage, names in self.used.items()}
-        halves = self._schedule == "zero_bubble" and self._wires.place > 0
+        halves = self.schedule == "zero_bubble" and self.messages.place > 0
         return Staged(tuple(self.own_stages), cuts, used, halves)
 
     @property
@@ -131,39 +130,39 @@ class Pipeline:
     def shared(self) -> set[str]:
         """The parameters and buffers that more than one rank's stages use: of a gradient each has a part."""
         ranks: dict[str, set[int]] = {}
-        for stage, names in enumerate(self._stages.holds):
+        for stage, names in enumerate(self.stages.holds):
             for name in names:
-                ranks.setdefault(name, set()).add(stage % self._wires.num_ranks)
+                ranks.setdefault(name, set()).add(stage % self.messages.num_ranks)
         return {name for name, holders in ranks.items() if len(holders) > 1}
 
     def is_elsewhere(self) -> bool:
         """Whether a forward is in modules that another stage computes, whose outputs mean nothing here."""
-        return self._stages.is_before
+        return self.stages.is_before
 
     def run(self, model: nn.Module, work: Work) -> None:
         """Forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
 
         Raises: what failed here, once this rank has done its part for the others. Collective: the pipeline's ranks.
         """
-        lists = actions(self._schedule, self._wires.num_ranks, self._per_rank, len(work.batches))
-        units = self._units
+        lists = actions(self.schedule, self.messages.num_ranks, self.stages_per_rank, len(work.batches))
+        units = self.units
 
         def weights() -> list[Tensor]:
             return units.weights() if units else [p for p in model.parameters() if p.requires_grad and not p.is_meta]
 
-        self._run(work, lists[self._wires.place], weights)
+        self._run(work, lists[self.messages.place], weights)
         if units is not None:
             units.end()
 
     def _run(self, work: Work, own: Actions, weights: Callable[[], list[Tensor]]) -> None:
         self._error = None
-        kept: dict[tuple[int, int], _Kept] = {}
-        if self._units is not None:
-            self._units.begin(own)
+        kept: dict[tuple[int, int], _ForwardState] = {}
+        if self.units is not None:
+            self.units.begin(own)
         lasts = [a for a in own if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)][-1:]
         for action in own:
             key = action.stage, action.microbatch
-            with self._units.action(action) if self._units is not None else contextlib.nullcontext():
+            with self.units.action(action) if self.units is not None else contextlib.nullcontext():
                 if action.kind is ActionKind.FORWARD:
                     kept[key] = self._forward(work, action)
                 elif action.kind is ActionKind.BACKWARD_WEIGHT:
@@ -172,7 +171,7 @@ class Pipeline:
                     self._backward(work, action, kept[key], weights, action in lasts)
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 del kept[key]
-        self._wires.finish()
+        self.messages.finish()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -191,14 +190,14 @@ class Pipeline:
 
     # ------------------------------------------------------------------------------------------------ forward
 
-    def _forward(self, work: Work, action: Action) -> _Kept:
+    def _forward(self, work: Work, action: Action) -> _ForwardState:
         stage, m = action.stage, action.microbatch
-        kept = _Kept()
+        kept = _ForwardState()
         received = False
 
         def receive(blanks: list[Blank]) -> list[Tensor]:
             nonlocal received
-            values = self._wires.receive("forward", stage, m, blanks)
+            values = self.messages.receive("forward", stage, m, blanks)
             received = True
             return values
 
@@ -206,9 +205,9 @@ class Pipeline:
             kept.scope = work.scope(m)
             work.begins(m)
             with kept.scope:
-                around = self._units.forward(stage) if self._units is not None else contextlib.nullcontext()
+                around = self.units.forward(stage) if self.units is not None else contextlib.nullcontext()
                 with around as leave:
-                    passed = self._stages.forward(stage, work.function, work.batches[m], receive)
+                    passed = self.stages.forward(stage, work.function, work.batches[m], receive)
                     if leave is not None:
                         leave(passed.values or passed.result)
                 is_last = stage == self._num_stages - 1
@@ -222,27 +221,27 @@ class Pipeline:
                 receive(self._blanks(work, stage, m))
             values = self._nothing(work, stage, m, kept)
         if stage < self._num_stages - 1:
-            self._wires.send("forward", stage + 1, m, values)
+            self.messages.send("forward", stage + 1, m, values)
         return kept
 
-    def _note(self, work: Work, stage: int, m: int, kept: _Kept, passed: Passed) -> None:
+    def _note(self, work: Work, stage: int, m: int, kept: _ForwardState, passed: Passed) -> None:
         function, batch = work.function, work.batches[m]
         kept.received = passed.received
-        kept.needs_grad = self._stages.slots(stage, function, batch)
+        kept.needs_grad = self.stages.slots(stage, function, batch)
         kept.sent = [Blank.of(value) for value in passed.values]
         if stage < self._num_stages - 1:
-            wanted = self._stages.slots(stage + 1, function, batch)
+            wanted = self.stages.slots(stage + 1, function, batch)
             pairs = zip(passed.values, wanted, strict=True)
             kept.roots = [get_gradient_edge(v) if needs and v.requires_grad else None for v, needs in pairs]
 
     def _blanks(self, work: Work, stage: int, m: int) -> list[Blank]:
         with work.scope(m):
-            return self._stages.blanks(stage, work.function, work.batches[m])
+            return self.stages.blanks(stage, work.function, work.batches[m])
 
-    def _nothing(self, work: Work, stage: int, m: int, kept: _Kept) -> list[Tensor]:
+    def _nothing(self, work: Work, stage: int, m: int, kept: _ForwardState) -> list[Tensor]:
         """NaN for what a stage that failed would have sent; the shapes, for the backward."""
         function, batch = work.function, work.batches[m]
-        kept.needs_grad = self._stages.slots(stage, function, batch)
+        kept.needs_grad = self.stages.slots(stage, function, batch)
         if stage > 0:
             kept.received = [blank.filled() for blank in self._blanks(work, stage, m)]
         if stage == self._num_stages - 1:
@@ -254,14 +253,14 @@ class Pipeline:
     # ----------------------------------------------------------------------------------------------- backward
 
     def _backward(
-        self, work: Work, action: Action, kept: _Kept, weights: Callable[[], list[Tensor]], last: bool
+        self, work: Work, action: Action, kept: _ForwardState, weights: Callable[[], list[Tensor]], last: bool
     ) -> None:
         stage, m = action.stage, action.microbatch
         gradients: list[Tensor] = []
         if stage < self._num_stages - 1:
-            wanted = self._stages.slots(stage + 1, work.function, work.batches[m])
+            wanted = self.stages.slots(stage + 1, work.function, work.batches[m])
             blanks = [blank for blank, needs in zip(kept.sent, wanted, strict=True) if needs]
-            arrived = iter(self._wires.receive("backward", stage, m, blanks))
+            arrived = iter(self.messages.receive("backward", stage, m, blanks))
             pairs = [(root, next(arrived)) for root, needs in zip(kept.roots, wanted, strict=True) if needs]
             roots = [root for root, _ in pairs if root is not None]
             gradients = [gradient for root, gradient in pairs if root is not None]
@@ -291,20 +290,20 @@ class Pipeline:
             if found is None:
                 found = [torch.full_like(value, torch.nan) for value in inputs]
             sent = [torch.zeros_like(v) if g is None else g for v, g in zip(inputs, found, strict=True)]
-            self._wires.send("backward", stage - 1, m, sent)
+            self.messages.send("backward", stage - 1, m, sent)
         kept.roots = []
 
-    def _weights(self, work: Work, action: Action, kept: _Kept, last: bool) -> None:
+    def _weights(self, work: Work, action: Action, kept: _ForwardState, last: bool) -> None:
         assert kept.rest is not None
         work.before_backward(action.microbatch, last)
         with kept.scope, self._again(work, action, kept):
-            units = self._units
+            units = self.units
             backward_weight(kept.rest, units.turns(action.stage, kept.rest.in_turn) if units is not None else None)
         work.backwarded(action.microbatch, last)
 
-    def _again(self, work: Work, action: Action, kept: _Kept) -> AbstractContextManager[None]:
+    def _again(self, work: Work, action: Action, kept: _ForwardState) -> AbstractContextManager[None]:
         batch = work.batches[action.microbatch]
-        return self._stages.recomputing(action.stage, work.function, batch, kept.received)
+        return self.stages.recomputing(action.stage, work.function, batch, kept.received)
 
     # --------------------------------------------------------------------------------------------- evaluation
 
@@ -329,7 +328,7 @@ class Pipeline:
             if is_lost_peer(error):
                 raise
             failure, told[2] = error, 1.0
-        told = self._wires.total(told.to(self._device)).cpu()
+        told = self.messages.total(told.to(self.device)).cpu()
         if failure is not None:
             raise failure
         if told[2]:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from shoal.parallel.autograd_engine import run_engine
 
 
 @dataclass
@@ -41,26 +42,6 @@ class Weights:
         return [group.weights for group in self.groups] + ([self.weights] if self.roots else [])
 
 
-def run_engine(
-    roots: Sequence[Any], gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None = None, *, keep: bool = False
-) -> tuple[Tensor | None, ...]:
-    """The gradients of `inputs`, or of all leaves into their `.grad` where None, by autograd's own entry.
-
-    torch.autograd.grad is itself dispatched to an active TorchFunctionMode, which is off while it handles a call.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    found = engine.run_backward(
-        tuple(roots),
-        tuple(gradients),
-        keep,
-        False,
-        () if inputs is None else tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=inputs is None,
-    )
-    return tuple(found) if inputs is not None else ()
-
-
 def backward_input(
     roots: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
 ) -> tuple[tuple[Tensor | None, ...], Weights]:
@@ -75,7 +56,7 @@ def backward_input(
     found: tuple[Tensor | None, ...] = (None,) * len(inputs)
     try:
         if on_path:
-            found = run_engine([e for e, _ in on_path], [g for _, g in on_path], inputs, keep=True)
+            found = run_engine([e for e, _ in on_path], [g for _, g in on_path], inputs, keep=True, accumulate=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -101,21 +82,14 @@ def backward_weight(rest: Weights, turns: Iterator[None] | None = None) -> None:
                 handles.append(joint.register_prehook(_put(kept)))
         try:
             if edges:
-                _into_leaves(edges, gradients, group.weights)
+                run_engine(edges, gradients, group.weights)
         finally:
             for handle in handles:
                 handle.remove()
     if rest.roots:
         next(turns)
-        _into_leaves([edge for edge, _ in rest.roots], [gradient for _, gradient in rest.roots], rest.weights)
+        run_engine([edge for edge, _ in rest.roots], [gradient for _, gradient in rest.roots], rest.weights)
     next(turns)
-
-
-def _into_leaves(edges: list[GradientEdge], gradients: list[Tensor], weights: list[Tensor]) -> None:
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        tuple(edges), tuple(gradients), False, False, tuple(weights), allow_unreachable=True, accumulate_grad=True
-    )
 
 
 def _keep(group: _Group, joint: Node) -> Callable[[tuple[Tensor, ...]], None]:

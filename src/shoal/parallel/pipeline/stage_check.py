@@ -1,4 +1,4 @@
-"""The trial of a stage without data: whether anything that it gives comes from a stub."""
+"""Trial of a stage without data, in which nothing that it gives may come from a stub."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
 from shoal.parallel.pipeline.stage_program import StageCall
 from shoal.parallel.pipeline.stage_trace import Forward, written_by
 
@@ -27,17 +28,16 @@ class Followed(Protocol):
     begun: bool
 
     def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """What every module's forward goes through."""
+        """Call of a module's forward, as the stage does it."""
 
 
-class StubWatch(TorchFunctionMode):
+class StubWatch(FunctionTrace):
     """Follows what stubs give, and what is computed from that, through one trial."""
 
     def __init__(self, named: dict[str, Tensor]) -> None:
         super().__init__()
         self._buffers = {id(t): name for name, t in named.items()}
         self._from: dict[int, str] = {}
-        self._kept: list[Tensor] = []  # an id is a tensor's only as long as it lives
         self._inside: list[str] = []
         self._used = self._spoilt = ""
 
@@ -54,38 +54,34 @@ class StubWatch(TorchFunctionMode):
             self._inside.pop()
 
     def stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """What stands for the module's output, marked as coming from a stub."""
+        """Stand-in of the module's output, marked as coming from a stub."""
         arguments = tree_leaves((args, kwargs))
         assert step.outline is not None
         with torch._C.DisableTorchFunction():
             output = step.outline.filled(arguments, dense=True)
         given = {id(leaf) for leaf in arguments}
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and id(leaf) not in given:
-                self._mark(leaf, step.name)
+        for tensor in tensors_in(output):
+            if id(tensor) not in given:
+                self._mark(tensor, step.name)
         return output
 
     def _mark(self, tensor: Tensor, origin: str) -> None:
         self._from.setdefault(id(tensor), origin)
-        self._kept.append(tensor)
+        self._alive.append(tensor)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._kept += made
-        origin = next((self._from[id(t)] for t in tree_leaves((args, kwargs)) if id(t) in self._from), None)
-        changed = [*made, *written_by(func, args, kwargs)]
+    def seen(self, call: FunctionCall) -> None:
+        """Takes note of what is computed from what stubs gave."""
+        origin = next((self._from[id(t)] for t in call.given if id(t) in self._from), None)
+        changed = [*call.made, *written_by(call)]
         if origin is None or not changed:
-            return result
+            return
         for tensor in changed:
             self._mark(tensor, origin)
             if id(tensor) in self._buffers:
                 self._spoilt = f"what {origin!r} gives has a part in the buffer {self._buffers[id(tensor)]!r}"
         if self._run.begun and not self._used:
             where = self._inside[-1] if self._inside else ""
-            self._used = f", by {getattr(func, '__name__', func)} in " + (repr(where) if where else "the loss")
-        return result
+            self._used = f", by {call.name} in " + (repr(where) if where else "the loss")
 
     def judge(self, begins: str, result: list[Any]) -> None:
         """Raises: LeakError where something of the result comes from a stub."""

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: by the names of a plan, or where its largest stage is smallest."""
+"""Cuts of a model into stages: by the names of a plan, or where its largest stage is smallest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places: where a pipeline cuts a model by itself, found as the engine finds them, and before any rank is started."""
+"""Places at which a pipeline can cut a model, found as the engine finds them, and before any rank is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage does with the calls before it, and what it has to hold: read off a trace."""
+"""Program of a stage, read off a trace: the treatment of each call before it, and the tensors that it holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.parallel.pipeline.stage_trace import ModuleCall, Outline, Slot, Stage
 
 
 class Do(StrEnum):
-    """What becomes of a call before the stage: its code runs, or is stubbed, or it is where the stage begins."""
+    """Treatment of a call before the stage: its code runs, or is stubbed, or it is where the stage begins."""
 
     RUN = "run"
     STUB = "stub"

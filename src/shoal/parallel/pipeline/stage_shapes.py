@@ -1,4 +1,4 @@
-"""Stubs: what stands for the output of a module that another stage computes: its shape and dtype, NaN, no memory."""
+"""Stubs for the output of a module that another stage computes: its shape and dtype, NaN, no memory."""
 
 from __future__ import annotations
 

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.numerics.operators import replace_leaves, tensors_in
+from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
 
 Forward = Callable[..., Any]
 
@@ -36,7 +38,7 @@ class Blank:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Blank:
-        """That of a tensor."""
+        """Blank of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device)
 
     def filled(self, dense: bool = False) -> Tensor:
@@ -61,7 +63,7 @@ class Outline:
 
     @classmethod
     def of(cls, output: Any, arguments: list[Any]) -> Outline:
-        """That of an output, where the call had these leaves of arguments."""
+        """Outline of an output, where the call had these leaves of arguments."""
         places = {id(leaf): place for place, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
         leaves, spec = tree_flatten(output)
         described: list[Blank | int | tuple[Any]] = []
@@ -145,7 +147,7 @@ class StageTrace:
             call = self.calls[call].parent
 
 
-class StageTracer(TorchFunctionMode):
+class StageTracer(FunctionTrace):
     """Makes a trace of one run; `call` is what each module's forward goes through."""
 
     def __init__(self, names: dict[int, str], sizes: dict[str, int], parameters: set[str]) -> None:
@@ -153,7 +155,6 @@ class StageTracer(TorchFunctionMode):
         self.trace = StageTrace()
         self._names, self._sizes, self._parameters = names, sizes, parameters
         self._tainted: set[int] = set()
-        self._kept: list[Any] = []  # an id is a tensor's only as long as it lives
         self._open: list[ModuleCall] = []
         self._made_by: dict[int, ModuleCall] = {}
         self._used: set[str] = set()
@@ -184,9 +185,9 @@ class StageTracer(TorchFunctionMode):
         call.outline = Outline.of(output, leaves)
         if self._open:
             self._open[-1].uses_parameters |= call.uses_parameters
-        found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and id(leaf) not in call.argument_ids]
-        given = any(id(leaf) in self._tainted for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        call.tainted = call.uses_parameters or given
+        returned = tensors_in(output)
+        found = [tensor for tensor in returned if id(tensor) not in call.argument_ids]
+        call.tainted = call.uses_parameters or any(id(tensor) in self._tainted for tensor in returned)
         if call.tainted:
             for leaf in found:
                 self._taint(leaf)
@@ -204,35 +205,30 @@ class StageTracer(TorchFunctionMode):
     def _taint(self, value: Tensor) -> None:
         if id(value) not in self._tainted:
             self._tainted.add(id(value))
-            self._kept.append(value)
+            self._alive.append(value)
             self.trace.lives[id(value)] = self.trace.end, self.trace.end
 
     def _live(self, value: Any) -> None:
         if id(value) in self._tainted:
             self.trace.lives[id(value)] = self.trace.lives[id(value)][0], self.trace.end
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        written = written_by(func, args, kwargs)
-        if not made and not written and func not in _PLACES:
-            return result
+    def seen(self, call: FunctionCall) -> None:
+        """Takes note of the parameters that are used, and of what depends on a stage before."""
+        written = written_by(call)
+        if not call.made and not written and call.func not in _PLACES:
+            return
         self.trace.end += 1
-        self._kept += made
-        for tensor in given:
+        for tensor in call.given:
             self._use(tensor, any(tensor is w for w in written))
             self._live(tensor)
-        if any(id(tensor) in self._tainted for tensor in given):
+        if any(id(tensor) in self._tainted for tensor in call.given):
             for tensor in written:
                 self._written(tensor)
-            for tensor in made:
+            for tensor in call.made:
                 self._taint(tensor)
         for tensor in written:
             if id(tensor) in self._made_by:
                 self._made_by[id(tensor)].dense = True
-        return result
 
     def _use(self, tensor: Tensor, writes: bool) -> None:
         name = self._names.get(id(tensor))
@@ -264,13 +260,13 @@ class StageTracer(TorchFunctionMode):
         self.trace.flops = self._flops.get_total_flops()
 
 
-def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written_by(call: FunctionCall) -> list[Tensor]:
     """The tensors that a torch function writes into."""
-    name = getattr(func, "__name__", "")
+    name, args, kwargs = getattr(call.func, "__name__", ""), call.args, call.kwargs
     in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
     augmented = name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
     found = [args[0]] if (in_place or augmented or kwargs.get("inplace")) and args else []
-    return [leaf for leaf in tree_leaves((found, kwargs.get("out"))) if isinstance(leaf, Tensor)]
+    return tensors_in((found, kwargs.get("out")))
 
 
 @contextlib.contextmanager
@@ -316,13 +312,11 @@ def fake_of(mode: FakeTensorMode, value: Any, device: torch.device) -> Any:
     """A value whose tensors have no data, on `device`; one tensor for the same tensor."""
     seen: dict[int, Tensor] = {}
 
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def one(leaf: Tensor) -> Tensor:
         if id(leaf) not in seen:
             with mode:
                 fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
             seen[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
         return seen[id(leaf)]
 
-    return tree_map(one, value)
+    return replace_leaves(value, Tensor, one)

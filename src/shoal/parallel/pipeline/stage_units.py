@@ -26,7 +26,7 @@ _WEIGHTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 @dataclass
 class GatherUnit:
-    """What is gathered as one, and the stages of this rank that use it; `name` is of the module that it surrounds."""
+    """Parameters that are gathered as one, and the stages of this rank that use them; `name`: their module."""
 
     name: str
     group: Any  # torch's FSDPParamGroup
@@ -108,7 +108,7 @@ class StageUnits:
         return [*self.inner.values(), *([self.own] if self.own is not None else [])]
 
     def of(self, stage: int) -> list[GatherUnit]:
-        """Those that a stage uses."""
+        """Units that a stage uses."""
         return [unit for unit in self.units if stage in unit.stages]
 
     def weights(self) -> list[Tensor]:

@@ -39,7 +39,7 @@ Stub = Callable[[StageCall, Forward, Any, Any], Any]
 
 
 class Around(Protocol):
-    """What is done around the forward of a module where a stage computes it, and not where it is stubbed."""
+    """Wrapper of the forward of a module where a stage computes it, and not where it is stubbed."""
 
     def enter(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before it: the arguments to go on with."""
@@ -278,7 +278,7 @@ class Stages:
         return Passed(run.received, [], result)
 
     def blanks(self, stage: int, function: Function, batch: Any) -> list[Blank]:
-        """What a stage would receive, found without computing it."""
+        """Blanks of the values that a stage would receive, found without computing them."""
 
         def stop(blanks: list[Blank]) -> list[Tensor]:
             found.extend(blanks)
@@ -332,7 +332,7 @@ class Stages:
         return self._programs[key]
 
     def traced(self, function: Function, batch: Any) -> StageTrace:
-        """What the function calls when. Raises: UserCodeError where it does not run without data."""
+        """Trace of the function's calls in time. Raises: UserCodeError where it does not run without data."""
         try:
             with without_modes(), without_data(self._model, self._device) as (mode, named):
                 names = {id(fake): name for name, fake in reversed(named.items())}

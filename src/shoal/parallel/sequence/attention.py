@@ -7,81 +7,29 @@ causal attention is as much work on each. Positions are cut into pieces of one s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from shoal.errors import JobError, PlanError, ShoalError
-from shoal.parallel.axis_collectives import TensorAxis, slice_of
-from shoal.plans.accounting.partition import Heads, num_positions
+from shoal.errors import PlanError, ShoalError
+from shoal.parallel.axis_collectives import TensorAxis, through
+from shoal.parallel.sequence.positions import PartDropout, Span, refusal
+from shoal.plans.accounting.partition import Heads
 from shoal.plans.legal import AT_LEAST_A_HEAD, heads_suffice
 
-DROPOUTS = (F.dropout, torch.dropout)
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-@dataclass(frozen=True)
-class Span:
-    """The positions of a sequence of `length` that the rank at `place` has: `size`, from `start`."""
-
-    length: int
-    degree: int
-    place: int
-
-    @property
-    def size(self) -> int:
-        """Positions on each rank; those behind the sequence's end are copies of its last."""
-        return num_positions(self.length, self.degree)
-
-    @property
-    def start(self) -> int:
-        """The first of them."""
-        return self.place * self.size
-
-    def padded(self, tensor: Tensor, dim: int) -> Tensor:
-        """`tensor`, of `length` along `dim`, with its last position repeated so that all ranks have as many."""
-        missing = self.size * self.degree - self.length
-        if not missing:
-            return tensor
-        shape = [missing if d == dim % tensor.ndim else -1 for d in range(tensor.ndim)]
-        return torch.cat([tensor, tensor.narrow(dim, self.length - 1, 1).expand(shape)], dim)
-
-    def own(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's positions of a whole tensor."""
-        return self.padded(tensor, dim).narrow(dim, self.start, self.size)
-
-    def scatter(self, tensor: Tensor, dim: int, axis: TensorAxis) -> Tensor:
-        """This rank's positions, a copy. Collective in the backward: the axis, an all-gather of its gradient."""
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return self.own(tensor, dim).clone()
-        return slice_of(self.padded(tensor, dim), axis, dim % tensor.ndim, (self.size,) * self.degree)
-
-
-class _Exchange(torch.autograd.Function):
-    """All-to-all of one flat tensor; backward: the same of the gradient, the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, axis: TensorAxis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-        ctx.rest = axis, given, taken
-        found = flat.new_empty(sum(taken))
-        width = flat.element_size()  # bytes, because Gloo does not know every dtype
-        sizes = [n * width for n in taken], [n * width for n in given]
-        dist.all_to_all_single(found.view(torch.uint8), flat.contiguous().view(torch.uint8), *sizes, group=axis.group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        axis, given, taken = ctx.rest
-        return _apply(gradient, axis, taken, given), None, None, None
-
-
-def _apply(flat: Tensor, axis: TensorAxis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
-    found: Tensor = _Exchange.apply(flat, axis, given, taken)  # type: ignore[no-untyped-call]
+def _all_to_all(flat: Tensor, axis: TensorAxis, given: Sequence[int], taken: Sequence[int]) -> Tensor:
+    """`given[i]` numbers to rank i, `taken[i]` from it. Collective: the axis, one all-to-all."""
+    found = flat.new_empty(sum(taken))
+    width = flat.element_size()  # bytes, because Gloo does not know every dtype
+    sizes = [n * width for n in taken], [n * width for n in given]
+    dist.all_to_all_single(found.view(torch.uint8), flat.contiguous().view(torch.uint8), *sizes, group=axis.group)
     return found
 
 
@@ -90,8 +38,9 @@ def _exchange(pieces: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torc
     flat = torch.cat([tensor.reshape(-1) for to in pieces for tensor in to])
     given = [sum(tensor.numel() for tensor in to) for to in pieces]
     taken = [sum(shape.numel() for shape in of) for of in shapes]
-    found = _apply(flat, axis, given, taken).split([shape.numel() for of in shapes for shape in of])
-    parts = iter(found)
+    there = partial(_all_to_all, axis=axis, given=given, taken=taken)
+    found = through(flat, there, partial(_all_to_all, axis=axis, given=taken, taken=given))
+    parts = iter(found.split([shape.numel() for of in shapes for shape in of]))
     return [[next(parts).view(shape) for shape in of] for of in shapes]
 
 
@@ -184,11 +133,6 @@ def _refuse(span: Span, block: str, query: Tensor, key: Tensor, value: Tensor) -
         )
 
 
-def refusal(block: str, conflict: str, remedy: str) -> ShoalError:
-    """The error for a block whose sequence cannot be divided."""
-    return JobError(given=f"a context axis with the block {block}", conflict=conflict, remedy=remedy)
-
-
 def dropout_refusal(block: str, p: float) -> ShoalError:
     """The error for attention with dropout."""
     return refusal(
@@ -209,44 +153,29 @@ def refuse_degree(num_heads: int, degree: int, block: str) -> None:
         )
 
 
-def dropout_arguments(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
-) -> tuple[Tensor, float, bool, bool]:
-    """Of a call of dropout: the tensor, the share, whether anything is dropped, and whether in place."""
-    return input, p, (training if train is None else train) and p > 0.0, inplace
-
-
-class Sliced(TorchFunctionMode):
+class Sliced(PartDropout):
     """A context in which tensors are slices of sequences: attention is over all positions, dropout of the whole's mask.
 
     `dropouts` has for tensors of so many dims which of them is the sequence's, if any.
     """
 
     def __init__(self, span: Span, axis: TensorAxis, block: str, dropouts: Mapping[int, int | None]) -> None:
-        super().__init__()
-        self._span, self._axis, self._block, self._dropouts = span, axis, block, dropouts
+        super().__init__(span, partial(_dropped_dim, span, block, dropouts))
+        self._axis, self._block = axis, block
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return attend(self._span, self._axis, self._block, args, kwargs)
-        if func in DROPOUTS:
-            input, p, active, in_place = dropout_arguments(*args, **kwargs)
-            return self._dropout(input, p, in_place) if active else func(*args, **kwargs)
-        return func(*args, **kwargs)
+            return attend(self._span, self._axis, self._block, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
 
-    def _dropout(self, input: Tensor, p: float, in_place: bool) -> Tensor:
-        dim = self._dropouts.get(input.ndim, -1)
-        if dim is None:
-            return F.dropout(input, p, True, in_place)
-        if dim < 0 or input.shape[dim] != self._span.size:
-            raise refusal(
-                self._block,
-                f"it drops elements of a tensor of shape {list(input.shape)}, which it did not in the first batch",
-                "use dropout on [batch, positions, features], or p = 0",
-            )
-        shape = list(input.shape)
-        shape[dim] = self._span.length
-        # A copy: autograd keeps no more of the mask than the slice needs.
-        mask = self._span.own(F.dropout(input.new_ones(shape), p, True), dim).clone()
-        return input.mul_(mask) if in_place else input * mask
+
+def _dropped_dim(span: Span, block: str, dropouts: Mapping[int, int | None], input: Tensor) -> int | None:
+    """The sequence's dim of what is dropped from."""
+    dim = dropouts.get(input.ndim, -1)
+    if dim is not None and (dim < 0 or input.shape[dim] != span.size):
+        raise refusal(
+            block,
+            f"it drops elements of a tensor of shape {list(input.shape)}, which it did not in the first batch",
+            "use dropout on [batch, positions, features], or p = 0",
+        )
+    return dim

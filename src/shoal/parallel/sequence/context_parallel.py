@@ -7,7 +7,7 @@ See docs/decisions/0014-context-parallel.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from shoal.distributed.mesh import Mesh
 from shoal.parallel.axis_collectives import TensorAxis
-from shoal.parallel.sequence.layers import BlockWrapper, Chain, give_role, whole_output
-from shoal.parallel.sequence.plan import SEQUENCE, ContextPlan, decide
+from shoal.parallel.model.trial import ModelTrial
+from shoal.parallel.sequence.layers import BlockWrapper
+from shoal.parallel.sequence.plan import ContextPlan, decide
+from shoal.parallel.sequence.positions import Stream, surround
 from shoal.parallel.sequence.proof import Prover
-from shoal.parallel.sequence.trace import ContextTrace, Loss, length_of, observe, shortened_to, sliced
+from shoal.parallel.sequence.trace import ContextTrace, length_of, observe, shortened_to, sliced
 from shoal.plans.accounting.model_parallel import SlicedBlock
 
 # What makes the tensor of the whole model of the one that a module gives here; None where nothing can.
@@ -30,17 +32,7 @@ def context_axis(mesh: Mesh) -> TensorAxis:
     return TensorAxis(mesh.layout.context, mesh.layout.coordinate(mesh.rank).context, mesh.group("context"))
 
 
-@dataclass(frozen=True)
-class SequenceTrial:
-    """A whole model, on the meta device too; its initial values by name, the loss, and a small batch for it."""
-
-    model: nn.Module
-    values: Callable[[str], Tensor]
-    loss: Loss
-    batch: Any
-
-
-def plan_context(subject: SequenceTrial, axis: TensorAxis, device: torch.device, num_cuts: int = 1) -> ContextPlan:
+def plan_context(subject: ModelTrial, axis: TensorAxis, device: torch.device, num_cuts: int = 1) -> ContextPlan:
     """How a model's sequences are divided, and on `device` the proof that they may be.
 
     `num_cuts` is into how many parts another axis is going to divide the heads. Collective: the axis.
@@ -69,21 +61,21 @@ def _sliced(plan: ContextPlan, traces: Sequence[ContextTrace], batch: Any, degre
 def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict[str, Whole]:
     """Divides the blocks of `model` in place; for each module that gives slices what makes the whole of one."""
     outputs: dict[str, Whole] = {}
-    chain = Chain(axis)
+    stream = Stream(axis)
     for name, block in plan.blocks.items():
         if block.opens:
-            chain = Chain(axis)
-        give_role(model.get_submodule(name), BlockWrapper(name, block, chain))
+            stream = Stream(axis)
+        surround(model.get_submodule(name), BlockWrapper(name, block, stream))
         for inner, dim in block.outputs.items():
             if dim is not None:
-                outputs[f"{name}.{inner}"] = whole_output(chain, dim) if dim >= 0 else None
+                outputs[f"{name}.{inner}"] = stream.whole_output(dim) if dim >= 0 else None
         if not block.closes:
-            outputs[name] = whole_output(chain, SEQUENCE)
+            outputs[name] = stream.whole_output()
     return outputs
 
 
 def both(first: Mapping[str, Whole], then: Mapping[str, Whole]) -> dict[str, Whole]:
-    """What undoes two divisions of the same modules."""
+    """Inverses of two divisions of the same modules."""
     found = {**first, **then}
     for name in first.keys() & then.keys():
         found[name] = _composed(first[name], then[name])

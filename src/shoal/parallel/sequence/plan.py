@@ -1,4 +1,4 @@
-"""What is to be cut of each block's arguments, decided from traces; what cannot be divided is refused here."""
+"""Context-parallel plan: the arguments of each block to cut, from traces; what cannot be divided is refused here."""
 
 from __future__ import annotations
 
@@ -8,28 +8,22 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import JobError, PlanError
-from shoal.parallel.sequence.attention import dropout_refusal, refusal, refuse_degree
-from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, Path
+from shoal.parallel.sequence.attention import dropout_refusal, refuse_degree
+from shoal.parallel.sequence.positions import SEQUENCE, BlockEnds, Path, refusal
+from shoal.parallel.sequence.trace import BlockTrace, ContextTrace
 from shoal.plans.accounting.model_parallel import SlicedBlock
 from shoal.plans.legal import HOLD_BLOCKS, NO_BLOCKS
 
-# Of the hidden state [batch, positions, ...].
-SEQUENCE = 1
-
 
 @dataclass(frozen=True)
-class BlockPlan:
-    """How one block is divided.
+class BlockPlan(BlockEnds):
+    """Division of one block.
 
-    `opens`: its hidden state comes in whole, `closes`: it goes out whole. `cuts`: the arguments cut along a dim;
-    `kept`: those that stay whole. `dropouts` and `outputs`: the sequence's dim, of what has so many dims and is dropped
-    from, and of what a module inside gives. None: there is none; -1: it cannot be told.
+    `cuts`: the arguments cut along a dim; `kept`: those that stay whole. `dropouts` and `outputs`: the sequence's dim,
+    of what has so many dims and is dropped from, and of what a module inside gives. None: there is none; -1: it cannot
+    be told.
     """
 
-    opens: bool
-    closes: bool
-    hidden: Path
-    result: Path
     cuts: Mapping[Path, int]
     kept: frozenset[Path]
     dropouts: Mapping[int, int | None]

@@ -1,8 +1,7 @@
-"""Which blocks compute parts of a sequence between their pairs: those that prove right so, on all ranks together."""
+"""Sequence-parallel plan: the blocks that compute parts of a sequence between their pairs, proven on all ranks."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,45 +10,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ShoalError
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.trial import ModelTrial, first_line
 from shoal.parallel.sequence.plan import edges_of
-from shoal.parallel.sequence.proof import FLOOR, OF_PARAMETER, OUTPUT, SEED, computed, narrowed, numbers_for
-from shoal.parallel.sequence.tensor_sequence import SEQUENCE, BlockRole, PairByPositions, Stream, WholeRole, surround
-from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, Path, observe
-from shoal.parallel.tensor.heads import TensorTrial
-from shoal.parallel.tensor.pairs import PairCandidate, ProvenPair
+from shoal.parallel.sequence.positions import SEQUENCE, BlockEnds, surround
+from shoal.parallel.sequence.tensor_sequence import FeatureBlockRole, FeatureStream, PairByPositions, WholeRole
+from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, observe
+from shoal.parallel.sequence.trial import OF_PARAMETER, BlockTrial, computed
 from shoal.parallel.tensor.plan import TensorPlan
-from shoal.parallel.tensor.proof import is_same, materialised
 from shoal.parallel.tensor.tensor_parallel import apply
 
 
 @dataclass(frozen=True)
-class SequenceBlock:
+class SequenceBlock(BlockEnds):
     """A block as it was found, and proven: `wholes` are modules inside that compute all positions on each rank.
 
     `partial` parameters get the gradient of this rank's positions; `parts` are modules that give them.
     """
 
-    hidden: Path
-    result: Path
     pairs: tuple[PairByPositions, ...]
     wholes: tuple[str, ...]
     partial: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
-    opens: bool = True
-    closes: bool = True
 
-    def give(self, block: nn.Module, name: str, stream: Stream) -> None:
+    def give(self, block: nn.Module, name: str, stream: FeatureStream) -> None:
         """Makes a block that is divided along its features already compute so."""
         for pair in self.pairs:
             pair.give(block, stream)
         for inner in self.wholes:
             surround(block.get_submodule(inner), WholeRole(stream))
-        surround(block, BlockRole(name, self.hidden, self.result, self.opens, self.closes, stream))
+        surround(block, FeatureBlockRole(name, self, stream))
 
 
 @dataclass(frozen=True)
@@ -63,26 +56,18 @@ class SequencePlan:
     def apply(self, model: nn.Module, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor]]:
         """Changes blocks of a divided model in place: what makes the whole of what modules give, by name."""
         outputs: dict[str, Callable[[Tensor], Tensor]] = {}
-        stream = Stream(axis)
+        stream = FeatureStream(axis)
         for name, block in self.blocks.items():
             if block.opens:
-                stream = Stream(axis)
+                stream = FeatureStream(axis)
             block.give(model.get_submodule(name), name, stream)
-            outputs |= {f"{name}.{inner}": _whole(stream) for inner in block.parts}
+            outputs |= {f"{name}.{inner}": stream.whole_output() for inner in block.parts}
             if not block.closes:
-                outputs[name] = _whole(stream)
+                outputs[name] = stream.whole_output()
         return outputs
 
 
-def _whole(stream: Stream) -> Callable[[Tensor], Tensor]:
-    def whole(tensor: Tensor) -> Tensor:
-        with torch.no_grad():
-            return stream.whole(tensor)
-
-    return whole
-
-
-def plan_sequence(subject: TensorTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> SequencePlan:
+def plan_sequence(subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> SequencePlan:
     """How the blocks of a whole model compute that `plan` is going to divide. Collective: the axis."""
     try:
         trace = observe(subject.model, subject.loss, subject.batch, axis.degree, subject.values)[0]
@@ -151,7 +136,7 @@ def _obstacle(block: BlockTrace, own: TensorPlan) -> str | None:
 class _Bench:
     """Tries blocks; what was found of one holds for others of the same structure."""
 
-    def __init__(self, subject: TensorTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> None:
+    def __init__(self, subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> None:
         self._subject, self._plan, self._axis, self._device = subject, plan, axis, device
         self._known: dict[Any, SequenceBlock | str] = {}
 
@@ -165,51 +150,38 @@ class _Bench:
         key = repr(module), tuple(block.operations), tuple(block.shapes.items()), str(own.to_json())
         if key not in self._known:
             for pairs, wholes in itertools.product(_ways(own), _regions(module, own)):
-                found = SequenceBlock(block.hidden, block.results[0], pairs, wholes)
+                found = SequenceBlock(True, True, block.hidden, block.results[0], pairs, wholes)
                 self._known[key] = self._tried(name, block, own, found)
                 if not isinstance(self._known[key], str):
                     break
         return self._known[key]
 
     def _tried(self, name: str, block: BlockTrace, own: TensorPlan, found: SequenceBlock) -> SequenceBlock | str:
-        generator = torch.Generator().manual_seed(SEED)
-        module = materialised(self._subject.model, name, self._subject.values, generator).to(self._device)
-        arguments = numbers_for(block, generator, self._device)
-        divided = copy.deepcopy(module)  # before a forward, which may leave in it what cannot be copied
+        trial = BlockTrial.of(self._subject.model, name, self._subject.values, block, self._device)
+        parts = apply(trial.divided, own, self._axis).parts
+        found.give(trial.divided, name, FeatureStream(self._axis))
         try:
-            watched = _Outputs(module)
-            whole = computed(module, arguments)
-        except Exception:  # what makes float32 of its own does not compute in float64
-            divided, arguments = divided.float(), narrowed(arguments)
-            watched = _Outputs(module.float())
-            whole = computed(module, arguments)
-        watched.close()
-        parts = apply(divided, own, self._axis).parts
-        found.give(divided, name, Stream(self._axis))
-        try:
-            seen = _Outputs(divided)
-            split = computed(divided, arguments)
+            split = computed(trial.divided, trial.arguments)
         except Exception as error:
-            text = next(iter(str(error).strip().splitlines()), "")[:200]
-            return f"it raises {type(error).__name__} on a part of the positions: {text}"
-        partial = self._compare(whole, split, parts)
+            return f"it raises {type(error).__name__} on a part of the positions: {first_line(error)}"
+        partial = self._compare(trial, split.values, parts)
         if isinstance(partial, str):
             return partial
-        return replace(found, partial=partial, parts=_parts(watched.shapes, seen.shapes))
+        return replace(found, partial=partial, parts=_parts(trial.whole.shapes, split.shapes))
 
-    def _compare(self, whole: dict[str, Tensor], split: dict[str, Tensor], parts: Mapping[str, TensorSlice]) -> Any:
+    def _compare(self, trial: BlockTrial, split: dict[str, Tensor], parts: Mapping[str, TensorSlice]) -> Any:
         """The parameters with partial gradients; or what differs. Collective: the axis, a message a parameter."""
-        floor = FLOOR * max(float(gradient.norm()) for key, gradient in whole.items() if key != OUTPUT)
         partial = []
-        for key, wanted in whole.items():
+        for key, wanted in trial.whole.values.items():
             name = key.removeprefix(OF_PARAMETER).strip()
             part = parts[name] if key.startswith(OF_PARAMETER) else TensorSlice.whole(wanted.shape)
             own = split[key]
-            if self._all(is_same(own, part.take(wanted), 0.0 if key == OUTPUT else floor)):
+            if self._all(trial.is_same(key, own, part.take(wanted))):
                 continue
             total = own.clone()
             dist.all_reduce(total, group=self._axis.group)
-            if not key.startswith(OF_PARAMETER) or not part.is_whole or not self._all(is_same(total, wanted, floor)):
+            is_sum = key.startswith(OF_PARAMETER) and part.is_whole
+            if not is_sum or not self._all(trial.is_same(key, total, wanted)):
                 return f"{key} is another where each rank has a part of the positions"
             partial.append(name)
         return tuple(partial)
@@ -227,18 +199,10 @@ def _within(plan: TensorPlan, block: str) -> TensorPlan:
     def inside(names: Any) -> tuple[str, ...]:
         return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
-    def pair(found: ProvenPair) -> ProvenPair:
-        chosen = found.candidate
-        owner = chosen.owner.removeprefix(prefix) if chosen.owner != block else ""
-        return ProvenPair(
-            PairCandidate(inside(chosen.columns), chosen.row.removeprefix(prefix), owner),
-            {name.removeprefix(prefix): runs for name, runs in found.runs.items()},
-            {name.removeprefix(prefix): cut for name, cut in found.slices.items()},
-            inside(found.partial),
-            tuple(tuple((n.removeprefix(prefix), a, v) for n, a, v in place) for place in found.attributes),
-        )
+    def local(name: str) -> str:
+        return f"{name}.".removeprefix(prefix).removesuffix(".")
 
-    pairs = tuple(pair(p) for p in plan.pairs if f"{p.candidate.owner}.".startswith(prefix))
+    pairs = tuple(p.renamed(local) for p in plan.pairs if f"{p.candidate.owner}.".startswith(prefix))
     return TensorPlan(pairs, inside(plan.gathered), inside(plan.rows))
 
 
@@ -280,25 +244,6 @@ def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, .
         if top not in found:
             found.append(top)
     return tuple(found)
-
-
-class _Outputs:
-    """The shapes that the modules inside of one give, by name."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.shapes: dict[str, list[torch.Size]] = {}
-        self._handles = [m.register_forward_hook(self._hook(name)) for name, m in module.named_modules() if name]
-
-    def _hook(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.shapes.setdefault(name, []).extend(t.shape for t in tree_leaves(output) if isinstance(t, Tensor))
-
-        return hook
-
-    def close(self) -> None:
-        """Takes the hooks off."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def _parts(wholes: Mapping[str, list[torch.Size]], found: Mapping[str, list[torch.Size]]) -> tuple[str, ...]:

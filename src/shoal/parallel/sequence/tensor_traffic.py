@@ -1,4 +1,4 @@
-"""What a divided model sends in a step, by the planner's formulas, from the shapes that a run of the loss has shown."""
+"""Traffic of a tensor-parallel model in a step, by the planner's formulas, from the shapes of a traced run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from shoal.parallel.sequence.tensor_sequence_plan import SequencePlan
 from shoal.parallel.tensor.heads import sizes
 from shoal.parallel.tensor.plan import TensorPlan
 from shoal.parallel.tensor.trace import LayerShapes
-from shoal.plans.accounting.collectives import LayerPair, Positions, Volumes, sharded_loss, stream, tensor_parallel
+from shoal.plans.accounting.collectives import (
+    LayerPair,
+    Positions,
+    SizedCollective,
+    sharded_loss,
+    stream,
+    tensor_parallel,
+)
 
 # Everything is float32.
 _ITEMSIZE = 4
@@ -33,15 +40,15 @@ class TensorTraffic:
     rows: int
     degree: int
 
-    def __call__(self, microbatches: Sequence[int]) -> Volumes | None:
+    def __call__(self, microbatches: Sequence[int]) -> list[SizedCollective] | None:
         """Of microbatches of so many samples each; None where modules compute whole sequences inside of blocks."""
         blocks = self.sequences.blocks.values()
         if any(block.wholes for block in blocks):
             return None
-        return Volumes().plus(*(self._of(samples) for samples in microbatches))
+        return [one for samples in microbatches for one in self._of(samples)]
 
-    def _of(self, samples: int) -> Volumes:
-        volumes, opened = Volumes(), 0
+    def _of(self, samples: int) -> Iterator[SizedCollective]:
+        opened = 0
         for pair in self.plan.pairs:
             block = next((b for b in self.sequences.blocks if pair.candidate.row.startswith(f"{b}.")), None)
             for into, out in self._calls(pair.candidate.columns[0], pair.candidate.row):
@@ -49,31 +56,31 @@ class TensorTraffic:
                     self._bytes(into.input, samples), self._bytes(out.output, samples), into.needs_gradient
                 )
                 where = Positions(into.input[1], self.degree) if block is not None else None
-                volumes = volumes.plus(tensor_parallel([sent], [], 1, positions=where))
+                yield from tensor_parallel([sent], [], 1, positions=where)
                 if where is not None and block is not None and opened < self._num_streams(block):
                     opened += 1
-                    volumes = volumes.plus(stream(sent.output_bytes, where, 1))
-        return volumes.plus(*self._others(samples))
+                    yield stream(sent.output_bytes, where, 1)
+        yield from self._others(samples)
 
     def _num_streams(self, block: str) -> int:
         """How many rows of blocks have begun up to this one."""
         names = list(self.sequences.blocks)
         return sum(self.sequences.blocks[name].opens for name in names[: names.index(block) + 1])
 
-    def _others(self, samples: int) -> Iterator[Volumes]:
+    def _others(self, samples: int) -> Iterator[SizedCollective]:
         """Of embeddings, and of layers that are in no pair."""
         for name in self.plan.rows:
             for call in self.plan.shapes[name]:
-                yield tensor_parallel([LayerPair(0, self._bytes(call.output, samples), False)], [], 1)
+                yield from tensor_parallel([LayerPair(0, self._bytes(call.output, samples), False)], [], 1)
         for name in self.plan.gathered:
             for call in self.plan.shapes[name]:
                 entry = LayerPair(self._bytes(call.input, samples), 0, call.needs_gradient)
                 size = call.output[call.feature_dim]
                 largest = self._bytes(call.output, samples) // size * max(sizes(size, self.degree))
                 gathered = [] if name in self.plan.kept else [largest * self.degree]
-                yield tensor_parallel([entry], gathered, 1)
+                yield from tensor_parallel([entry], gathered, 1)
         for targets, smoothed in self.plan.losses:
-            yield sharded_loss(targets * samples // self.rows, 1, smoothed, _ITEMSIZE)
+            yield from sharded_loss(targets * samples // self.rows, 1, smoothed, _ITEMSIZE)
 
     def _calls(self, column: str, row: str) -> Iterator[tuple[LayerShapes, LayerShapes]]:
         yield from zip(self.plan.shapes[column], self.plan.shapes[row], strict=True)

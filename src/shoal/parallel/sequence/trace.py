@@ -1,4 +1,4 @@
-"""What runs of the loss show of the blocks that a model repeats: what goes into them, and what in them is as long.
+"""Traces of the blocks that a model repeats, for dividing sequences: what goes in, and what in them is as long.
 
 The runs are on the meta device where the model allows it: shapes, no numbers. Two runs with sequences of two lengths
 tell which dims are the sequence's.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from shoal.errors import PlanError
 from shoal.numerics.grain_randomness import draws
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.function_trace import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
 from shoal.parallel.model.repeated_blocks import repeated_blocks
-from shoal.parallel.sequence.attention import DROPOUTS, dropout_arguments
-from shoal.parallel.tensor.trace import twin
+from shoal.parallel.model.trial import Values, first_line
+from shoal.parallel.sequence.positions import Path, tensors_by_path, with_tensors
 from shoal.plans.accounting.model_parallel import Attention, SlicedBlock
 
 # A model that does not run without values is run with them, if it is no larger than this.
@@ -31,37 +32,12 @@ _REAL_BYTES = 8 << 30
 # What tells of a tensor without using it.
 _METADATA = frozenset("__get__ size dim stride numel __len__ is_floating_point is_contiguous".split())  # noqa: SIM905
 
-# Where a tensor is in the arguments [args, kwargs] of a call.
-Path = tuple[Any, ...]
 Loss = Callable[[nn.Module, Any], Any]
-
-
-def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """The tensors in tuples, lists and dicts, with their places; not those within other objects."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif type(value) in (tuple, list):
-        for i, item in enumerate(value):
-            yield from tensors_in(item, (*path, i))
-    elif type(value) is dict:
-        for key, item in value.items():
-            yield from tensors_in(item, (*path, key))
-
-
-def with_tensors(value: Any, found: dict[Path, Tensor], path: Path = ()) -> Any:
-    """The same with other tensors at the places in `found`."""
-    if isinstance(value, Tensor):
-        return found.get(path, value)
-    if type(value) in (tuple, list):
-        return type(value)(with_tensors(item, found, (*path, i)) for i, item in enumerate(value))
-    if type(value) is dict:
-        return {key: with_tensors(item, found, (*path, key)) for key, item in value.items()}
-    return value
 
 
 @dataclass
 class BlockTrace:
-    """What one block was seen to do, over all its calls; arguments and operations of the first."""
+    """Observations of one block over all its calls; arguments and operations of the first."""
 
     arguments: Any = None  # [args, kwargs]
     hidden: Path = ()
@@ -81,7 +57,7 @@ class BlockTrace:
     @property
     def shapes(self) -> dict[Path, torch.Size]:
         """Of the tensors that came in."""
-        return {path: tensor.shape for path, tensor in tensors_in(self.arguments)}
+        return {path: tensor.shape for path, tensor in tensors_by_path(self.arguments)}
 
     @property
     def length(self) -> int:
@@ -98,9 +74,7 @@ class ContextTrace:
     outside: set[str] = field(default_factory=set)
 
 
-def observe(
-    model: nn.Module, loss: Loss, batch: Any, degree: int, values: Callable[[str], Tensor]
-) -> list[ContextTrace]:
+def observe(model: nn.Module, loss: Loss, batch: Any, degree: int, values: Values) -> list[ContextTrace]:
     """Traces of one or two runs on copies, sequences of the first not of a multiple of `degree` if that can be.
 
     Raises: PlanError where the loss does not run.
@@ -114,7 +88,7 @@ def observe(
             except Exception as caught:
                 error = caught
     assert error is not None
-    text = next(iter(str(error).strip().splitlines()), "")[:300]
+    text = first_line(error, 300)
     raise PlanError(
         given=f"context = {degree}",
         conflict=f"how this model computes its loss cannot be followed: {type(error).__name__}: {text}",
@@ -128,7 +102,7 @@ def sliced(
     """A trace's blocks as the planner's formulas know them, each call of one, for sequences of `length`."""
     found = []
     for name, block in trace.blocks.items():
-        hidden = dict(tensors_in(block.arguments))[block.hidden]
+        hidden = dict(tensors_by_path(block.arguments))[block.hidden]
         width = prod(hidden.shape[2:])
         ends = name in opens, name in closes
         one = SlicedBlock(name, length, width, *ends, tuple(block.attentions), hidden.requires_grad)
@@ -150,7 +124,7 @@ def _shortened(batch: Any, degree: int) -> list[Any]:
 
 def length_of(batch: Any) -> int:
     """The length of a batch's sequences; 0 where it does not look like one of sequences."""
-    lengths = {leaf.shape[1] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim > 1}
+    lengths = {tensor.shape[1] for tensor in tensors_in(batch) if tensor.ndim > 1}
     return lengths.pop() if len(lengths) == 1 else 0
 
 
@@ -159,20 +133,15 @@ def shortened_to(batch: Any, degree: int) -> int:
     return min(4 * degree + 1, length_of(batch) - 1)
 
 
-def _run(model: nn.Module, loss: Loss, batch: Any, values: Callable[[str], Tensor] | None) -> ContextTrace:
-    shown = twin(model, values).train()
-    device = "meta" if values is None else "cpu"
-    watcher = _Watcher(shown)
-    given = tree_map(lambda v: v.detach().to(device) if isinstance(v, Tensor) else v, batch)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), watcher:
-            loss(shown, given)
-    finally:
-        watcher.close()
-    return watcher.trace
+def _run(model: nn.Module, loss: Loss, batch: Any, values: Values | None) -> ContextTrace:
+    with on_copies(model, batch, values) as (copied, shown):
+        watcher = _Watcher(copied.train())
+        with watcher:
+            loss(copied, shown)
+        return watcher.trace
 
 
-class _Watcher(TorchFunctionMode):
+class _Watcher(FunctionTrace):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.trace = ContextTrace()
@@ -181,23 +150,13 @@ class _Watcher(TorchFunctionMode):
         self._first = False  # whether this is the block's first call
         self._came_out: dict[int, str] = {}
         self._sources: dict[int, frozenset[Path]] = {}  # the block's arguments that a tensor is made of
-        self._alive: list[Any] = []
-        self._handles: list[Any] = []
         for block in repeated_blocks(model):
             if block.children is not None:
                 continue
-            hooks = self._before(block.name), self._after(block.name)
-            self._handles.append(block.module.register_forward_pre_hook(hooks[0], with_kwargs=True, prepend=True))
-            self._handles.append(block.module.register_forward_hook(hooks[1]))
+            self.hook(block.module, self._after(block.name), self._before(block.name))
             for name, module in block.module.named_modules():
                 if name:
-                    self._handles.append(module.register_forward_hook(self._inner(block.name, name)))
-
-    def close(self) -> None:
-        """Forgets all tensors but the arguments of the blocks."""
-        for handle in self._handles:
-            handle.remove()
-        self._alive.clear()
+                    self.hook(module, self._inner(block.name, name))
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -207,7 +166,7 @@ class _Watcher(TorchFunctionMode):
         return hook
 
     def _enter(self, name: str, arguments: Any) -> None:
-        found = list(tensors_in(arguments))
+        found = list(tensors_by_path(arguments))
         hidden = next((p for p, t in found if t.is_floating_point() and t.ndim >= 3), None)
         if hidden is None:
             return
@@ -231,7 +190,7 @@ class _Watcher(TorchFunctionMode):
             if self._block != name:
                 return
             self._block = None
-            found = list(tensors_in(output))
+            found = list(tensors_by_path(output))
             self.trace.blocks[name].results = [path for path, _ in found]
             self._sources.clear()
             for _, tensor in found:
@@ -243,7 +202,7 @@ class _Watcher(TorchFunctionMode):
     def _inner(self, block: str, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._block == block and self._first:
-                shapes = [leaf.shape for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+                shapes = [tensor.shape for tensor in tensors_in(output)]
                 self.trace.blocks[block].outputs.setdefault(name, []).extend(shapes)
 
         return hook
@@ -252,48 +211,40 @@ class _Watcher(TorchFunctionMode):
         self._alive.append(tensor)
         self._sources[id(tensor)] = sources
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
-        if name in _METADATA:
-            return found
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        used = {self._names[id(t)] for t in given if id(t) in self._names}
+    def seen(self, call: FunctionCall) -> None:
+        """Takes note of where parameters and the outputs of blocks are used, and of what blocks do."""
+        if call.name in _METADATA:
+            return
+        used = {self._names[id(t)] for t in call.given if id(t) in self._names}
         (self.trace.outside if self._block is None else self.trace.inside).update(used)
         if self._block is None:
-            for tensor in given:
+            for tensor in call.given:
                 if id(tensor) in self._came_out:
                     self.trace.blocks[self._came_out[id(tensor)]].used_elsewhere = True
-            return found
-        sources = frozenset[Path]().union(*(self._sources.get(id(t), ()) for t in given))
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor):
-                self._note(leaf, sources)
+            return
+        sources = frozenset[Path]().union(*(self._sources.get(id(t), ()) for t in call.given))
+        for tensor in call.made:
+            self._note(tensor, sources)
         if self._first:
-            self.trace.blocks[self._block].operations.append(name)
-            self._facts(self.trace.blocks[self._block], func, args, kwargs)
-        return found
+            self.trace.blocks[self._block].operations.append(call.name)
+            self._facts(self.trace.blocks[self._block], call)
 
-    def _facts(self, block: BlockTrace, func: Any, args: Any, kwargs: Any) -> None:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        name = block.operations[-1]
+    def _facts(self, block: BlockTrace, call: FunctionCall) -> None:
+        func, given = call.func, call.given
         if func is F.scaled_dot_product_attention:
-            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-            block.masks |= self._sources.get(id(mask), frozenset())
-            query = args[0] if args else kwargs["query"]
+            block.masks |= self._sources.get(id(call.argument(3, "attn_mask")), frozenset())
+            query, key, value = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
             block.heads.append(query.shape[1] if query.ndim == 4 else 0)
             if query.ndim == 4:
-                named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-                block.attentions.append(_attention(named["query"], named["key"], named["value"]))
-            block.attention_dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+                block.attentions.append(_attention(query, key, value))
+            block.attention_dropout = call.argument(4, "dropout_p", 0.0)
         elif func in DROPOUTS:
-            if dropout_arguments(*args, **kwargs)[2]:
+            if dropout_arguments(*call.args, **call.kwargs)[2]:
                 block.dropouts.append(given[0].shape)
         elif draws(func):
-            sizes = torch.Size(s for s in args if isinstance(s, int)) if not given else given[0].shape
-            block.random.append((name, sizes))
-        elif name == "softmax":
+            sizes = torch.Size(s for s in call.args if isinstance(s, int)) if not given else given[0].shape
+            block.random.append((call.name, sizes))
+        elif call.name == "softmax":
             block.softmaxes.append(given[0].shape)
 
 
@@ -305,7 +256,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor) -> Attention:
 def _kept(arguments: Any) -> Any:
     """As they are now: what a block changes in place is copied."""
     found = {
-        path: tensor.detach().clone().requires_grad_(tensor.requires_grad) for path, tensor in tensors_in(arguments)
+        path: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for path, tensor in tensors_by_path(arguments)
     }
     return copied(with_tensors(arguments, found))
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.data.microbatch import Microbatch
 from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh
 from shoal.errors import ShoalError
-from shoal.parallel.base import Flags, Mark, StepSums, Strategy
+from shoal.numerics.flat import views_of
+from shoal.parallel.base import Mark
 from shoal.plans.accounting.partition import PIECE_BYTES, divide, pack
 
 # Broadcasts at once: the buffers that they need are all that the exchange adds to memory.
@@ -40,55 +40,28 @@ class _Piece:
 
     def unpack(self) -> None:
         if self.flat is not None:
-            parts = self.flat.split([p.numel() for p in self.parameters])
-            for parameter, part in zip(self.parameters, parts, strict=True):
-                parameter.copy_(part.view_as(parameter))
+            for parameter, view in zip(self.parameters, views_of(self.flat, self.parameters), strict=True):
+                parameter.copy_(view)
 
 
-class ShardedOptimizer(Strategy):
-    """Strategy of ZeRO stage 1: `inner` sums the gradients on every rank; each rank updates its own parameters.
+class ShardedOptimizer:
+    """ZeRO stage 1 of an update: each rank of a shard group updates its own parameters.
 
     After the update their owners broadcast the new values within the group.
     """
 
     def __init__(
-        self,
-        inner: Strategy,
-        parameters: Sequence[Tensor],
-        mesh: Mesh,
-        mark: Mark,
-        among: Sequence[Tensor] | None = None,
+        self, parameters: Sequence[Tensor], mesh: Mesh, mark: Mark, among: Sequence[Tensor] | None = None
     ) -> None:
         """`among`: all that are divided over the ranks, where other strategies update the rest of them."""
-        self._inner, self._parameters, self._mesh, self._mark = inner, list(parameters), mesh, mark
-        self.compression = inner.compression
+        self._parameters, self._mesh, self._mark = list(parameters), mesh, mark
         self._ranks = mesh.ranks("shard")
         divided = self._parameters if among is None else list(among)
         owners = divide([p.numel() * p.itemsize for p in divided], len(self._ranks))
         self._root = {id(p): self._ranks[owner] for p, owner in zip(divided, owners, strict=True)}
 
-    def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        """As the inner strategy."""
-        self._inner.begin(step, factor)
-
-    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """As the inner strategy."""
-        self._inner.backward(microbatch, total, sums, last)
-
-    def add(self, sums: Tensor) -> None:
-        """As the inner strategy."""
-        self._inner.add(sums)
-
-    def arm(self) -> None:
-        """As the inner strategy."""
-        self._inner.arm()
-
-    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """As the inner strategy."""
-        return self._inner.finish(flags, num_sums, row)
-
     def update(self, step: Callable[[], None]) -> None:
-        """Steps the optimizer for this rank's parameters, then exchanges the new values.
+        """Calls the optimizer's `step` for this rank's parameters, then exchanges the new values.
 
         Collective: all ranks, a JSON gather; the shard group, a broadcast of each owner's parameters: all their bytes
         once. Raises: on every rank, where `step` raised on any.
@@ -114,7 +87,6 @@ class ShardedOptimizer(Strategy):
             while under_way:
                 _arrive(*under_way.popleft())
         self._mark("optimizer")
-        self._inner.update(_nothing)
 
     def _pieces(self, parameters: list[Tensor]) -> Iterator[_Piece]:
         for root in self._ranks:
@@ -130,25 +102,13 @@ class ShardedOptimizer(Strategy):
     def _packed(self, parameters: list[Tensor], root: int) -> _Piece:
         flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
         if root == self._mesh.rank:
-            for parameter, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                part.view_as(parameter).copy_(parameter)
+            for parameter, view in zip(parameters, views_of(flat, parameters), strict=True):
+                view.copy_(parameter)
         return _Piece(parameters, root, flat)
 
     def updates(self, parameter: Tensor) -> bool:
         """Whether this rank is its owner; what is not trained (and has a state all the same) has every rank."""
         return self._root.get(id(parameter), self._mesh.rank) == self._mesh.rank
-
-    def gradient_buffers(self) -> list[Tensor]:
-        """As the inner strategy."""
-        return self._inner.gradient_buffers()
-
-    def close(self) -> None:
-        """As the inner strategy."""
-        self._inner.close()
-
-
-def _nothing() -> None:
-    """The optimizer has stepped."""
 
 
 def _arrive(piece: _Piece, work: dist.Work) -> None:

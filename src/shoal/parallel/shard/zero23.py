@@ -20,13 +20,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from shoal.data.microbatch import Microbatch
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, PlanError
 from shoal.numerics.precision import Precision
-from shoal.parallel.base import Flags, Mark, Replicated, StepSums
-from shoal.parallel.data.replicated import all_sums, run_backward
+from shoal.parallel.base import AccumulatingStrategy, Flags, Mark, StepSums
+from shoal.parallel.data.replicated import all_sums
 from shoal.parallel.model.repeated_blocks import repeated_blocks
+from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import Plan
 
 # Where a model repeats nothing, a module of so many bytes of parameters is a unit: smaller ones travel together.
@@ -216,14 +216,17 @@ def _device_mesh(mesh: Mesh) -> DeviceMesh:
     return DeviceMesh.from_group(groups, mesh.device.type, mesh=shaped, mesh_dim_names=tuple(axes))
 
 
-class FullySharded(Replicated):
+class FullySharded(AccumulatingStrategy):
     """Strategy of ZeRO stages 2 and 3: units sum gradients in the backward; the rest are the step's sums."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, mark: Mark, *, late: bool = False) -> None:
+    syncs_every_microbatch = True  # each unit gathers its parameters from all ranks
+
+    def __init__(self, model: ShardedModel, mark: Mark, *, late: bool = False) -> None:
         """`late`: gradients are scattered with the last microbatch only, and added up whole before."""
-        self._mesh, self._mark, self._late = mesh, mark, late
-        self._units = [m for m in model.modules() if isinstance(m, FSDPModule)]
-        every = [p for p in model.parameters() if p.requires_grad]
+        super().__init__(model, mark)
+        self._late = late
+        self._units = [m for m in model.model.modules() if isinstance(m, FSDPModule)]
+        every = [p for p in model.model.parameters() if p.requires_grad]
         self._parameters = [p for p in every if not p.is_meta]
         # Told of over all ranks, and so by numbers that all have: those of other stages too, and not the scalars.
         self._cut = dict(enumerate(p for p in every if _is_cut(p.shape)))
@@ -232,34 +235,30 @@ class FullySharded(Replicated):
         self._handles: dict[int, RemovableHandle] = {}
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
-        """No gradients, no sums, and nothing gathered that a forward without a backward has left."""
         self.rest()
         for parameter in self._parameters:
             parameter.grad = None
         self._used.zero_()
-        self._sums: Tensor | None = None
+        self._sums = None
+        self._scatter(False)
 
     def rest(self) -> None:
         """Gives back what a forward without a backward has gathered, and would stay as it was then."""
         for unit in self._units:
             unit.reshard()
 
-    def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
-        """Adds a microbatch. Collective: the data and shard axes, a reduce-scatter a unit; late, with the last only."""
-        self.add(sums)
-        if self._late:
-            for unit in self._units:
-                unit.set_requires_gradient_sync(last, recurse=False)
-        run_backward(total)
-
     def add(self, sums: Tensor) -> None:
-        """Adds a microbatch's sums, after its forward."""
-        self._sums = sums if self._sums is None else self._sums.add_(sums)
+        super().add(sums)
         if len(self._handles) < len(self._cut):
             self._watch()
 
     def arm(self) -> None:
-        """The units need not be told."""
+        self._scatter(True)
+
+    def _scatter(self, now: bool) -> None:
+        """Whether backwards scatter gradients. Collective, where they do: the data and shard axes, one a unit."""
+        for unit in self._units if self._late else ():
+            unit.set_requires_gradient_sync(now, recurse=False)
 
     def _watch(self) -> None:
         """Hooks that tell which parameters got a gradient here: the units sum zeros of those that did not."""
@@ -276,27 +275,15 @@ class FullySharded(Replicated):
     def _note(self, number: int, gathered: Tensor) -> None:
         self._used[number] = 1.0
 
-    def finish(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
-        """The sums over all ranks; the gradients are complete. Collective: all ranks, one all-reduce."""
-        self._mark("exposed_communication")
-        sums = torch.zeros(num_sums, dtype=torch.float64) if self._sums is None else self._sums
-        found = all_sums(torch.cat([sums.cpu(), self._used]), flags)
+    def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
+        """The gradients are summed already. Collective: all ranks, one all-reduce."""
+        found = all_sums(torch.cat([self._own_sums(num_sums).cpu(), self._used]), flags)
         used = found.sums[num_sums:]
         for number, parameter in self._cut.items():
             if not used[number]:
                 parameter.grad = None
         return replace(found, sums=found.sums[:num_sums])
 
-    def gradient_buffers(self) -> list[Tensor]:
-        """None that outlive a backward."""
-        return []
-
-    @property
-    def syncs_every_microbatch(self) -> bool:
-        """Yes: each unit gathers its parameters from all ranks."""
-        return True
-
     def close(self) -> None:
-        """Takes the hooks off."""
         for handle in self._handles.values():
             handle.remove()

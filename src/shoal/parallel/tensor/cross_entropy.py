@@ -78,7 +78,7 @@ def highest(logits: Tensor) -> Tensor:
 
 
 def row_sums(logits: Tensor, largest: Tensor, rows: Rows, classes: Classes) -> Tensor:
-    """What is summed over ranks, [2 or 3, N]: of exponentials, of the target's logit, and of all, weighted."""
+    """Terms of the sums over ranks, [2 or 3, N]: of exponentials, of the target's logit, and of all, weighted."""
     values = wide(logits)
     here, place = rows.own(classes)
     exponentials = (values - largest.unsqueeze(1)).exp_().sum(1)

@@ -6,36 +6,24 @@ A head that only cross entropies take stays cut, if each of these, as it is aske
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.model.function_trace import on_copies
+from shoal.parallel.model.trial import SEED, ModelTrial, is_same
 from shoal.parallel.tensor.cross_entropy import Classes, Rows, gradient, highest, losses, row_sums
 from shoal.parallel.tensor.layers import give_role, kind, num_features, product
 from shoal.parallel.tensor.logits import Entropy, Head, divided
 from shoal.parallel.tensor.plan import TensorPlan
-from shoal.parallel.tensor.proof import Values, is_same
-from shoal.parallel.tensor.trace import TensorTrace, twin
+from shoal.parallel.tensor.trace import TensorTrace
 
 KEPT = "cut along its outputs, of which a cross entropy takes slices"
 _ROWS = 16
-_SEED = 20205198
-
-
-@dataclass(frozen=True)
-class TensorTrial:
-    """A whole model with its loss, a small batch for it, and the initial values by name."""
-
-    model: nn.Module
-    loss: Callable[[nn.Module, Any], Any]
-    batch: Any
-    values: Values
 
 
 def sizes(size: int, degree: int) -> tuple[int, ...]:
@@ -43,7 +31,7 @@ def sizes(size: int, degree: int) -> tuple[int, ...]:
     return tuple(size * (place + 1) // degree - size * place // degree for place in range(degree))
 
 
-def with_kept(plan: TensorPlan, subject: TensorTrial, trace: TensorTrace, degree: int) -> TensorPlan:
+def with_kept(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degree: int) -> TensorPlan:
     """The plan with those heads in `kept` whose logits only cross entropies take; with notes on the others'."""
     heads = [name for name in plan.gathered if is_lost(name, subject.model, trace)]
     if not heads:
@@ -110,22 +98,20 @@ class _Shown:
         return divided(whole.narrow(-1, 0, self.head.sizes[0]), whole.ndim - 1, self.head)
 
 
-def _uses(heads: Iterable[str], subject: TensorTrial, trace: TensorTrace, degree: int) -> dict[str, _Uses]:
+def _uses(heads: Iterable[str], subject: ModelTrial, trace: TensorTrace, degree: int) -> dict[str, _Uses]:
     """What one run of the loss does with the logits of each head."""
     values = subject.values if trace.has_values else None
-    model, found = twin(subject.model, values), {}
-    for name in heads:
-        module, found[name] = model.get_submodule(name), _Uses()
-        head = _Noting(TensorAxis(degree, 0), sizes(num_features(module)[1], degree), found[name])
-        give_role(module, _Shown(head))
-    device = "meta" if values is None else "cpu"
-    batch = tree_map(lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, subject.batch)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    found = {name: _Uses() for name in heads}
+    with on_copies(subject.model, subject.batch, values) as (model, batch):
+        for name, uses in found.items():
+            module = model.get_submodule(name)
+            head = _Noting(TensorAxis(degree, 0), sizes(num_features(module)[1], degree), uses)
+            give_role(module, _Shown(head))
+        try:
             subject.loss(model, batch)
-    except Exception as error:
-        for uses in found.values():
-            uses.obstacle = f"the loss raises {type(error).__name__} on slices"
+        except Exception as error:
+            for uses in found.values():
+                uses.obstacle = f"the loss raises {type(error).__name__} on slices"
     return found
 
 
@@ -134,7 +120,7 @@ def _uses(heads: Iterable[str], subject: TensorTrial, trace: TensorTrace, degree
 
 def is_proven(entropy: Entropy, size: int, degree: int) -> bool:
     """Whether a cross entropy of `size` classes, cut, is torch's: its value and gradient, place after place."""
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(SEED)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
@@ -163,4 +149,4 @@ def is_proven(entropy: Entropy, size: int, degree: int) -> bool:
     cut = torch.cat([gradient(part, logarithm, given, rows, place) for part, place in pairs], 1)
     means = F.cross_entropy(logits, targets, weights, ignore_index=entropy.ignored, label_smoothing=entropy.smoothing)
     mean = found.sum() / rows.row_weights(found.dtype).sum()
-    return is_same(found, wanted.detach(), 0.0) and is_same(cut, whole, 0.0) and is_same(mean, means.detach(), 0.0)
+    return is_same(found, wanted.detach()) and is_same(cut, whole) and is_same(mean, means.detach())

@@ -6,7 +6,9 @@ A divided module keeps its class as far as anybody asks (a subclass of it with t
 
 from __future__ import annotations
 
+import copy
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,14 +24,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 
 
 def foreign(module: nn.Module) -> Outputs | None:
-    """What a layer that is none of torch's says of itself."""
+    """Outputs of a layer that is none of torch's, as the layer itself describes them."""
     told: Any = getattr(type(module), "tensor_outputs", None)
     found: Outputs | None = told(module) if told is not None else None
     return found
 
 
 def kind(module: nn.Module) -> str | None:
-    """What a module is to this axis, if it computes as its class does: linear, transposed, convolution, embedding...
+    """Kind of a module that computes as its class does: linear, transposed, convolution, embedding...
 
     `transposed` is a Linear that keeps its weight [in, out], as GPT-2's Conv1D in transformers; `foreign` says itself.
     """
@@ -85,7 +87,7 @@ def feature_dim(module: nn.Module, output: Tensor) -> int:
 
 
 def product(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What the module's class computes, of other tensors than its own."""
+    """Product that the module's class computes, of other tensors than its own."""
     if kind(module) == "transposed":
         flat = value.reshape(-1, value.shape[-1])
         product = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
@@ -107,22 +109,28 @@ class DividedLayer:
         return found
 
 
-def _divided(base: type[nn.Module]) -> type[nn.Module]:
-    return type(base.__name__, (DividedLayer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+def with_base(module: nn.Module, base: type) -> None:
+    """Puts `base` before all others of a module's class; the name stays."""
+    own = type(module)  # a class of its own, as fully_shard gives it
+    module.__class__ = type(own.__name__, (base, own), {"__module__": own.__module__, "__doc__": own.__doc__})
 
 
 def give_role(module: nn.Module, role: Any) -> None:
     """Makes a module compute as `role` says."""
-    module.__class__ = _divided(type(module))  # a class of its own, as fully_shard gives it
+    with_base(module, DividedLayer)
     module.tensor_role = role
 
 
 @dataclass
 class Entry:
-    """Where a whole activation enters the slices of several modules: one all-reduce in the backward for all of them."""
+    """Input of column-parallel layers that take the same activation: one collective, `into`, for all of them.
 
-    axis: TensorAxis
+    `always`: also where no gradient goes back.
+    """
+
+    into: Callable[[Tensor], Tensor]
     num_users: int = 1
+    always: bool = False
     _seen: Any = field(default=None, repr=False)
     _entered: Tensor | None = field(default=None, repr=False)
     _uses: int = 0
@@ -130,7 +138,8 @@ class Entry:
 
     def __call__(self, value: Tensor) -> Tensor:
         """`value`, the same one for users that follow each other with the same tensor."""
-        if self.num_users == 1 or not self.shares(value):
+        is_shared = self.always or (value.requires_grad and torch.is_grad_enabled())
+        if self.num_users == 1 or not is_shared:
             return self.into(value)
         if self._entered is None or self._seen() is not value or self._version != value._version:
             self._seen, self._entered, self._uses = weakref.ref(value), self.into(value), 0
@@ -142,17 +151,9 @@ class Entry:
             self._seen, self._entered = None, None
         return found
 
-    def shares(self, value: Tensor) -> bool:
-        """Whether it is worth while to remember what became of a value."""
-        return value.requires_grad and torch.is_grad_enabled()
-
-    def into(self, value: Tensor) -> Tensor:
-        """What the slices are computed of."""
-        return enter(value, self.axis)
-
     def __deepcopy__(self, memo: Any) -> Entry:
         """A new one, which remembers nothing."""
-        return Entry(self.axis, self.num_users)
+        return Entry(copy.deepcopy(self.into, memo), self.num_users, self.always)
 
 
 @dataclass
@@ -216,7 +217,7 @@ class Foreign(GatheredLayer):
 class Row:
     """Input features are cut, as the input is; the bias is added once, after the sum."""
 
-    axis: TensorAxis
+    sum: Callable[[Tensor], Tensor]
 
     def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
         """All output features. Collective: the axis, an all-reduce."""
@@ -231,10 +232,6 @@ class Row:
             found = product(module, input.to(narrow).float(), weight.to(narrow).float(), None)
             found = self.sum(found)
             return (found if bias is None else found + bias.to(narrow).float()).to(narrow)
-
-    def sum(self, term: Tensor) -> Tensor:
-        """The sum of the ranks' terms."""
-        return leave(term, self.axis)
 
 
 @dataclass

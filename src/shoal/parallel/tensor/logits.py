@@ -20,7 +20,7 @@ from shoal.parallel.tensor.cross_entropy import Classes, Rows, cross_entropy
 
 @dataclass(frozen=True)
 class Entropy:
-    """How a cross entropy was asked for: F.cross_entropy's own options."""
+    """Options of F.cross_entropy, as one call has them."""
 
     ignored: int
     reduction: str
@@ -37,7 +37,7 @@ class Head:
 
     @property
     def classes(self) -> Classes:
-        """Those of this rank."""
+        """Classes of this rank."""
         start = sum(self.sizes[: self.axis.place])
         return Classes(start, start + self.sizes[self.axis.place], sum(self.sizes))
 
@@ -100,13 +100,17 @@ class Logits(Tensor):
             rule = _RULES.get(func) if torch.is_grad_enabled() else None
             found = rule(func, *args, **kwargs) if rule is not None else NotImplemented
             if found is NotImplemented:
-                found = func(*_wholes(args, name), **_wholes(kwargs, name))
+
+                def whole(logits: Logits) -> Tensor:
+                    return logits.head.whole(logits.local, logits.dim_, name)
+
+                found = func(*_with(args, whole), **_with(kwargs, whole))
             return found
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Code that torch functions do not show gets the whole's values; gradients go through `_Show`."""
-        return func(*_values(args), **_values(kwargs or {}))
+        return func(*_with(args, Logits.values), **_with(kwargs or {}, Logits.values))
 
     def values(self) -> Tensor:
         """The whole, without history. Collective: the axis, an all-gather; the first time."""
@@ -123,20 +127,13 @@ def divided(local: Tensor, dim: int, head: Head) -> Tensor:
     return found  # type: ignore[no-any-return]
 
 
-def _wholes(value: Any, why: str) -> Any:
+def _with(value: Any, make: Callable[[Logits], Tensor]) -> Any:
+    """Arguments with what `make` gives in the place of logits."""
     if isinstance(value, Logits):
-        return value.head.whole(value.local, value.dim_, why)
+        return make(value)
     if isinstance(value, dict):
-        return {key: _wholes(item, why) for key, item in value.items()}
-    return type(value)(_wholes(item, why) for item in value) if type(value) in (tuple, list) else value
-
-
-def _values(value: Any) -> Any:
-    if isinstance(value, Logits):
-        return value.values()
-    if isinstance(value, dict):
-        return {key: _values(item) for key, item in value.items()}
-    return type(value)(_values(item) for item in value) if type(value) in (tuple, list) else value
+        return {key: _with(item, make) for key, item in value.items()}
+    return type(value)(_with(item, make) for item in value) if type(value) in (tuple, list) else value
 
 
 # ------------------------------------------------------------------------------------------------------------- rules

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class PairCandidate:
 
 @dataclass(frozen=True)
 class SectionCut:
-    """How a candidate is cut: each section of each output into as many units, dealt to the places in order.
+    """Partition of a candidate: each section of each output into as many units, dealt to the places in order.
 
     `attributes` of modules count heads or features and are set to the slice's: (module, attribute, whole value).
     """
@@ -43,7 +43,7 @@ class SectionCut:
     attributes: tuple[tuple[str, str, int], ...] = ()
 
     def bounds(self, size: int, place: int) -> tuple[int, int]:
-        """What one place has of `size` features that are `units` in a row."""
+        """Slice [start, stop) of one place, of `size` features that are `units` in a row."""
         step = size // self.units
         return step * (self.units * place // self.degree), step * (self.units * (place + 1) // self.degree)
 
@@ -65,7 +65,7 @@ class SectionCut:
 
 @dataclass(frozen=True)
 class Slice:
-    """What a module gives on each place: `runs` of the whole `size` along `dim`, which is counted from the end."""
+    """Slices of a module's output by place: `runs` of the whole `size` along `dim`, which is counted from the end."""
 
     dim: int
     size: int
@@ -86,6 +86,17 @@ class ProvenPair:
     partial: tuple[str, ...] = ()
     attributes: tuple[tuple[tuple[str, str, int], ...], ...] = ()
 
+    def renamed(self, name: Callable[[str], str]) -> ProvenPair:
+        """The same where each module is called what `name` makes of its name."""
+        chosen = self.candidate
+        return ProvenPair(
+            PairCandidate(tuple(map(name, chosen.columns)), name(chosen.row), name(chosen.owner)),
+            {name(n): runs for n, runs in self.runs.items()},
+            {name(n): found for n, found in self.slices.items()},
+            tuple(map(name, self.partial)),
+            tuple(tuple((name(n), a, v) for n, a, v in place) for place in self.attributes),
+        )
+
 
 def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that can be in a pair, each under its first name."""
@@ -93,7 +104,7 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def candidates(model: nn.Module, trace: TensorTrace, usable: Iterable[str]) -> list[PairCandidate]:
-    """What a trace and the model's own `tp_plan` propose, each module once, in the order of the calls."""
+    """Candidates from a trace and the model's own `tp_plan`, each module once, in the order of the calls."""
     free = set(usable)
     found = []
     for row, calls in trace.inputs.items():

@@ -1,4 +1,4 @@
-"""What each module of a model becomes on the tensor axis: decided on one rank, proven, told as JSON."""
+"""Tensor-parallel plan of a model, module by module: decided on one rank, proven, told as JSON."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import PlanError
+from shoal.parallel.model.trial import Values, first_line
 from shoal.parallel.tensor.layers import kind, num_outputs, output_dims
 from shoal.parallel.tensor.pairs import (
     PairCandidate,
     ProvenPair,
-    Slice,
     candidates,
     cuts,
     linear_modules,
     obstacle,
     styles,
 )
-from shoal.parallel.tensor.proof import Bench, NotProvenError, Values
+from shoal.parallel.tensor.proof import Bench, NotProvenError
 from shoal.parallel.tensor.trace import LayerShapes, TensorTrace, observe
 
 # A model that does not run without values is followed with them, if it is no larger than this.
@@ -54,22 +55,7 @@ class TensorPlan:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TensorPlan:
         """From `to_json`."""
-        pairs = tuple(_pair(_frozen(pair)) for pair in document["pairs"])
-        gathered, rows, kept = (tuple(document[key]) for key in ("gathered", "rows", "kept"))
-        shapes = {n: tuple(LayerShapes(**_frozen(call)) for call in calls) for n, calls in document["shapes"].items()}
-        return cls(pairs, gathered, rows, kept, document["notes"], _frozen(document["losses"]), shapes)
-
-
-def _frozen(value: Any) -> Any:
-    """Lists as tuples, all the way down."""
-    if isinstance(value, dict):
-        return {key: _frozen(found) for key, found in value.items()}
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def _pair(facts: dict[str, Any]) -> ProvenPair:
-    slices = {name: None if s is None else Slice(**s) for name, s in facts["slices"].items()}
-    return ProvenPair(**{**facts, "candidate": PairCandidate(**facts["candidate"]), "slices": slices})
+        return TypeAdapter(cls).validate_python(document)
 
 
 def follow(
@@ -109,15 +95,37 @@ def _short(batch: Any) -> Any:
 
 
 def decide(model: nn.Module, trace: TensorTrace, values: Values, degree: int) -> TensorPlan:
-    """What becomes of each module. Raises: PlanError where nothing can be cut into so many parts."""
-    notes = _whole(model, trace, degree)
-    usable = [name for name, module in linear_modules(model).items() if name not in notes and not _tied(model, module)]
+    """Plan of a model, whose pairs are proven. Raises: PlanError where nothing can be cut into so many parts."""
+    plan = _planned(model, trace, degree, _Prover(model, trace, values, degree).prove)
+    if not (plan.pairs or plan.gathered or plan.rows):
+        raise _nothing_to_cut(model, degree)
+    return plan
+
+
+def propose(model: nn.Module, trace: TensorTrace, degree: int) -> TensorPlan:
+    """Plan as `decide` has it where every proof succeeds: from structure alone, for a model without values."""
+
+    def unproven(candidate: PairCandidate) -> ProvenPair | str:
+        has_cut = next(cuts(model, trace, candidate, degree), None) is not None
+        return ProvenPair(candidate, {}) if has_cut else "not proven"
+
+    return _planned(model, trace, degree, unproven)
+
+
+def _planned(
+    model: nn.Module, trace: TensorTrace, degree: int, prove: Callable[[PairCandidate], ProvenPair | str]
+) -> TensorPlan:
+    notes, holders = _whole(model, trace, degree), _holders(model)
+    usable = [
+        name
+        for name, module in linear_modules(model).items()
+        if name not in notes and all(len(holders[id(p)]) == 1 for p in _own(module))
+    ]
     pairs, failures = [], dict[str, str]()
-    prover = _Prover(model, trace, values, degree)
     for candidate in candidates(model, trace, usable):
         found: ProvenPair | str = f"what {trace.decided_by_values} computes depends on values"
         if trace.decided_by_values is None:
-            found = prover.prove(candidate)
+            found = prove(candidate)
         if isinstance(found, ProvenPair):
             pairs.append(found)
         else:
@@ -133,8 +141,6 @@ def decide(model: nn.Module, trace: TensorTrace, values: Values, degree: int) ->
         why = failures.get(name) or obstacle(name, trace)
         notes[name] = "cut along its outputs, gathered" + (f" ({why})" if why else "")
     notes |= dict.fromkeys(rows, "cut along its rows")
-    if not (pairs or rest):
-        raise _nothing_to_cut(model, degree)
     order = [name for name, _ in model.named_modules() if name in notes]
     sending = {name for p in pairs for name in (*p.candidate.columns, p.candidate.row)}.union(gathered, rows)
     shapes = {name: tuple(calls) for name, calls in trace.shapes.items() if name in sending}
@@ -205,11 +211,6 @@ def _held_by_layers(module: nn.Module, holders: Mapping[int, list[nn.Module]]) -
     return all(any(kind(m) is not None for m in holders[id(p)]) for p in _own(module))
 
 
-def _tied(model: nn.Module, module: nn.Module) -> bool:
-    holders = _holders(model)
-    return any(len(holders[id(p)]) > 1 for p in _own(module))
-
-
 class _Prover:
     """Tries candidates; what was found of a module holds for others of the same structure."""
 
@@ -223,7 +224,9 @@ class _Prover:
         if key not in self._known:
             self._known[key] = candidate.owner, self._try(candidate)
         owner, found = self._known[key]
-        return found if isinstance(found, str) else _renamed(found, owner, candidate)
+        if isinstance(found, str):
+            return found
+        return found.renamed(lambda name: candidate.owner + name.removeprefix(owner))
 
     def _try(self, candidate: PairCandidate) -> ProvenPair | str:
         why, bench = f"no heads or features for {self._degree} ranks", None
@@ -242,7 +245,7 @@ class _Prover:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+    return first_line(error) or type(error).__name__
 
 
 _SIMPLE = (int, float, bool, str, type(None))
@@ -262,19 +265,6 @@ def _structure(model: nn.Module, trace: TensorTrace, candidate: PairCandidate) -
     return str(inside), shapes, arguments, names
 
 
-def _renamed(pair: ProvenPair, before: str, candidate: PairCandidate) -> ProvenPair:
-    def name(old: str) -> str:
-        return candidate.owner + old.removeprefix(before)
-
-    return ProvenPair(
-        candidate,
-        {name(n): runs for n, runs in pair.runs.items()},
-        {name(n): found for n, found in pair.slices.items()},
-        tuple(map(name, pair.partial)),
-        tuple(tuple((name(n), a, v) for n, a, v in place) for place in pair.attributes),
-    )
-
-
 def _nothing_to_cut(model: nn.Module, degree: int) -> PlanError:
     sizes = [num_outputs(m) for m in model.modules() if kind(m) not in (None, "dropout")]
     widest = max(sizes, default=1)
@@ -284,26 +274,3 @@ def _nothing_to_cut(model: nn.Module, degree: int) -> PlanError:
         + (f": the widest has {widest} outputs" if 1 < widest < degree else ""),
         remedy=f"use tensor = {widest} at most" if 1 < widest < degree else "use tensor = 1 and more data ranks",
     )
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What `decide` would try and, where all of it is proven, choose; modules by name."""
-
-    pairs: tuple[PairCandidate, ...]
-    gathered: tuple[str, ...]
-    rows: tuple[str, ...]
-
-
-def propose(model: nn.Module, trace: TensorTrace, degree: int) -> Proposal:
-    """The same as `decide` from structure alone, for a model without values."""
-    whole, holders = _whole(model, trace, degree), _holders(model)
-    single = {name: all(len(holders[id(p)]) == 1 for p in _own(m)) for name, m in linear_modules(model).items()}
-    usable = [name for name, alone in single.items() if alone and name not in whole]
-    pairs: tuple[PairCandidate, ...] = ()
-    if trace.decided_by_values is None:
-        pairs = tuple(c for c in candidates(model, trace, usable) if next(cuts(model, trace, c, degree), None))
-    taken = {*whole, *(name for pair in pairs for name in (*pair.columns, pair.row))}
-    rest = [n for n, m in model.named_modules() if n not in taken and kind(m) not in (None, "dropout")]
-    rows = tuple(name for name in rest if kind(model.get_submodule(name)) == "embedding")
-    return Proposal(pairs, tuple(name for name in rest if name not in rows), rows)

@@ -13,32 +13,19 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shoal.parallel.model.trial import SEED, Values, WithoutDropout, floor_of, gradients, is_same, materialised
 from shoal.parallel.tensor.layers import kind, num_features, output_dim, product
 from shoal.parallel.tensor.pairs import PairCandidate, ProvenPair, SectionCut, Slice
 from shoal.parallel.tensor.trace import TensorTrace
 
-# In float64 both agree to some 1e-13, and where the user's code goes through float32 to some 1e-6. What is cut at a
-# wrong place differs in the first digits.
-TOLERANCE = 1e-4
-# A gradient that is zero but for rounding (of a bias before a softmax) is compared on the scale of the largest.
-_FLOOR = 1e-2
-# Initial values are often zeros and ones, behind which an error would hide.
-_NOISE = 0.05
-_SEED = 20205198
 _WHOLE = Slice(0, 0, ())
-
-Values = Callable[[str], Tensor]
 
 
 class NotProvenError(Exception):
@@ -65,7 +52,7 @@ class Bench:
         self._prefix = f"{candidate.owner}." if candidate.owner else ""
         self._columns = [name.removeprefix(self._prefix) for name in candidate.columns]
         self._row = candidate.row.removeprefix(self._prefix)
-        generator = torch.Generator().manual_seed(_SEED)
+        generator = torch.Generator().manual_seed(SEED)
         self._module = materialised(model, candidate.owner, values, generator)
         call = trace.calls[candidate.owner]
         real = functools.partial(_argument, trace=trace, generator=generator)
@@ -111,8 +98,8 @@ class Bench:
         for name, attribute, value in cut.values(place) if cut is not None else ():
             setattr(module.get_submodule(name), attribute, value)
         args, kwargs = tree_map(fresh, (self._args, self._kwargs))
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), _Still():
-            torch.manual_seed(_SEED)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), WithoutDropout(inside_attention=True):
+            torch.manual_seed(SEED)
             outputs = module(*args, **kwargs)
         run.outputs = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         self._backward(module, run, (args, kwargs))
@@ -149,27 +136,20 @@ class Bench:
         return found if bias is None else found + bias  # type: ignore[operator]
 
     def _backward(self, module: nn.Module, run: _ProofRun, given: Any) -> None:
-        generator = torch.Generator().manual_seed(_SEED)
-        total: Tensor | float = 0.0
-        for output in run.outputs:
-            if output.requires_grad:
-                weights = torch.randn(output.shape, dtype=torch.float64, generator=generator)
-                total = total + (output * weights).sum()
-        if not isinstance(total, Tensor):
+        outputs = [output for output in run.outputs if output.requires_grad]
+        if not outputs:
             raise NotProvenError("what it returns has no gradient")
         leaves: dict[str, Tensor] = {f"parameter {name}": p for name, p in module.named_parameters()}
         inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
         leaves |= {f"argument {i}": leaf for i, leaf in enumerate(inputs)}
         leaves |= {f"input {name} {i}": leaf for name, found in run.entries.items() for i, leaf in enumerate(found)}
-        gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        pairs = zip(leaves.items(), gradients, strict=True)
-        run.gradients = {name: torch.zeros_like(leaf) if g is None else g for (name, leaf), g in pairs}
+        run.gradients = gradients(outputs, leaves)
 
     def _compare(self, cut: SectionCut, runs: list[_ProofRun]) -> list[str]:
         """The parameters with partial gradients. Raises: NotProvenError."""
         whole = self._whole
         taken = num_features(self._module.get_submodule(self._row))[0]
-        floor = _FLOOR * max(float(g.norm()) for g in whole.gradients.values())
+        floor = floor_of(whole.gradients.values())
         for place, run in enumerate(runs):
             if len(run.inputs) != len(whole.inputs) or len(run.outputs) != len(whole.outputs):
                 raise NotProvenError("the slice is computed with other calls than the whole")
@@ -183,16 +163,16 @@ class Bench:
             found = [run.gradients.get(name) for run in runs]
             if any(g is None or g.shape != wanted.shape for g in found):
                 raise NotProvenError(f"the gradient of {name}")
-            gradients = [g for g in found if g is not None]
+            terms = [g for g in found if g is not None]
             if name in self._cut_parameters():
                 # The gradient of what is not a place's own is zero there.
-                _same(_sum(gradients), wanted, floor, f"the gradient of {name}")
+                _same(_sum(terms), wanted, floor, f"the gradient of {name}")
                 if not float(wanted.norm()) and name.endswith("weight"):
                     raise NotProvenError(f"the gradient of {name} is zero")
             elif name.startswith("input "):
-                _same(_sum(gradients), wanted, floor, f"the gradient of the {name}")
-            elif not all(is_same(g, wanted, floor) for g in gradients):
-                _same(_sum(gradients), wanted, floor, f"the gradient of {name}")
+                _same(_sum(terms), wanted, floor, f"the gradient of the {name}")
+            elif not all(is_same(g, wanted, floor) for g in terms):
+                _same(_sum(terms), wanted, floor, f"the gradient of {name}")
                 if name.startswith("argument "):
                     raise NotProvenError("an argument gets a part of its gradient")
                 partial.append(name.removeprefix("parameter "))
@@ -239,35 +219,6 @@ def _sum(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
-class _Still(TorchFunctionMode):
-    """Nothing is dropped."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (F.dropout, torch.dropout):
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
-            kwargs.pop("dropout_p", None)
-        return func(*args, **kwargs)
-
-
-def materialised(model: nn.Module, owner: str, values: Values, generator: torch.Generator) -> nn.Module:
-    """A copy of one module of the model in float64, with the model's values and some noise."""
-    module = model.get_submodule(owner)
-    named = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        value = values(named[id(parameter)]).detach().to("cpu", torch.float64)
-        noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
-        scale = _NOISE + float(value.std()) * _NOISE if value.numel() > 1 else _NOISE
-        memo[id(parameter)] = nn.Parameter(value + scale * noise)
-    for buffer in module.buffers():
-        value = values(named[id(buffer)]).detach().to("cpu")
-        memo[id(buffer)] = value.double() if value.is_floating_point() else value.clone()
-    return copy.deepcopy(module, memo)
-
-
 def _argument(leaf: Any, trace: TensorTrace, generator: torch.Generator) -> Any:
     """Numbers for an argument of the trace: those of the batch where it is of the batch, else random ones."""
     if not isinstance(leaf, Tensor):
@@ -300,16 +251,6 @@ def _watch(seen: list[list[Tensor]], module: nn.Module, args: Any, output: Any) 
 
 def _taken(tensor: Tensor, dim: int, runs: Any) -> Tensor:
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
-
-
-def is_same(found: Tensor, wanted: Tensor, floor: float) -> bool:
-    """Whether they agree but for rounding; what is smaller than `floor` is compared on that scale."""
-    if found.shape != wanted.shape:
-        return False
-    if not found.is_floating_point():
-        return bool(torch.equal(found, wanted))
-    distance, size = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
-    return math.isfinite(distance) and distance <= TOLERANCE * max(size, floor)
 
 
 def _same(found: Tensor, wanted: Tensor, floor: float, what: str) -> None:

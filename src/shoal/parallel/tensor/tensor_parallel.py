@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import ShoalError, from_json
-from shoal.parallel.axis_collectives import TensorAxis
+from shoal.parallel.axis_collectives import TensorAxis, enter, leave
 from shoal.parallel.model.tensor_slice import Runs, TensorSlice
-from shoal.parallel.tensor.heads import TensorTrial, sizes, with_kept
+from shoal.parallel.model.trial import ModelTrial
+from shoal.parallel.tensor.heads import sizes, with_kept
 from shoal.parallel.tensor.layers import (
     Column,
     DividedLayer,
@@ -41,7 +43,6 @@ from shoal.parallel.tensor.layers import (
 )
 from shoal.parallel.tensor.pairs import ProvenPair, Slice
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
-from shoal.parallel.tensor.proof import Values
 
 # A module's number among its like.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -61,58 +62,25 @@ class TensorParallel:
     notes: dict[str, str]
 
     def describe(self) -> list[str]:
-        """What was done with each module and why, a line for those that only differ by their numbers."""
-        found: dict[tuple[str, str], int] = {}
-        for name, note in self.notes.items():
-            key = _NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)
-            found[key] = found.get(key, 0) + 1
+        """Lines on each module and the reason, one for modules that only differ by their numbers."""
+        notes = ((_NUMBER.sub("*", name or "(model)"), _NUMBER.sub("*", note)) for name, note in self.notes.items())
+        found = Counter(notes)
         return [f"{name}: {note}" + (f" ({count} times)" if count > 1 else "") for (name, note), count in found.items()]
 
 
-def divide_model(
-    model: nn.Module,
-    axis: TensorAxis,
-    loss: Callable[[nn.Module, Any], Any],
-    batch: Callable[[], Any],
-    values: Values | None = None,
-) -> TensorParallel:
-    """Divides `model` in place; on the meta device too, where `values` gives initial values by name.
-
-    `batch()` is a small one for which `loss(model, batch)` is followed, see `plan_model`. Collective: the axis, two
-    broadcasts. Raises: as `plan_model`.
-    """
-    given = values if values is not None else own_values(model)
-    return apply(model, plan_model(TensorTrial(model, loss, batch(), given), axis), axis)
-
-
-def plan_model(subject: TensorTrial, axis: TensorAxis) -> TensorPlan:
+def plan_model(subject: ModelTrial, axis: TensorAxis) -> TensorPlan:
     """How a model is going to be divided: the loss is followed without computing anything, on the axis's first place.
 
     Collective: the axis, two broadcasts.
     Raises: on every rank, PlanError where the loss cannot be followed or nothing can be cut.
     """
-
-    def make() -> TensorPlan:
-        trace = follow(subject.model, subject.loss, subject.batch, subject.values, axis.degree)
-        plan = decide(subject.model, trace, subject.values, axis.degree)
-        return with_kept(plan, subject, trace, axis.degree)
-
-    return _told(axis, make)
-
-
-def own_values(model: nn.Module) -> Values:
-    """A model's own values by name."""
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return lambda name: held[name].detach()
-
-
-def _told(axis: TensorAxis, make: Callable[[], TensorPlan]) -> TensorPlan:
-    """What the axis's first rank makes, on all of them. Raises: on every rank, what it raised there."""
     document: dict[str, Any] = {}
     error: ShoalError | None = None
     if axis.place == 0:
         try:
-            document = {"plan": make().to_json()}
+            trace = follow(subject.model, subject.loss, subject.batch, subject.values, axis.degree)
+            plan = decide(subject.model, trace, subject.values, axis.degree)
+            document = {"plan": with_kept(plan, subject, trace, axis.degree).to_json()}
         except Exception as caught:
             error = as_shoal_error(caught)
             document = {"error": to_json(error, 0, "")}
@@ -204,10 +172,10 @@ def _leave_as_it_is(module: nn.Module, args: Any) -> None:
 
 
 def _give_pair(model: nn.Module, pair: ProvenPair, axis: TensorAxis) -> None:
-    entry = Entry(axis, len(pair.candidate.columns))
+    entry = Entry(functools.partial(enter, axis=axis), len(pair.candidate.columns))
     for name in pair.candidate.columns:
         give_role(model.get_submodule(name), Column(entry))
-    give_role(model.get_submodule(pair.candidate.row), Row(axis))
+    give_role(model.get_submodule(pair.candidate.row), Row(functools.partial(leave, axis=axis)))
     for name, found in pair.slices.items():
         module = model.get_submodule(name)
         if kind(module) == "dropout" and found is not None:
@@ -239,7 +207,7 @@ def wholes(division: TensorParallel, axis: TensorAxis) -> dict[str, Callable[[Te
 
 
 def whole_slice(tensor: Tensor, found: Slice, axis: TensorAxis) -> Tensor:
-    """What a module gives in the whole model, from what it gives here. Collective: the axis, an all-gather."""
+    """Output of a module in the whole model, from its slice here. Collective: the axis, an all-gather."""
     sizes = [sum(stop - start for start, stop in runs) for runs in found.runs]
     dim = tensor.ndim + found.dim
     gathered = axis.all_gather(tensor, dim, sizes)

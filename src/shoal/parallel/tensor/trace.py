@@ -1,4 +1,4 @@
-"""What one run of the loss shows of a model: which linear layers feed which, through what, and who uses a parameter.
+"""Trace of the loss for tensor parallelism, with the linear layers that feed others, and the uses of parameters.
 
 The run is on the meta device: shapes, no numbers. Every tensor carries the names of the linear modules that it is made
 of through operations that may act on slices, each slice by itself; whether they do is for `tensor_proof` to say.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.function_trace import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
 from shoal.parallel.tensor.layers import feature_dim, kind
 
 # Among a tensor's sources: something that is not a linear layer's output, or was made of one in an unknown way.
@@ -40,7 +40,6 @@ _READS = frozenset("item tolist bool float int index numpy equal allclose repr s
 _IN_PLACE = frozenset("add_ mul_ sub_ div_ relu_ __iadd__ __imul__ __isub__ __itruediv__ tanh_ sigmoid_".split())  # noqa: SIM905
 _VIEWS = frozenset(("view", "reshape", "unflatten"))
 _SPLITS = frozenset(("split", "chunk", "tensor_split", "split_with_sizes"))
-_DROPOUTS = (F.dropout, torch.dropout)
 
 Sources = frozenset[str]
 _NOTHING: Sources = frozenset()
@@ -48,7 +47,7 @@ _NOTHING: Sources = frozenset()
 
 @dataclass
 class Output:
-    """What became of the output of one linear module, over all of its calls."""
+    """Uses of the output of one linear module, over all of its calls."""
 
     feeds: set[str] = field(default_factory=set)  # linear modules whose input is made of it
     leaks: list[str] = field(default_factory=list)  # operations after which it is a slice no more
@@ -77,7 +76,7 @@ class LayerShapes:
 
 @dataclass
 class TensorTrace:
-    """What the run showed."""
+    """Observations of the run."""
 
     outputs: dict[str, Output] = field(default_factory=dict)
     inputs: dict[str, list[Sources]] = field(default_factory=dict)  # of linear modules, by call
@@ -94,22 +93,6 @@ class TensorTrace:
         return name in self.inputs
 
 
-def twin(model: nn.Module, values: Callable[[str], Tensor] | None) -> nn.Module:
-    """A copy on the meta device, or on the CPU with `values`; what is shared stays shared."""
-
-    def shown(name: str, tensor: Tensor) -> Tensor:
-        if values is None:
-            return tensor.detach().to("meta")
-        return values(name).detach().to("cpu", tensor.dtype, copy=True)
-
-    memo: dict[int, Any] = {}
-    for name, parameter in model.named_parameters():
-        memo[id(parameter)] = nn.Parameter(shown(name, parameter), requires_grad=parameter.requires_grad)
-    for name, buffer in model.named_buffers():
-        memo[id(buffer)] = shown(name, buffer)
-    return copy.deepcopy(model, memo)
-
-
 def observe(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], Any],
@@ -120,59 +103,32 @@ def observe(
 
     Raises: what the model or the loss raises there.
     """
-    shown_model = twin(model, values)
-    own = {id(a): b for a, b in zip(_tensors(shown_model), _tensors(model), strict=True)}
-    tracer = _Tracer(shown_model, own)
-    tracer.trace.has_values = values is not None
-    device = "meta" if values is None else "cpu"
-    shown = tree_map(lambda leaf: tracer.of_batch(leaf, device) if isinstance(leaf, Tensor) else leaf, batch)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), tracer:
-            found = loss(shown_model, shown)
-        for leaf in tree_leaves(found):
-            if isinstance(leaf, Tensor):
-                tracer.leak(leaf, "the loss")
-    finally:
-        tracer.close()
-    return tracer.trace
+    with on_copies(model, batch, values) as (copied, shown):
+        own = {id(a): b for a, b in zip(copied.parameters(), model.parameters(), strict=True)}
+        tracer = _Tracer(copied, own, tensors_in(shown))
+        tracer.trace.has_values = values is not None
+        tracer.trace.real = {id(a): b for a, b in zip(tensors_in(shown), tensors_in(batch), strict=True)}
+        with tracer:
+            for tensor in tensors_in(loss(copied, shown)):
+                tracer.leak(tensor, "the loss")
+        return tracer.trace
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters, each once."""
-    return list(model.parameters())
-
-
-class _Tracer(TorchFunctionMode):
-    def __init__(self, model: nn.Module, own: dict[int, Tensor]) -> None:
+class _Tracer(FunctionTrace):
+    def __init__(self, model: nn.Module, own: dict[int, nn.Parameter], batch: Iterable[Tensor]) -> None:
         super().__init__()
         self.trace = TensorTrace()
         self._own = own
-        self._sources: dict[int, tuple[Tensor, Sources]] = {}
+        self._sources: dict[int, Sources] = {}
         self._stack: list[tuple[str, nn.Module]] = []
         self._owners: dict[int, set[str]] = {}
-        self._handles: list[Any] = []
-        for tensor in model.buffers():
+        for tensor in (*model.parameters(), *model.buffers(), *batch):
             self._mark(tensor, _NOTHING)
         for name, module in model.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    self._mark(parameter, _NOTHING)
                     self._owners.setdefault(id(parameter), set()).add(name)
-            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True, prepend=True))
-            self._handles.append(module.register_forward_hook(self._after(name)))
-
-    def close(self) -> None:
-        """Forgets all tensors."""
-        for handle in self._handles:
-            handle.remove()
-        self._sources.clear()
-
-    def of_batch(self, tensor: Tensor, device: str) -> Tensor:
-        """A tensor of the batch as it is shown to the model."""
-        shown = tensor.detach().to(device)
-        self._mark(shown, _NOTHING)
-        self.trace.real[id(shown)] = tensor
-        return shown
+            self.hook(module, self._after(name), self._before(name))
 
     def leak(self, tensor: Tensor, why: str) -> None:
         """Notes that all the sources of a tensor are used in a way that slices cannot be."""
@@ -180,16 +136,16 @@ class _Tracer(TorchFunctionMode):
             self.trace.outputs[source].leaks.append(why)
 
     def _of(self, tensor: Tensor) -> Sources:
-        held = self._sources.get(id(tensor))
-        return held[1] if held is not None else frozenset((OPAQUE,))
+        return self._sources.get(id(tensor), frozenset((OPAQUE,)))
 
     def _mark(self, tensor: Tensor, sources: Sources) -> None:
-        self._sources[id(tensor)] = tensor, sources
+        self._alive.append(tensor)
+        self._sources[id(tensor)] = sources
 
     def _before(self, name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._stack.append((name, module))
-            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            given = tensors_in((args, kwargs))
             what = kind(module)
             if what == "dropout" and given:
                 self.trace.dropouts.setdefault(name, []).append(self._of(given[0]))
@@ -216,53 +172,49 @@ class _Tracer(TorchFunctionMode):
 
         return hook
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        name = _name(func)
-        made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-        if not made:
-            if name in _READS and given:
+    def seen(self, call: FunctionCall) -> None:
+        """Takes note of what becomes of sources, and where parameters are used."""
+        name = _name(call.func)
+        if not call.made:
+            if name in _READS and call.given:
                 if self._stack:
                     self.trace.decided_by_values = self._stack[-1][0] or "the model"
-                for tensor in given:
+                for tensor in call.given:
                     self.leak(tensor, f"{name}()")
-            return found
-        for tensor in given:
+            return
+        for tensor in call.given:
             self._used(tensor, name)
-        sources = self._outcome(func, name, given, args, kwargs)
+        sources = self._outcome(call, name)
         if name in _VIEWS or name in _SPLITS or name == "getitem":
-            self._shapes(name, given[0], made)
-        for tensor in made:
+            self._shapes(name, call.given[0], call.made)
+        for tensor in call.made:
             if not (isinstance(tensor, nn.Parameter) and id(tensor) in self._sources):
                 self._mark(tensor, sources)
-        return found
 
-    def _outcome(self, func: Any, name: str, given: list[Tensor], args: Any, kwargs: Any) -> Sources:
-        """The sources of what an operation makes of `given`."""
-        sources: Sources = _NOTHING.union(*map(self._of, given))
+    def _outcome(self, call: FunctionCall, name: str) -> Sources:
+        """The sources of what a function makes of its tensors."""
+        sources: Sources = _NOTHING.union(*map(self._of, call.given))
         inside = bool(self._stack) and kind(self._stack[-1][1]) in ("linear", "transposed", "dropout")
-        why = None if inside else self._objection(func, name, given, args, kwargs)
+        why = None if inside else self._objection(call, name)
         if why is None:
             return sources
-        for tensor in given:
+        for tensor in call.given:
             self.leak(tensor, why)
-        has_parameters = any(isinstance(tensor, nn.Parameter) for tensor in given)
+        has_parameters = any(isinstance(tensor, nn.Parameter) for tensor in call.given)
         return frozenset((OPAQUE,)) if sources or has_parameters else _NOTHING
 
-    def _objection(self, func: Any, name: str, given: list[Tensor], args: Any, kwargs: Any) -> str | None:
-        """Why an operation does not act on slices, if so."""
+    def _objection(self, call: FunctionCall, name: str) -> str | None:
+        """Why a function does not act on slices, if so."""
         if name not in _LOCAL:
             return f"{name}()"
-        raw = getattr(func, "__name__", "")
-        if (raw in _IN_PLACE or kwargs.get("inplace")) and len({self._of(tensor) for tensor in given}) > 1:
+        raw = getattr(call.func, "__name__", "")
+        if (raw in _IN_PLACE or call.kwargs.get("inplace")) and len({self._of(tensor) for tensor in call.given}) > 1:
             return f"{raw}() in place"
         if raw.endswith("_") and not raw.endswith("__") and raw not in _IN_PLACE:
             return f"{raw}() in place"
-        if func in _DROPOUTS and _is_active(*args, **kwargs):
+        if call.func in DROPOUTS and dropout_arguments(*call.args, **call.kwargs)[2]:
             return "dropout by a function, whose mask cannot be cut"
-        dropped = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) if "attention" in name else 0.0
+        dropped = call.argument(4, "dropout_p", 0.0) if "attention" in name else 0.0
         return "dropout inside of the attention, whose mask cannot be cut" if dropped else None
 
     def _used(self, tensor: Tensor, name: str) -> None:
@@ -309,10 +261,6 @@ def _name(func: Any) -> str:
     if raw == "__get__":  # of a property
         return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.get"
     return str(raw).strip("_")
-
-
-def _is_active(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = False) -> bool:
-    return (training or train) and p > 0.0
 
 
 def _num_linear(module: nn.Module) -> int:

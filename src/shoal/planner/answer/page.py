@@ -10,7 +10,7 @@ from shoal.planner.search.choice import gib
 from shoal.plans.toml import write as plan_text
 from shoal.plans.words import described
 from shoal.report.html import Page, Section, Table, render
-from shoal.report.svg import Bar, Spot, curve, waterfall
+from shoal.report.svg import Bar, Series, Spot, chart, waterfall
 
 
 def page(answer: Answer) -> str:
@@ -83,4 +83,5 @@ def _curve(answer: Answer) -> Markup:
         for point in answer.curve.points
         if point.best is not None
     ]
-    return curve("Samples a second by devices", spots, ("devices", "samples a second"))
+    series = Series("", spots)
+    return chart("Samples a second by devices", [series], ("devices", "samples a second"), ideal=True)

@@ -23,8 +23,8 @@ from typing import Any
 from shoal.errors import CommandError
 from shoal.hardware.detect import cores, processor
 from shoal.hardware.fastest_all_reduce import comparison_file
-from shoal.planner.measure.plot import PlottedCurve, plot
 from shoal.planner.measure.processes import found_by
+from shoal.report.svg import Series, Spot, chart
 from shoal.runs.directory import write_file
 
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB to 256 MB
@@ -50,7 +50,7 @@ class Compared:
         return min((n for n in names if size in self.seconds[n]), key=lambda n: self.median(n, size))
 
 
-def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None, started_at: float) -> int:
+def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None) -> int:
     """Measures, prints the table, writes the calibration, and beside `out` (a JSON file) a plot.
 
     Raises: CommandError for sizes that are none, or what went wrong on a rank.
@@ -62,7 +62,7 @@ def bench_collectives(ranks: int, sizes_text: str | None, out: Path | None, star
             conflict="one process has nobody to exchange anything with",
             remedy="write --ranks 2",
         )
-    compared = measured(ranks, sizes, started_at)
+    compared = measured(ranks, sizes)
     print(table(compared))
     document = json.dumps(calibration(compared), indent=1) + "\n"
     kept = comparison_file(ranks)
@@ -90,13 +90,13 @@ def parse_sizes(text: str | None) -> list[int]:
     return sizes
 
 
-def measured(ranks: int, sizes: Sequence[int], started_at: float) -> Compared:
+def measured(ranks: int, sizes: Sequence[int]) -> Compared:
     """Rounds of everything that is there to be compared. Raises: what went wrong on a rank of shoal's own."""
     seconds: dict[str, dict[int, list[float]]] = {}
     libraries = list(_mpi_commands(ranks))
     print(f"measuring {ranks} processes on {cores()} cores, against {len(libraries)} MPI ...", flush=True)
     for _ in range(_ROUNDS):
-        for row in _own_round(ranks, sizes, started_at):
+        for row in _own_round(ranks, sizes):
             seconds.setdefault(row["name"], {}).setdefault(row["size"], []).extend(row["seconds"])
         for command, variables in list(libraries):
             found = _mpi_round(command, variables, sizes)
@@ -108,11 +108,11 @@ def measured(ranks: int, sizes: Sequence[int], started_at: float) -> Compared:
     return Compared(ranks, seconds)
 
 
-def _own_round(ranks: int, sizes: Sequence[int], started_at: float) -> list[dict[str, Any]]:
+def _own_round(ranks: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """The ranks' rows, each sample of the slowest rank."""
-    arguments = ["collectives", "--seconds", str(_SAMPLE_SECONDS), "--sizes", ",".join(map(str, sizes))]
-    what = f"a comparison of collectives on {ranks} processes"
-    documents = found_by(arguments, ranks, max(1, cores() // ranks), started_at, what)
+    task = {"sample_seconds": _SAMPLE_SECONDS, "sizes": list(sizes), "samples": _SAMPLES}
+    named = f"a comparison of collectives on {ranks} processes"
+    documents = found_by("collectives", task, ranks, max(1, cores() // ranks), named)
     rows: list[dict[str, Any]] = documents[0]["rows"]
     for number, row in enumerate(rows):
         row["seconds"] = [max(many) for many in zip(*(d["rows"][number]["seconds"] for d in documents), strict=True)]
@@ -197,14 +197,15 @@ def calibration(compared: Compared) -> dict[str, Any]:
 def picture(compared: Compared) -> str:
     """Bus bandwidth over size, as SVG."""
     curves = [
-        PlottedCurve(name, [(s, bus_bandwidth(compared.ranks, s, compared.median(name, s)) / 1e9) for s in sizes])
+        Series(name, [Spot(s, bus_bandwidth(compared.ranks, s, compared.median(name, s)) / 1e9) for s in sizes])
         for name, sizes in compared.seconds.items()
     ]
-    return plot(f"all-reduce on {compared.ranks} ranks of {cores()} cores", "bytes", "bus bandwidth, GB/s", curves)
+    title = f"all-reduce on {compared.ranks} ranks of {cores()} cores"
+    return chart(title, curves, ("bytes", "bus bandwidth, GB/s"), shown=_size) + "\n"
 
 
-def _size(size: int) -> str:
+def _size(size: float) -> str:
     for unit, factor in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if size >= factor and size % factor == 0:
-            return f"{size // factor} {unit}"
-    return f"{size} B"
+            return f"{size // factor:g} {unit}"
+    return f"{size:g} B"

@@ -34,14 +34,15 @@ class Sampling:
     sizes: Sequence[int]
     samples: int
     sample_seconds: float = 0.03
+    threads: int = 1
 
 
-def measure(sampling: Sampling, threads: int, environment: Environment) -> ExitCode:
+def measure(sampling: Sampling, environment: Environment) -> ExitCode:
     """Leaves `rank-N.json`: rows of name, size and seconds of a call by sample. Errors go to the launcher."""
     die_with_launcher()
     error: ShoalError | None = None
     try:
-        prepare_process(exact=False, num_threads=threads)
+        prepare_process(exact=False, num_threads=sampling.threads)
         with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
             rows = _rows(mesh, sampling)
             facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}

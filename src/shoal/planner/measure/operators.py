@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shoal.planner.measure.probes import Call, Probe
+from shoal.planner.measure.probes import Call, Make, Probe
 from shoal.planner.profile.events import OperatorTrace
 from shoal.planner.profile.operators import costs
 from shoal.planner.profile.recording import OperatorRecorder
@@ -38,9 +38,6 @@ def _described(call: Call) -> tuple[str, float]:
     names = [name for name, _ in found]
     first = "update" if any("_fused_" in name for name in names) else names[0]
     return first, sum(cost.read_bytes + cost.written_bytes for _, cost in found)
-
-
-Make = Callable[[], Call]
 
 
 def _matrix() -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from shoal.hardware.values import intensity
 from shoal.numerics.wide_products import ProductsInFloat32, is_slow
 
 Call = Callable[[], Any]
+Make = Callable[[], Call]
+# (channels in, channels out, taps a side, side of what comes out, stride).
+Window = tuple[int, int, int, int, int]
 
 # Sides of square matmuls.
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -28,7 +32,7 @@ _IMAGES = (
     (128, 128, 3, 14),
     (256, 256, 3, 14),
 )
-# On CPUs: (channels in, channels out, taps a side, side of what comes out, stride), padded as usual.
+# On CPUs.
 _WINDOWS = (
     (1, 16, 3, 28, 1),
     (1, 64, 3, 28, 1),
@@ -70,7 +74,7 @@ class Probe:
 
     name: str
     work: float
-    make: Callable[[], Call]
+    make: Make
     size: float = 0.0  # 0: the work
     graph: bool = True  # whether a GPU may replay many calls without the host
     ranks: int = 1 << 30  # the first so many take part; the others' calls do nothing
@@ -150,25 +154,32 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
 _PHASES = {"": (), "_backward_input": (True, False, False), "_backward_weight": (False, True, False)}
 
 
+def _convolution(phase: str, window: Window, images: int, tensor: Callable[..., torch.Tensor]) -> tuple[float, Make]:
+    """FLOPs of one phase of a convolution, padded as usual, and what makes its call."""
+    channels, filters, taps, side, stride = window
+    around, wanted = taps // 2, list(_PHASES[phase])
+
+    def make() -> Call:
+        x = tensor(images, channels, side * stride, side * stride)
+        w = tensor(filters, channels, taps, taps)
+        gradient = tensor(images, filters, side, side)
+        if not wanted:
+            return lambda: F.conv2d(x, w, stride=stride, padding=around)
+        rest = (None, [stride, stride], [around, around], [1, 1], False, [0, 0], 1, wanted)
+        return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)
+
+    return 2.0 * images * side * side * taps * taps * channels * filters, make
+
+
 def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
     """By phase. The implicit product is pixels x (taps x channels in) by that x channels out, in some order."""
 
     def probe(phase: str, image: tuple[int, int, int, int]) -> Probe:
         channels, filters, taps, side = image
-
-        def make() -> Call:
-            x = _tensor(_IMAGES_A_BATCH, channels, side, side, device=device, dtype=dtype)
-            w = _tensor(filters, channels, taps, taps, device=device, dtype=dtype)
-            gradient = _tensor(_IMAGES_A_BATCH, filters, side, side, device=device, dtype=dtype)
-            around, wanted = taps // 2, list(_PHASES[phase])
-            if not wanted:
-                return _as(dtype, device, lambda: F.conv2d(x, w, padding=around))
-            rest = (None, [1, 1], [around, around], [1, 1], False, [0, 0], 1, wanted)
-            return _as(dtype, device, lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest))
-
-        pixels, reach = _IMAGES_A_BATCH * side * side, taps * taps * channels
-        size = intensity(pixels, reach, filters)
-        return Probe(f"convolution.{dtype}{phase}", 2.0 * pixels * reach * filters, make, size=size)
+        window = (channels, filters, taps, side, 1)
+        size = intensity(_IMAGES_A_BATCH * side * side, taps * taps * channels, filters)
+        work, made = _convolution(phase, window, _IMAGES_A_BATCH, partial(_tensor, device=device, dtype=dtype))
+        return Probe(f"convolution.{dtype}{phase}", work, lambda: _as(dtype, device, made()), size=size)
 
     for phase in _PHASES:
         yield from (probe(phase, image) for image in _IMAGES)
@@ -177,21 +188,9 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
 def _windows(device: torch.device) -> Iterator[Probe]:
     """Convolutions by phase, each by itself."""
 
-    def probe(phase: str, window: tuple[int, int, int, int, int]) -> Probe:
-        channels, filters, taps, side, stride = window
-
-        def make() -> Call:
-            x = _tensor(_FEW_IMAGES, channels, side * stride, side * stride, device=device)
-            w = _tensor(filters, channels, taps, taps, device=device)
-            gradient = _tensor(_FEW_IMAGES, filters, side, side, device=device)
-            around, wanted = taps // 2, list(_PHASES[phase])
-            if not wanted:
-                return lambda: F.conv2d(x, w, stride=stride, padding=around)
-            rest = (None, [stride, stride], [around, around], [1, 1], False, [0, 0], 1, wanted)
-            return lambda: torch.ops.aten.convolution_backward(gradient, x, w, *rest)
-
-        work = 2.0 * _FEW_IMAGES * side * side * taps * taps * channels * filters
-        return Probe(f"window.float32{phase}:{'-'.join(map(str, window))}", work, make)
+    def probe(phase: str, window: Window) -> Probe:
+        work, made = _convolution(phase, window, _FEW_IMAGES, partial(_tensor, device=device))
+        return Probe(f"window.float32{phase}:{'-'.join(map(str, window))}", work, made)
 
     return (probe(phase, window) for phase in _PHASES for window in _WINDOWS)
 

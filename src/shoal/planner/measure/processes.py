@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import LaunchError, from_json
+from shoal.errors import LaunchError
 from shoal.launch.local import LocalRun, launch
 
 
-def found_by(arguments: Sequence[str], ranks: int, threads: int, started_at: float, what: str) -> list[dict[str, Any]]:
-    """Results of each of so many ranks of `shoal bench ARGUMENTS`, in order; `what` names them in errors.
+def found_by(what: str, task: Mapping[str, Any], ranks: int, threads: int, named: str) -> list[dict[str, Any]]:
+    """Results of each of so many ranks of `shoal bench WHAT`, in order; `named`: what they measure, for errors.
 
+    `task`, JSON values, is handed over to them with a folder and their threads.
     Raises: the error of a rank; LaunchError where they ended without one.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        own = ["bench", *arguments, "--into", folder, "--threads", str(threads)]
-        code, error = launch(LocalRun(own, ranks, threads, started_at, Path(folder) / "none" / "logs"))
+        request = json.dumps({**task, "folder": folder, "threads": threads})
+        logs = Path(folder) / "none" / "logs"
+        code, error = launch(LocalRun(["bench", what], ranks, threads, logs, request=request))
         if error is not None:
-            raise from_json(error)
+            raise error
         if code:
-            again = " ".join(word for word in ("shoal bench", *arguments[:1]) if not word.startswith("-"))
             raise LaunchError(
-                given=what,
+                given=named,
                 conflict=f"it ended with code {code}",
-                remedy=f"run {again} again; nothing was written",
+                remedy=f"run shoal bench {what} again; nothing was written",
             )
         return [json.loads((Path(folder) / f"rank-{rank}.json").read_text(encoding="utf-8")) for rank in range(ranks)]

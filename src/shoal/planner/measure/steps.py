@@ -17,10 +17,11 @@ from shoal.hardware.values import SHARED_MEMORY
 from shoal.job import Job, Steps
 from shoal.planner.measure.probes import LAYER_OPERATORS
 from shoal.plans.plan import Plan
+from shoal.plans.resolve import complete
 from shoal.training.engine import Options, build
 from shoal.training.metering import StepMeter
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 
 # Layers of the two models: what a step takes for each parameter is told by their difference.
 FEW, MANY = 1, 25
@@ -54,7 +55,8 @@ def _measured(job: Job, mesh: Mesh, count: int) -> list[float]:
     if shares_memory(ranks):
         document["collectives"] = {"all_reduce": SHARED_MEMORY}
     meter = StepMeter()
-    engine = build(job, Plan().with_sections(**document), mesh, Options(observer=meter))
+    plan = complete(Plan().with_sections(**document), job.grains, job.grain_size)
+    engine = build(job, plan, mesh, Options(observer=meter))
     around = Surroundings(note=_unheard, on_step=_unheard, stop_requested=lambda: False)
     try:
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # records and meter, as in a run

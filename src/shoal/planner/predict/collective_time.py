@@ -14,6 +14,8 @@ from math import ceil, log2
 from typing import NamedTuple
 
 from shoal.hardware.values import PROCESS_GROUP, SHARED_MEMORY, Cluster, Link
+from shoal.plans.accounting.collectives import REPLICAS, WORLD
+from shoal.plans.plan import LayoutSection
 
 _MANY_BYTES = 1e15  # beside which latencies are nothing
 
@@ -41,6 +43,24 @@ class Network:
     def group(self, size: int, stride: int) -> RankGroup:
         """The ranks r, r + stride, ... of an axis of `size`, whose neighbours on the axis are `stride` ranks apart."""
         return _group(size, stride, self.cluster.devices_per_host)
+
+    def axis(self, layout: LayoutSection, name: str) -> RankGroup:
+        """A group by its name in the accounts: an axis of a layout, WORLD, or REPLICAS; tensor ranks are neighbours."""
+        inner = layout.tensor * layout.context
+        if name == "tensor":
+            return self.group(layout.tensor, 1)
+        if name == "context":
+            return self.group(layout.context, layout.tensor)
+        if name == "shard":
+            return self.group(layout.shard, inner)
+        if name == "data":
+            return self.group(layout.data, layout.shard * inner)
+        if name == REPLICAS:
+            return self.group(layout.data * layout.shard, inner)
+        if name == "pipeline":
+            return self.group(layout.pipeline, layout.world_size // layout.pipeline)
+        assert name == WORLD, name
+        return self.group(layout.world_size, 1)
 
     def hop(self, size: int, stride: int) -> RankGroup:
         """The slowest pair of neighbours on an axis: over the network where the axis leaves a host."""

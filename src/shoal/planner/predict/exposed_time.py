@@ -1,36 +1,40 @@
 """Seconds that a rank spends outside of its passes: on sums of gradients, gathered parameters, and the update.
 
+The collectives are those of the accounts (shoal.plans.accounting), which a run is compared with; here each is priced.
 On a GPU collectives run beside the compute that can hide them. On a CPU the cores that compute move every byte of a
 collective too, so that nothing of it is hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from math import ceil
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from shoal.planner.predict.collective_time import Network, RankGroup
+from shoal.planner.predict.accounts import Accounts
+from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.overlap import gathered, hidden
 from shoal.planner.predict.pipeline_ranks import Rank, Ranks
 from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel, Share
 from shoal.planner.predict.stage_split import Held
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Profile, Unit, Weight
-from shoal.plans.accounting.collectives import Array, owners
-from shoal.plans.accounting.partition import (
-    GLOO_BUCKET_BYTES,
-    NCCL_BUCKET_BYTES,
-    PIECE_BYTES,
-    divide_into_buckets,
-    gathers,
-    pack,
+from shoal.plans.accounting.collectives import (
+    REPLICAS,
+    Gradients,
+    SizedCollective,
+    agreement,
+    bucket_sums,
+    norm,
+    rows,
+    sharded_optimizer,
+    sums,
 )
-from shoal.plans.plan import Plan
+from shoal.plans.accounting.model_parallel import Partial, completed
+from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES
+from shoal.plans.plan import LayoutSection, Plan
 
-# What a rank says in an agreement on an error that nobody has, and in the sums that travel by themselves: about this.
-_SMALL_BYTES = 128.0
 _UPDATE = "update"  # under this name a device tells how fast an optimizer is
 
 
@@ -46,6 +50,14 @@ class Sums(NamedTuple):
     at_once: float
 
 
+class UnitExchanges(NamedTuple):
+    """Seconds in which each unit of a rank is gathered, before a forward and before a backward, and scattered after."""
+
+    gathers: list[float]
+    again: list[float]
+    scatters: list[float]
+
+
 @dataclass(frozen=True)
 class Exchanged:
     """What ranks exchange of a model between its passes, and its update."""
@@ -53,6 +65,7 @@ class Exchanged:
     profile: Profile
     network: Network
     program: Program
+    accounts: Accounts
     _known: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
 
     def _once(self, key: tuple[object, ...], compute: Callable[[], _Known]) -> _Known:
@@ -61,6 +74,11 @@ class Exchanged:
             self._known[key] = compute()
         found: _Known = self._known[key]
         return found
+
+    def _price(self, layout: LayoutSection, sent: Iterable[SizedCollective], algorithm: str = "native") -> float:
+        """Seconds of collectives one after the other."""
+        axis, asked = self.network.axis, self.network.asked
+        return sum(one.count * asked(algorithm, one.kind, one.num_bytes, axis(layout, one.group)) for one in sent)
 
     # -------------------------------------------------------------------------------------------------- the gradients
 
@@ -72,7 +90,11 @@ class Exchanged:
         layout = plan.layout
         if layout.world_size == 1:
             return 0.0
-        small = self._small(plan) + self._completed(plan, rank.held)
+        is_divided = plan.shards_model or layout.tensor * layout.pipeline * layout.context > 1
+        apart = is_divided or plan.precision.reduce != "float32"
+        num_used = self._num_tensors if plan.shards_model else 0
+        small = self.agreed(layout.world_size, is_divided, apart=apart, num_used=num_used)
+        small += self._completed(plan, rank.held)
         if plan.shards_model or layout.data * layout.shard == 1:
             return small
         if computer.device.kind == "cpu":
@@ -84,87 +106,92 @@ class Exchanged:
         started = sums.num_buckets * self.program.call_seconds if waits else 0.0
         return small + shown + started + self.program.contention * (sums.total - shown)
 
+    @cached_property
+    def _num_tensors(self) -> int:
+        return sum(weight.trainable for unit in self.profile.units for weight in unit.body.weights)
+
     def _sums(self, plan: Plan, held: Held) -> Sums:
         """The buckets of a rank on a GPU, which are summed one after the other."""
         layout = plan.layout
-        group = self.network.group(layout.data * layout.shard, layout.context * layout.tensor)
-        kind = "reduce_scatter" if self.program.scatter_gradients and layout.shard > 1 else "all_reduce"
+        group = self.network.axis(layout, REPLICAS)
 
         def compute() -> Sums:
-            buckets = self._divided(plan, held, NCCL_BUCKET_BYTES)
-            seconds = [self.network.seconds(kind, num_bytes, group) for num_bytes in buckets]
-            return Sums(len(buckets), sum(seconds), seconds[-1], self.network.seconds(kind, sum(buckets), group))
+            buckets = list(self._buckets(plan, held, on_cpu=False))
+            whole = sum(one.num_bytes * one.count for one in buckets)
+            last = self.network.seconds(buckets[-1].kind, buckets[-1].num_bytes, group)
+            at_once = self.network.seconds(buckets[-1].kind, whole, group)
+            return Sums(sum(one.count for one in buckets), self._price(layout, buckets), last, at_once)
 
-        return self._once(("sums", held, plan.precision.reduce, layout.tensor, kind, group), compute)
+        scatters = self.program.scatter_gradients and layout.shard > 1
+        return self._once(
+            ("sums", held, plan.precision.reduce, layout.tensor, scatters, group, layout.world_size), compute
+        )
 
-    def _divided(self, plan: Plan, held: Held, middle_bytes: int) -> list[float]:
-        """Bytes of each bucket of gradients of a rank with these units, in the order in which they are sent."""
-        width, tensor = ITEMSIZE[plan.precision.reduce], plan.layout.tensor
-
-        def compute() -> list[float]:
-            sizes = [w.numel_of(tensor) * width for unit in held.units for w in unit.body.weights if w.trainable]
-            if self.program.own_buckets:
-                groups = divide_into_buckets(sizes, middle_bytes)
-                return [float(sum(sizes[i] for i in group)) for group in groups]
-            count = max(1, ceil(sum(sizes) / middle_bytes))
-            return [sum(sizes) / count] * count
-
-        return self._once(("buckets", held, width, tensor, middle_bytes), compute)
+    def _buckets(self, plan: Plan, held: Held, *, on_cpu: bool) -> Iterable[SizedCollective]:
+        """The sums of a rank's gradients in the order in which they are sent: of other programs equal ones."""
+        layout, program = plan.layout, self.program
+        gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
+        if program.own_buckets:
+            return bucket_sums(gradients, plan.degrees, plan.collectives.all_reduce == "native")
+        kind = "reduce_scatter" if program.scatter_gradients and layout.shard > 1 else "all_reduce"
+        num_bytes = gradients.numel * gradients.reduce_itemsize
+        count = max(1, -(-num_bytes // (GLOO_BUCKET_BYTES if on_cpu else NCCL_BUCKET_BYTES)))
+        return [SizedCollective(REPLICAS, kind, -(-num_bytes // count), count)]
 
     def _on_cores(self, plan: Plan, computer: DeviceModel, rank: Rank) -> float:
         """Copied into their buckets as the backward makes them, which are then summed by those who compute."""
-        layout, algorithm = plan.layout, plan.collectives.all_reduce
-        ranks = layout.data * layout.shard
-        group = self.network.group(ranks, layout.context * layout.tensor)
+        layout = plan.layout
+        ranks, group = layout.data * layout.shard, self.network.axis(layout, REPLICAS)
+
+        def moved(num_bytes: float) -> float:
+            return computer.moved(num_bytes, rank.size.touched, in_place=True)
+
         seconds = 0.0
-        for num_bytes in self._divided(plan, rank.held, GLOO_BUCKET_BYTES):
-            seconds += computer.moved(2 * num_bytes, rank.size.touched, in_place=True)
-            if algorithm == "native" and gathers(int(num_bytes), ranks, on_cpu=True):
-                seconds += self.network.seconds("all_gather", ranks * num_bytes, group)
-                seconds += (ranks - 1) * computer.moved(3 * num_bytes, rank.size.touched, in_place=True)
+        for one in self._buckets(plan, rank.held, on_cpu=True):
+            if one.kind == "all_gather":  # each rank adds up what it has of the others
+                bucket = one.num_bytes / ranks
+                summed = self.network.seconds(one.kind, one.num_bytes, group) + (ranks - 1) * moved(3 * bucket)
             else:
-                seconds += self.network.all_reduce(algorithm, num_bytes, group)
+                bucket = one.num_bytes
+                summed = self.network.all_reduce(plan.collectives.all_reduce, bucket, group)
+            seconds += one.count * (moved(2 * bucket) + summed)
         return seconds
 
-    def _small(self, plan: Plan) -> float:
-        """A step's sums, the ranks' agreement and the norm, where they do not travel with the last bucket."""
-        layout = plan.layout
-        divided = plan.shards_model or layout.tensor * layout.pipeline * layout.context > 1
-        return self.agreed(layout.world_size, divided, apart=divided or plan.precision.reduce != "float32")
+    def agreed(self, num_devices: int, is_divided: bool, *, apart: bool, num_used: int = 0) -> float:
+        """A step's sums and the ranks' agreement, where they travel `apart`, and the norm of a divided model.
 
-    def agreed(self, num_devices: int, is_divided: bool, *, apart: bool) -> float:
-        """A step's sums and the ranks' agreement, where they travel `apart`, and the norm of a divided model."""
+        `num_used`: parameters of which ranks say whether they had a gradient.
+        """
         if not self.program.own_buckets:
             return 0.0
-        everyone, seconds = self.network.group(num_devices, 1), 0.0
-        if apart:
-            seconds += self.network.seconds("all_reduce", _SMALL_BYTES, everyone)
-            seconds += self.network.seconds("all_gather", _SMALL_BYTES * num_devices, everyone)
-        if is_divided:
-            seconds += self.network.seconds("all_reduce", 8.0, everyone)
-        return seconds
+        everyone = self.network.group(num_devices, 1)
+        small = [sums(Gradients(()), num_used), rows(num_devices)] if apart else []
+        small += [norm()] if is_divided else []
+        return sum(self.network.seconds(one.kind, one.num_bytes, everyone) for one in small)
 
     def _completed(self, plan: Plan, held: Held) -> float:
         """Gradients that each rank has a part of: of blocks over a context axis, of tied weights between stages."""
         layout = plan.layout
         if not self.program.own_buckets or layout.context * layout.pipeline == 1:
             return 0.0
-        stages = self.network.group(layout.pipeline, layout.world_size // layout.pipeline)
+        stages = self.network.axis(layout, "pipeline")
 
         def compute() -> float:
-            group = self.network.group(layout.context, layout.tensor)
-            blocks = [w for unit in held.units if unit.body.repeated for w in unit.body.weights if w.trainable]
-            found = [self._sum(w, layout.tensor, group) for w in blocks] if layout.context > 1 else []
-            if layout.pipeline > 1 and self.profile.tied:
-                tied = {name for name, _ in self.profile.tied}
-                weights = [w for unit in self.profile.units for w in unit.body.weights if _named(unit, w) in tied]
-                found += [self._sum(w, layout.tensor, stages) for w in weights]
-            return sum(found)
+            return self._price(layout, completed(self._partial(layout, held)))
 
         return self._once(("completed", held, layout.tensor, layout.context, stages), compute)
 
-    def _sum(self, weight: Weight, tensor: int, group: RankGroup) -> float:
-        return self.network.seconds("all_reduce", weight.numel_of(tensor) * max(4.0, weight.itemsize), group)
+    def _partial(self, layout: LayoutSection, held: Held) -> Iterator[Partial]:
+        def partial(axis: str, weights: Iterable[Weight], num_flags: int) -> Partial:
+            return Partial(axis, num_flags, tuple((w.numel_of(layout.tensor), w.itemsize) for w in weights))
+
+        if layout.context > 1:
+            num_flags = sum(1 for _ in _trainable(self.profile.units))
+            yield partial("context", _trainable(held.units), num_flags)
+        if layout.pipeline > 1 and self.profile.tied:
+            tied = {name for name, _ in self.profile.tied}
+            weights = [w for unit in self.profile.units for w in unit.body.weights if _named(unit, w) in tied]
+            yield partial("pipeline", weights, len(weights))
 
     def ends(self, share: Share) -> float:
         """Sequences of a microbatch put together behind the blocks of a context axis, gradients before them."""
@@ -184,36 +211,44 @@ class Exchanged:
         level, microbatches = plan.shard.level, ranks.microbatches
         if plan.layout.shard == 1 or level == "optimizer":
             return 0.0
-        gathers, scatters = self._exchanges(plan, ranks.busiest.held)
+        exchanges = self._exchanges(plan, ranks.busiest.held)
         forwards = [p.forward_seconds for p in ranks.of_units]
-        backwards = [p.backward_seconds for p in ranks.of_units]
-        nothing = [0.0] * len(gathers)
-        again = gathers[::-1] if level == "parameters" else nothing
-        once = gathered(forwards, gathers, nothing, slowed) - sum(forwards)
-        back = gathered(backwards[::-1], again, scatters[::-1], slowed) - sum(backwards)
+        backwards = [p.backward_seconds for p in ranks.of_units][::-1]
+        nothing = [0.0] * len(forwards)
+        again = exchanges.again[::-1] if level == "parameters" else nothing
+        once = gathered(forwards, exchanges.gathers, nothing, slowed) - sum(forwards)
+        back = gathered(backwards, again, exchanges.scatters[::-1], slowed) - sum(backwards)
         if plan.shard.reduce == "every_microbatch" or microbatches == 1:
             return (once + back) * microbatches
-        quiet = gathered(backwards[::-1], again, nothing, slowed) - sum(backwards)
+        quiet = gathered(backwards, again, nothing, slowed) - sum(backwards)
         return once * microbatches + back + quiet * (microbatches - 1)
 
-    def _exchanges(self, plan: Plan, held: Held) -> tuple[list[float], list[float]]:
-        """Seconds in which the parameters of each unit are gathered, and its gradients scattered."""
-        layout = plan.layout
-        tensor, shard, stride = layout.tensor, layout.shard, layout.context * layout.tensor
-        group, replicas = self.network.group(shard, stride), self.network.group(layout.data, shard * stride)
-        width, reduce = ITEMSIZE[plan.precision.parameters], ITEMSIZE[plan.precision.reduce]
-        algorithm = plan.collectives.all_reduce
+    def _exchanges(self, plan: Plan, held: Held) -> UnitExchanges:
+        """What is outside of the blocks is gathered before all others, and its gradients are scattered last."""
+        layout, algorithm = plan.layout, plan.collectives.all_reduce
+        groups = self.network.axis(layout, "shard"), self.network.axis(layout, "data")
+        sharding = self.accounts.sharding(plan, held)
 
-        def compute() -> tuple[list[float], list[float]]:
-            numel = [sum(w.numel_of(tensor) for w in unit.body.weights) for unit in held.units]
-            scatters = [
-                self.network.asked(algorithm, "reduce_scatter", n * reduce, group)
-                + self.network.asked(algorithm, "all_reduce", n * reduce / shard, replicas)
-                for n in numel
-            ]
-            return [self.network.asked(algorithm, "all_gather", n * width, group) for n in numel], scatters
+        def compute() -> UnitExchanges:
+            price: dict[int, tuple[float, float]] = {}  # equal blocks share their arrays
+            for n, unit in enumerate(sharding.units):
+                if id(unit) not in price:
+                    after = self._price(layout, (sharding.scatter(n), sharding.replica_sum(n)), algorithm)
+                    price[id(unit)] = self._price(layout, (sharding.gather(n),), algorithm), after
+            if not held.units:
+                return UnitExchanges([], [], [])
+            *blocks, (first, last) = (price[id(unit)] for unit in sharding.units)
+            left = iter(blocks)
+            each = [next(left) if unit.body.repeated else (0.0, 0.0) for unit in held.units]
+            gathers, scatters = [gather for gather, _ in each], [scatter for _, scatter in each]
+            return UnitExchanges(
+                [first + gathers[0], *gathers[1:]],
+                [*gathers[:-1], gathers[-1] + first],
+                [last + scatters[0], *scatters[1:]],
+            )
 
-        return self._once(("exchanges", held, width, reduce, tensor, group, replicas, algorithm), compute)
+        widths = sharding.gather_itemsize, sharding.reduce_itemsize
+        return self._once(("exchanges", held, widths, layout.tensor, groups, algorithm), compute)
 
     # ----------------------------------------------------------------------------------------------------- the update
 
@@ -245,38 +280,27 @@ class Exchanged:
 
         At least one message an owner, and no less than all bytes in one.
         """
-        layout, everyone = plan.layout, self.network.group(plan.layout.world_size, 1)
-        group = self.network.group(layout.shard, layout.context * layout.tensor)
+        layout, held = plan.layout, rank.held
+        group = self.network.axis(layout, "shard")
         if not self.program.own_buckets:
             return self.network.seconds("all_gather", rank.size.parameter_bytes, group)
-        seconds = 2 * self.network.seconds("all_gather", 8.0 * layout.world_size, everyone)
-
         if bound:
-            num_owners = min(layout.shard, rank.held.num_tensors)
+            num_owners = min(layout.shard, held.num_tensors)
             start = self.network.call(group) + (group.size - 1) * self.network.latency(group)
             all_bytes = rank.size.parameter_bytes if rank.size.trainable == rank.size.numel else 0.0
             at_once = self.network.seconds("broadcast", all_bytes, group)
-            return seconds + max(0, num_owners - 1) * start + at_once
+            return self._price(layout, agreement(layout.world_size)) + max(0, num_owners - 1) * start + at_once
 
         def compute() -> float:
-            pieces = self._pieces(rank.held, layout.tensor, layout.shard)
-            return sum(self.network.seconds("broadcast", num_bytes, group) for num_bytes in pieces)
+            gradients = self.accounts.gradients(plan, held, on_cpu=False)
+            return self._price(layout, sharded_optimizer(gradients, plan.degrees))
 
-        return seconds + self._once(("handed out", rank.held, layout.tensor, group), compute)
+        return self._once(("handed out", held, layout.tensor, group, layout.world_size), compute)
 
-    def _pieces(self, held: Held, tensor: int, shard: int) -> list[float]:
-        """Bytes of each broadcast."""
-        weights = [w for unit in held.units for w in unit.body.weights if w.trainable]
-        arrays = [Array((w.numel_of(tensor),), w.itemsize) for w in weights]
-        owned: list[list[int]] = [[] for _ in range(shard)]
-        for array, owner in zip(arrays, owners(arrays, shard), strict=True):
-            owned[owner].append(array.bytes)
-        found = []
-        for sizes in owned:
-            alone = [num_bytes >= PIECE_BYTES for num_bytes in sizes]
-            messages = pack(sizes, alone, [0] * len(sizes))
-            found += [float(sum(sizes[i] for i in members)) for members in messages]
-        return found
+
+def _trainable(units: Iterable[Unit]) -> Iterator[Weight]:
+    """The weights of blocks that are trained."""
+    return (w for unit in units if unit.body.repeated for w in unit.body.weights if w.trainable)
 
 
 def _named(unit: Unit, weight: Weight) -> str:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
+from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.roofline import ITEMSIZE, Share
-from shoal.planner.predict.stage_split import Counts
+from shoal.planner.predict.stage_split import Counts, Held
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import NOTHING, Body, Operation, Phase, Profile, TensorCut
+from shoal.plans.accounting.collectives import Sharding, owned
+from shoal.plans.accounting.compressed import buffers
+from shoal.plans.accounting.memory import (
+    bucketed,
+    cut,
+    gathered_parameters,
+    scattered_gradients,
+    sharded_parameters,
+)
 from shoal.plans.plan import Plan
 
 
@@ -126,24 +136,90 @@ def _output_divided(operation: Operation, share: Share) -> float:
     return share.tensor if share.sequence and operation.cut is TensorCut.SEQUENCE else 1
 
 
-def state_bytes(plan: Plan, profile: Profile, size: StageSize, program: Program) -> dict[str, float]:
-    """Bytes of parameters, gathered parameters, gradients and optimizer state of a rank with such a stage."""
-    level, shards = plan.shard.level, plan.layout.shard
-    reduce = ITEMSIZE[plan.precision.reduce]
-    per_gradient = float(reduce) if program.gradient_bytes is None else program.gradient_bytes
-    cut = shards if level != "optimizer" else 1
-    parameters, gathered = size.parameter_bytes, 0.0
-    held = ITEMSIZE[plan.precision.parameters]  # they are gathered as they are, and cast where they are used
-    if cut > 1:
-        parameters = size.parameter_bytes / shards
-        gathered = size.numel * held if level == "gradients" else 2 * size.largest_unit * held
-    gradients = size.trainable * per_gradient / (cut if plan.shard.reduce == "every_microbatch" else 1)
-    if cut > 1:  # a unit's whole gradients, before they are scattered
-        gradients += size.largest_unit * (held + reduce)
-    per_element = profile.state_bytes_per_element + program.master_bytes
-    return {
-        "parameters": parameters,
-        "gathered": gathered,
-        "gradients": gradients,
-        "optimizer": size.trainable * per_element / shards,
-    }
+_Bytes = dict[str, float]  # by category
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of a rank's parameters, gradients and optimizer state, by the formulas that a run is compared with."""
+
+    profile: Profile
+    program: Program
+    accounts: Accounts
+    _known: dict[tuple[object, ...], _Bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def _per_element(self) -> float:
+        return self.profile.state_bytes_per_element + self.program.master_bytes
+
+    def bytes(self, plan: Plan, held: Held, size: StageSize, microbatches: int, *, on_cpu: bool) -> _Bytes:
+        """Bytes by category of a rank with these units."""
+        layout, sums = plan.layout, plan.collectives
+        compression = plan.compression if sums.compression != "none" else None
+        key = layout.data, layout.world_size, sums.all_reduce, sums.compression, compression, on_cpu
+
+        def compute() -> _Bytes:
+            if not plan.shards_model:
+                return self._whole(plan, held, size, on_cpu=on_cpu)
+            sharding = self.accounts.sharding(plan, held, microbatches)
+            trained = (a for unit in sharding.units for a in unit if a.trainable)
+            return self._sharded(sharding, sum(cut(a, 0, sharding.degree).numel for a in trained))
+
+        return self._once(plan, held, microbatches, key, compute)
+
+    def least(self, plan: Plan, held: Held, size: StageSize, microbatches: int) -> _Bytes:
+        """Bytes that such a rank has at least, whatever rows are rounded up to and whoever owns which state.
+
+        They shrink with the shard axis, and the data axis does not matter.
+        """
+
+        def compute() -> _Bytes:
+            trained = size.trainable / plan.layout.shard
+            if plan.shards_model:
+                sharding = replace(self.accounts.sharding(plan, held, microbatches), rounds=False)
+                return self._sharded(sharding, trained)
+            summed = size.trainable * (self.program.gradient_bytes or ITEMSIZE[plan.precision.reduce])
+            return {"all": size.parameter_bytes + summed + self._per_element * trained}
+
+        return self._once(plan, held, microbatches, (), compute)
+
+    def _once(
+        self,
+        plan: Plan,
+        held: Held,
+        microbatches: int,
+        more: tuple[object, ...],
+        compute: Callable[[], _Bytes],
+    ) -> _Bytes:
+        layout, shard, precision = plan.layout, plan.shard, plan.precision
+        degrees, widths = (layout.shard, layout.tensor), (precision.parameters, precision.reduce)
+        key = held, *degrees, *widths, shard.level, shard.reduce, microbatches > 1, *more
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
+
+    def _sharded(self, sharding: Sharding, trained: float) -> _Bytes:
+        return {
+            "parameters": sharded_parameters(sharding),
+            "gathered": gathered_parameters(sharding),
+            "gradients": scattered_gradients(sharding),
+            "optimizer": self._per_element * trained,
+        }
+
+    def _whole(self, plan: Plan, held: Held, size: StageSize, *, on_cpu: bool) -> _Bytes:
+        program = self.program
+        gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
+        per_gradient = program.gradient_bytes or ITEMSIZE[plan.precision.reduce]
+        summed, trained = size.trainable * per_gradient, size.trainable / plan.layout.shard
+        if program.own_buckets:
+            compresses = plan.collectives.compression != "none" and plan.layout.world_size > 1
+            native = plan.collectives.all_reduce == "native"
+            summed = buffers(gradients, plan) if compresses else bucketed(gradients, plan.degrees, native)
+            owners = owned(gradients.parameters, plan.layout.shard)
+            trained = max(sum(array.numel for array in mine) for mine in owners)
+        return {
+            "parameters": size.parameter_bytes,
+            "gathered": 0.0,
+            "gradients": summed,
+            "optimizer": self._per_element * trained,
+        }

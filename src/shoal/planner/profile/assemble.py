@@ -40,7 +40,7 @@ class Kernel:
 
 
 def kernels(trace: OperatorTrace, of_weights: set[int]) -> list[Kernel]:
-    """All that a trace ran, in order; `of_weights` are the places of what leads to gradients of weights alone."""
+    """Kernels of a trace, in order; `of_weights` are the places of what leads to gradients of weights alone."""
     saved = _saved(trace)
     selected = selected_bytes(trace)
     found = []
@@ -98,9 +98,7 @@ def crossings(trace: OperatorTrace) -> dict[int, float]:
     made: dict[int, int] = {}
     last: dict[int, int] = {}
     size: dict[int, int] = {}
-    for event in trace.events:
-        if event.is_backward:
-            break
+    for event in trace.forward:
         for ref in event.inputs:
             if ref.key in made and ref.key not in trace.constants:
                 last[ref.key] = max(last.get(ref.key, 0), event.region)
@@ -173,7 +171,7 @@ def _dtype(event: OperatorEvent, cost: KernelCost) -> str:
 
 @dataclass
 class Piece:
-    """What is known of a region before it is a unit."""
+    """Region of a trace before it is a unit."""
 
     name: str
     block: str | None

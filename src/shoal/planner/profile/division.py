@@ -1,4 +1,4 @@
-"""Division: what tensor parallelism does to each operator of a trace, once it is said which parameters are cut.
+"""Division of each operator of a trace under tensor parallelism, from the parameters that are cut.
 
 What is divided is followed from storage to storage. A storage that is divided along one of its axes is known by that
 axis' span of strides, [stride, stride * size): whatever view is taken of it, the dim that covers the span is divided,
@@ -63,7 +63,7 @@ class DividedEvents:
 
 
 def divide(trace: OperatorTrace, division: CutParameters, late: set[int]) -> DividedEvents:
-    """What becomes of every event; `late` are the places of those that lead to gradients of weights alone."""
+    """Division of every event; `late` are the places of those that lead to gradients of weights alone."""
     return _Follower(trace, division, late).run()
 
 

@@ -1,18 +1,19 @@
-"""Engine pairs: which parameters shoal's own tensor parallelism cuts, as its finder proposes before any proof."""
+"""Parameters that shoal's own tensor parallelism cuts, as its finder proposes before any proof."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.function_trace import twin
 from shoal.parallel.tensor.heads import is_lost
-from shoal.parallel.tensor.layers import kind
-from shoal.parallel.tensor.plan import Proposal, propose
+from shoal.parallel.tensor.layers import output_dim, output_dims
+from shoal.parallel.tensor.plan import propose
 from shoal.parallel.tensor.trace import TensorTrace as Observed
 from shoal.parallel.tensor.trace import observe
 from shoal.planner.profile.division import CutParameters
@@ -35,15 +36,12 @@ def outlined(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | None:
         return None
 
 
-@contextlib.contextmanager
-def shortened(
-    model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace
-) -> Iterator[tuple[nn.Module, dict[str, str]]]:
+def shortened(model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace) -> tuple[nn.Module, dict[str, str]]:
     """The outline of a model without the blocks that are like another one, {block: the one that it is like}.
 
     Raises: ValueError where it cannot be had.
     """
-    outline = outlined(model)
+    outline = twin(model, None) if isinstance(model, nn.Module) else outlined(model)
     if outline is None:
         raise ValueError("the model's constructor computes with values")
     like: dict[str, str] = {}
@@ -55,24 +53,17 @@ def shortened(
         passes = len(event.outputs) == 1 and event.inputs and event.inputs[0].shape == event.outputs[0].shape
         if passes and other is not None and other != region.block:
             like[region.block] = other
-    held: list[tuple[nn.Module, str, Any]] = []
     for name in like:
         parent, _, key = name.rpartition(".")
-        holder = outline.get_submodule(parent)
-        held.append((holder, key, holder._modules[key]))
-        holder._modules[key] = _Pass()
-    try:
-        yield outline, like
-    finally:
-        for holder, key, module in held:
-            holder._modules[key] = module
+        outline.get_submodule(parent)._modules[key] = _Pass()
+    return outline, like
 
 
 class _Pass(nn.Module):
     """In a block's place, where what comes out looks like what goes in."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        return tensors_in((args, kwargs))[0]
 
 
 def spread(found: CutParameters, like: dict[str, str]) -> CutParameters:
@@ -86,16 +77,31 @@ def spread(found: CutParameters, like: dict[str, str]) -> CutParameters:
 
 
 def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> CutParameters:
-    """What shoal's own tensor parallelism cuts: what is in no pair too, gathered at once if not for the loss alone.
+    """Cuts of shoal's own tensor parallelism: of what is in no pair too, gathered at once if not for the loss alone.
 
     Raises: what the loss raises on the meta device, unless a small model that looks at numbers runs with zeros.
     """
     trace = _followed(model.train(), loss, batch)
     found = propose(model, trace, _DEGREE)
     names = {id(p): name for name, p in model.named_parameters()}
-    gathered = (name for name in found.gathered if not is_lost(name, model, trace))
-    weights = frozenset(names[id(model.get_submodule(name)._parameters["weight"])] for name in gathered)
-    return CutParameters(_dims(model, found, found.gathered), weights)
+    dims: dict[str, int] = {}
+
+    def cut(module: str, by: Mapping[str, int]) -> list[str]:
+        own = model.get_submodule(module)._parameters
+        cuts = {names[id(own[key])]: dim for key, dim in by.items() if own.get(key) is not None}
+        dims.update({name: dim for name, dim in cuts.items() if name not in dims})
+        return list(cuts)
+
+    for candidate in (pair.candidate for pair in found.pairs):
+        for name in candidate.columns:
+            cut(name, output_dims(model.get_submodule(name)))
+        cut(candidate.row, {"weight": 1 - output_dim(model.get_submodule(candidate.row))})
+    whole = []
+    for name in (*found.rows, *found.gathered):
+        weight, *_ = cut(name, output_dims(model.get_submodule(name)))
+        if name in found.gathered and not is_lost(name, model, trace):
+            whole.append(weight)
+    return CutParameters(dims, frozenset(whole))
 
 
 def _followed(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Observed:
@@ -108,30 +114,3 @@ def _followed(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: An
         with contextlib.suppress(Exception):
             return observe(model, loss, batch, lambda name: torch.zeros(tensors[name].shape))
         raise
-
-
-def _dims(model: nn.Module, found: Proposal, columns: tuple[str, ...]) -> dict[str, int]:
-    """By parameter: the dim that is cut."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    dims: dict[str, int] = {}
-
-    def note(module: str, weight: int, bias: int | None) -> None:
-        own = model.get_submodule(module)._parameters
-        for key, dim in (("weight", weight), ("bias", bias)):
-            parameter = own.get(key)
-            if parameter is not None and dim is not None:
-                dims.setdefault(names[id(parameter)], dim)
-
-    def outer(module: str) -> int:
-        layer = model.get_submodule(module)
-        return 1 if kind(layer) == "transposed" or getattr(layer, "transposed", False) else 0
-
-    for pair in found.pairs:
-        for name in pair.columns:
-            note(name, outer(name), 0)
-        note(pair.row, 1 - outer(pair.row), None)
-    for name in found.rows:
-        note(name, 0, None)
-    for name in columns:
-        note(name, outer(name), 0)
-    return dims

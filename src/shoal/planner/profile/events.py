@@ -1,13 +1,14 @@
-"""Events: what a traced step did, operator by operator, as values: which storages, of what shape, for whom."""
+"""Events of a traced step, operator by operator, as values: the storages, their shapes, and the module."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +103,12 @@ class OperatorTrace:
     regions: list[ForwardRegion] = field(default_factory=list)
     parameters: dict[int, str] = field(default_factory=dict)  # by storage
     constants: frozenset[int] = frozenset()  # storages of parameters, buffers and the batch
-    batch: frozenset[int] = frozenset()
     weights: dict[str, StorageRef] = field(default_factory=dict)  # the parameters, by name
     gradients: dict[str, StorageRef] = field(default_factory=dict)  # of the parameters, by name
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of storages that operators made
     used: dict[str, int] = field(default_factory=dict)  # the first region that uses each parameter
 
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in lists, tuples, dicts and what else pytree knows."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    @property
+    def forward(self) -> Iterator[OperatorEvent]:
+        """The events before the backward, which have the same places."""
+        return takewhile(lambda event: not event.is_backward, self.events)

@@ -1,4 +1,4 @@
-"""Profiles of jobs: everything is taken from the Job itself."""
+"""Profiles of jobs, from the Job itself."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch import Tensor
 
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource, small_batch
 from shoal.job import Job
+from shoal.numerics.operators import replace_leaves, tensors_in
 from shoal.parallel.model.deferred_init import deferred
-from shoal.planner.profile.engine_pairs import as_engine
 from shoal.planner.profile.profiles import Tensors, profile
 from shoal.planner.profile.values import Profile
 from shoal.plans.plan import Plan
@@ -28,9 +27,6 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
     plan = plan if plan is not None else Plan()
     batch = Batches(job)
 
-    def cut(outline: nn.Module) -> Any:
-        return tensor(outline) if tensor is not None else as_engine(outline, job.loss, batch(2))
-
     def made(model: Any) -> Profile:
         return profile(
             model,
@@ -39,7 +35,7 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
             precision=plan.precision,
             device=device,
             by_grain=True,
-            tensor=cut,
+            tensor=tensor,
             optimizer=job.optimizer,
         )
 
@@ -68,10 +64,10 @@ class Batches:
 
     def __call__(self, samples: int) -> Any:
         """`samples` samples."""
-        tensors = [leaf for leaf in tree_leaves(self._one) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(self._one)
         if tensors and all(t.ndim and t.shape[0] == self._rows for t in tensors):
             rows = torch.arange(samples) % self._rows
-            return tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) else leaf, self._one)
+            return replace_leaves(self._one, Tensor, lambda leaf: leaf[rows])
         return self._fetch(samples)
 
     def _fetch(self, samples: int) -> Any:

@@ -147,39 +147,12 @@ def dropout_by_grain(on_cpu: bool) -> Callable[[Tensor, float, bool], Tensor]:
 
 
 # What CUDA's autocast computes in float32 and the CPU's does not: docs.pytorch.org/docs/stable/amp.html.
-_WIDENED = [
-    "layer_norm",
-    "group_norm",
-    "softmax.int",
-    "log_softmax.int",
-    "nll_loss",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "reciprocal",
-    "rsqrt",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "prod",
-    "cumsum",
-    "cumprod",
-    "softplus",
-    "sum",
-    "sum.dim_IntList",
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "kl_div",
-    "binary_cross_entropy_with_logits",
-    "norm.Scalar",
-    "norm.ScalarOpt_dim",
-    "cosine_similarity",
-]
+_WIDENED = """
+    layer_norm group_norm softmax.int log_softmax.int nll_loss exp expm1 log log10 log1p log2 reciprocal rsqrt
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar prod cumsum cumprod softplus sum sum.dim_IntList mse_loss l1_loss
+    smooth_l1_loss huber_loss kl_div binary_cross_entropy_with_logits norm.Scalar norm.ScalarOpt_dim
+    cosine_similarity
+""".split()  # noqa: SIM905
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 

@@ -1,4 +1,4 @@
-"""Operators: what one call costs on any device: FLOPs, the sizes of its product, bytes read and written, kernels.
+"""Operator costs on any device: FLOPs, the sizes of a product, bytes read and written, kernels.
 
 Counted are the FLOPs of products, convolutions and fused attention, two a multiply-add, as in torch's FlopCounterMode.
 Bytes are those of the operands as they lie in memory: a view moves nothing, and what is expanded reads its base.
@@ -16,7 +16,7 @@ from shoal.planner.profile.values import OperationKind
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What one kernel of an event does, for the samples that were traced; `place` numbers those of one event.
+    """Cost of one kernel of an event, for the samples that were traced; `place` numbers those of one event.
 
     `of_weight`: it makes a gradient of a weight where the event makes others too.
     """
@@ -45,90 +45,46 @@ def costs(event: OperatorEvent) -> list[KernelCost]:
 
 # ------------------------------------------------------------------------------------------------------------ memory
 
-_FREE = frozenset(
-    f"aten.{name}"
-    for name in [
-        "empty",
-        "empty_strided",
-        "empty_like",
-        "new_empty",
-        "new_empty_strided",
-        "set_",
-        "resize_",
-        "detach_",
-        "_local_scalar_dense",
-        "_assert_tensor_metadata",
-        "_assert_async",
-        "_has_compatible_shallow_copy_type",
-    ]
+
+def _named(names: str) -> frozenset[str]:
+    """Operators of torch by their names."""
+    return frozenset(f"aten.{name}" for name in names.split())
+
+
+_FREE = _named(
+    """
+    empty empty_strided empty_like new_empty new_empty_strided set_ resize_ detach_ _local_scalar_dense
+    _assert_tensor_metadata _assert_async _has_compatible_shallow_copy_type
+    """
 )
 # In place and without a look at what was there.
-_FILLS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "fill_",
-        "zero_",
-        "copy_",
-        "bernoulli_",
-        "normal_",
-        "uniform_",
-        "random_",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-        "arange_",
-    ]
+_FILLS = _named(
+    """
+    fill_ zero_ copy_ bernoulli_ normal_ uniform_ random_ exponential_ log_normal_ cauchy_ geometric_ arange_
+    """
 )
 # Of their first operand, the table, they read what they give out.
-_LOOKUPS = frozenset(
-    f"aten.{name}" for name in ("embedding", "index", "index_select", "gather", "take", "_embedding_bag")
-)
+_LOOKUPS = _named("embedding index index_select gather take _embedding_bag")
 # They write, and read, as much of the table as there is in their last operand.
-_SCATTERS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "index_put_",
-        "_index_put_impl_",
-        "index_add_",
-        "scatter_add_",
-        "scatter_",
-        "index_copy_",
-        "scatter_reduce_",
-        "index_fill_",
-    ]
+_SCATTERS = _named(
+    """
+    index_put_ _index_put_impl_ index_add_ scatter_add_ scatter_ index_copy_ scatter_reduce_ index_fill_
+    """
 )
 # What they get of the forward beside indices or statistics is for its shape alone.
-_UNREAD = {
-    "aten.max_pool2d_with_indices_backward": {"self"},
-    "aten.max_pool3d_with_indices_backward": {"self"},
-    "aten.nll_loss_backward": {"self"},
-    "aten.nll_loss2d_backward": {"self"},
-    "aten.nll_loss_forward": {"self"},
-    "aten.avg_pool2d_backward": {"self"},
-    "aten._adaptive_avg_pool2d_backward": {"self"},
-    "aten.full_like": {"self"},
-    "aten.zeros_like": {"self"},
-    "aten.ones_like": {"self"},
-    "aten.rand_like": {"self"},
-    "aten.randn_like": {"self"},
-    "aten.new_zeros": {"self"},
-    "aten.new_full": {"self"},
-    "aten.new_ones": {"self"},
-}
+_UNREAD = _named(
+    """
+    max_pool2d_with_indices_backward max_pool3d_with_indices_backward nll_loss_backward nll_loss2d_backward
+    nll_loss_forward avg_pool2d_backward _adaptive_avg_pool2d_backward full_like zeros_like ones_like rand_like
+    randn_like new_zeros new_full new_ones
+    """
+)
 # Statistics over a batch first, then the result of them: what is read is too large to be still at hand.
-_TWICE = frozenset(
-    f"aten.{name}"
-    for name in [
-        "native_batch_norm",
-        "_native_batch_norm_legit",
-        "native_batch_norm_backward",
-        "cudnn_batch_norm",
-        "_batch_norm_with_update",
-        "batch_norm_backward",
-        "native_group_norm",
-        "native_group_norm_backward",
-    ]
+_TWICE = _named(
+    """
+    native_batch_norm _native_batch_norm_legit native_batch_norm_backward cudnn_batch_norm _batch_norm_with_update
+    batch_norm_backward native_group_norm native_group_norm_backward
+    """
 )
 _LAUNCHES = {
     "aten.native_layer_norm_backward": 2,
@@ -156,8 +112,8 @@ def _moves(event: OperatorEvent) -> KernelCost:
         untouched = {id(ref) for ref in event.arguments.get("grads", ())}  # they are written where they are unscaled
         changed = [ref for ref in changed if id(ref) not in untouched]
     written = _once([o for o in event.outputs if o.key not in own] + changed)
-    unread = {id(event.arguments.get(name)) for name in _UNREAD.get(event.name, ())}
-    inputs = [r for r in event.inputs if id(r) not in unread]
+    unread = event.arguments.get("self") if event.name in _UNREAD else None
+    inputs = [r for r in event.inputs if r is not unread]
     if event.name in _FILLS:
         inputs = [r for i, r in enumerate(event.inputs) if i not in event.written]
     if event.name in _LOOKUPS:
@@ -306,10 +262,7 @@ _COSTS: dict[str, Callable[[OperatorEvent], list[KernelCost]]] = {
     "shoal_profiling.attention_backward": _attention_backward,
 }
 _COSTS |= {
-    f"aten._scaled_dot_product_{kind}": _attention
+    f"aten._scaled_dot_product_{kind}{suffix}": cost
     for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-}
-_COSTS |= {
-    f"aten._scaled_dot_product_{kind}_backward": _attention_backward
-    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    for suffix, cost in (("", _attention), ("_backward", _attention_backward))
 }

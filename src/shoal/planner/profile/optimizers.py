@@ -1,4 +1,4 @@
-"""Optimizers: what an update keeps and moves for each element, from one step on fake parameters."""
+"""Optimizer costs: bytes of state and bytes moved for each element, from one step on fake parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class OptimizerCost:
 def update(
     make: Callable[[Any], Any], model: nn.Module, mode: contextlib.AbstractContextManager[Any], device: str
 ) -> OptimizerCost:
-    """What `make(parameters)`, an optimizer of torch's kind, does in its second step."""
+    """Cost of the second step of `make(parameters)`, an optimizer of torch's kind."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         return OptimizerCost(0.0, 0.0, 0)

@@ -1,4 +1,4 @@
-"""Phases: which operators of a backward lead to nothing but gradients of weights, and so could be put off."""
+"""Phases of a backward: operators that lead to nothing but gradients of weights, and so could be put off."""
 
 from __future__ import annotations
 

@@ -6,15 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
+from shoal.numerics.operators import tensors_in
 from shoal.planner.profile.assemble import Bodies, Fit, Kernel, Piece, crossings, kernels, operation, saved_of_batch
 from shoal.planner.profile.division import CutParameters, divide
-from shoal.planner.profile.engine_pairs import outlined, shortened, spread
+from shoal.planner.profile.engine_pairs import as_engine, outlined, shortened, spread
 from shoal.planner.profile.events import OperatorTrace
 from shoal.planner.profile.optimizers import OptimizerCost, update
-from shoal.planner.profile.pairs import in_pairs
 from shoal.planner.profile.phases import weight_events
 from shoal.planner.profile.tracing import Loss, OperatorTracer, Setting
 from shoal.planner.profile.values import Amount, Exchange, Profile, TensorCut, Weight
@@ -46,26 +45,24 @@ def profile(
 
     model: a module, or builds one. loss: (model, batch) -> (total, weight). precision: float32 where None.
     device: the type of device whose kernels and autocast are meant, "cuda" or "cpu". by_grain: dropout as shoal's
-    engine draws it. tensor: which parameters tensor parallelism cuts, {name: dim}; found where None.
+    engine draws it. tensor: which parameters tensor parallelism cuts, {name: dim}; those that shoal does where None.
     optimizer: parameters -> optimizer. Raises: what the model, the loss or the batch raises.
     """
     setting = Setting(precision or PrecisionSection(), device, by_grain)
     tracer, traces = _traced(model, loss, batch, setting)
     found = update(optimizer, tracer.model, tracer.mode, device) if optimizer is not None else OptimizerCost()
-    division, note = _division(tensor, model, traces[0])
+    division, note = _division(tensor or (lambda outline: as_engine(outline, loss, batch(2))), model, traces[0])
     made = assembled(tracer, traces, division, found, sample_bytes(batch))
     return replace(made, notes=(*made.notes, *note))
 
 
 def _division(
-    tensor: Tensors | None, model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace
+    tensor: Tensors, model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace
 ) -> tuple[CutParameters, tuple[str, ...]]:
     """What is cut, and why nothing, where it cannot be told."""
-    if tensor is None:
-        return in_pairs(trace), ()
     try:
-        with shortened(model, trace) as (outline, like):
-            found = tensor(outline)
+        outline, like = shortened(model, trace)
+        found = tensor(outline)
     except Exception as error:
         text = next(iter(str(error).splitlines()), "")[:200]
         return CutParameters(), (f"what tensor parallelism cuts is not known: {type(error).__name__}: {text}",)
@@ -115,7 +112,7 @@ def several(tracer: OperatorTracer, batch: Callable[[int], Any]) -> list[Operato
 
 def sample_bytes(batch: Callable[[int], Any]) -> int:
     """Bytes that the loader hands over for one sample."""
-    few, more = ([leaf for leaf in tree_leaves(batch(n)) if isinstance(leaf, Tensor)] for n in (2, 4))
+    few, more = (tensors_in(batch(n)) for n in (2, 4))
     return round((sum(t.nbytes for t in more) - sum(t.nbytes for t in few)) / 2)
 
 
@@ -217,9 +214,7 @@ def _weights(
             Weight(name, tuple(parameter.shape), parameter.itemsize, parameter.requires_grad, division.dims.get(name))
         )
     users: dict[str, set[int]] = {}
-    for event in trace.events:
-        if event.is_backward:
-            break
+    for event in trace.forward:
         for ref in event.inputs:
             used = trace.parameters.get(ref.key)
             if used is not None:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from shoal.numerics.operators import tensors_in
 from shoal.planner.profile.events import (
     ForwardRegion,
     OperatorEvent,
     OperatorTrace,
     SavedStorage,
     StorageRef,
-    tensors_in,
 )
 
 # Of a fake tensor even this is an operator.
@@ -55,12 +55,12 @@ class OperatorRecorder(TorchDispatchMode):
         return self._region
 
     def leave(self) -> None:
-        """What follows is outside of blocks."""
+        """Ends a block: the region after it is outside of blocks."""
         self._region = self._open(None)
 
     @contextlib.contextmanager
     def within(self, region: int) -> Iterator[None]:
-        """What runs belongs to a region again: a block that is computed a second time."""
+        """Context in which a region runs again: a block that is computed a second time."""
         before, self._region = self._region, region
         try:
             yield
@@ -92,7 +92,7 @@ class OperatorRecorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs in here is not the model's."""
+        """Context for operators that are not the model's."""
         self._paused += 1
         try:
             yield

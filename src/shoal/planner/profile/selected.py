@@ -1,4 +1,4 @@
-"""What selective recomputation keeps of a block: the results of its products, as `strategies.selective` decides."""
+"""Bytes that selective recomputation keeps of a block: results of products, as in `parallel.blocks.selective`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ def selected_bytes(trace: OperatorTrace) -> dict[int, float]:
     given_out = _given_out(trace)
     counted: set[int] = set()
     found: dict[int, float] = {}
-    for place, event in enumerate(trace.events):
-        if event.is_backward:
-            break
+    for place, event in enumerate(trace.forward):
         if event.name not in _KEPT or _draws(event):
             continue
         new = [r for r in event.outputs if r.key not in counted and r.key not in given_out[event.region]]
@@ -32,9 +30,7 @@ def _given_out(trace: OperatorTrace) -> list[set[int]]:
     """By region: the storages that it makes and others take."""
     made: dict[int, int] = {}
     found: list[set[int]] = [set() for _ in trace.regions]
-    for event in trace.events:
-        if event.is_backward:
-            break
+    for event in trace.forward:
         for ref in event.inputs:
             if ref.key in made and made[ref.key] != event.region:
                 found[made[ref.key]].add(ref.key)

@@ -1,4 +1,4 @@
-"""Spans: which part of a storage's geometry is divided, whatever view is taken of it."""
+"""Spans of strides: the part of a storage's geometry that is divided, whatever view is taken of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Span = tuple[int, int]
 
 
 class Along(NamedTuple):
-    """What of a dim is divided: of its index, the factor from `low` to `high`, as heads in a dim of samples x heads."""
+    """Divided part of a dim: of its index, the factor from `low` to `high`, as heads in a dim of samples x heads."""
 
     dim: int
     low: int

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.repeated_blocks import Block
-from shoal.planner.profile.events import SavedStorage, tensors_in
+from shoal.planner.profile.events import SavedStorage
 from shoal.planner.profile.recording import OperatorRecorder
 
 # Of a module's own numbers, these tell its place among its like, and not what it computes.

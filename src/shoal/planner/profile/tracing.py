@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
+from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.repeated_blocks import repeated_blocks
 from shoal.planner.profile.events import OperatorTrace, StorageRef
 from shoal.planner.profile.kernels import as_on
@@ -28,7 +29,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step computes: `device` is the type whose kernels run; `by_grain` whether dropout is shoal's own."""
+    """Setting of a traced step: `device` is the type whose kernels run; `by_grain` whether dropout is shoal's own."""
 
     precision: PrecisionSection
     device: str = "cuda"
@@ -90,10 +91,8 @@ class OperatorTracer:
         try:
             with self._quiet(), self.mode, self._kernels():
                 given = self._input(batch(samples))
-                trace.batch = frozenset(
-                    leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, Tensor)
-                )
-                trace.constants = trace.batch | buffers | set(trace.parameters)
+                of_batch = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
+                trace.constants = frozenset(of_batch | buffers | set(trace.parameters))
                 hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda saved: saved)
                 with torch.enable_grad(), hooks, recorder:
                     with self._autocast():

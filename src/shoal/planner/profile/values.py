@@ -1,4 +1,4 @@
-"""Profile: what one pass of a model over a batch computes, moves and keeps, as values without torch.
+"""Profile of one pass of a model over a batch: FLOPs, bytes moved and bytes kept, as values without torch.
 
 Every quantity is an `Amount`, linear in the samples of a microbatch, so that one profile serves every microbatch size
 and every degree of the axes. `shoal.planner.profile` makes it from a model without weights.
@@ -13,7 +13,7 @@ from math import prod
 
 
 class OperationKind(StrEnum):
-    """What limits an operation, and so which curve of the device it follows."""
+    """Limit of an operation, and so the curve of the device that it follows."""
 
     MATMUL = "matmul"  # (m x k) @ (k x n), `batch` times
     CONVOLUTION = "convolution"  # as an implicit matmul: m = output pixels, n = output channels, k = taps x channels
@@ -22,7 +22,7 @@ class OperationKind(StrEnum):
 
 
 class Phase(StrEnum):
-    """When an operation runs."""
+    """Phase of the step in which an operation runs."""
 
     FORWARD = "forward"
     BACKWARD_INPUT = "backward_input"  # what leads to the gradient of the unit's input
@@ -45,7 +45,7 @@ NOTHING = Amount()
 
 
 class TensorCut(StrEnum):
-    """What tensor parallelism of degree t does to an operation."""
+    """Effect of tensor parallelism of degree t on an operation."""
 
     NONE = "none"  # every rank does all of it
     M = "m"  # the named size is divided by t, and with it FLOPs and bytes in proportion
@@ -121,6 +121,10 @@ class Weight:
         size = self.shape[self.tensor_dim]
         return self.numel // size * -(-size // tensor)
 
+    def shape_of(self, tensor: int) -> tuple[int, ...]:
+        """The shape of the largest of `tensor` parts."""
+        return tuple(-(-size // tensor) if dim == self.tensor_dim else size for dim, size in enumerate(self.shape))
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -136,7 +140,7 @@ class Unit:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """What a unit computes and holds; `output_bytes` is what it hands to the next unit, `input_bytes` what it gets."""
+    """Operations and weights of a unit; `output_bytes` go to the next unit, `input_bytes` come from the one before."""
 
     operations: tuple[Operation, ...]
     weights: tuple[Weight, ...] = ()

@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from shoal.planner.predict.pipeline_bound import PipelineShape
+from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.workload import Prediction
 from shoal.planner.search.space import Degrees, ModelDegrees, Recompute
 from shoal.plans.plan import Plan
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What plans cost on some numbers of devices. The bounds are of `predict`, and cheap.
+class Costs(Protocol):
+    """What plans cost on some numbers of devices: predictions, and lower bounds of them, which are cheap.
 
-    `least_seconds` is the same for all plans of a family, and for all numbers of replicas that leave a rank as many
-    grains. Of both bounds, p stages on one rank have at most p times what the busiest of them has. `least_bytes` grows
-    with the microbatch, shrinks with the shard axis, and is the same for all degrees of a data axis where there are
-    several replicas, by whatever all_reduce they sum. `nearly`: a better bound of one plan's seconds, less cheap.
-    `filled`: a bound of a schedule's seconds, from those of a microbatch on all stages. `least_at`: a better bound of
-    all plans of a family at one place. `parts`: of a microbatch how many equal units there are, and seconds of each.
-    `floor`: (samples a replica, degrees that share them) -> seconds that no plan goes below. `beside`: what any
-    plan of a place takes beside all of these but `nearly`; no less for more replicas.
-    `memory_bytes`: of a device.
     Equal numbers of devices have one and the same Costs, and others may have too.
     """
 
-    predict: Callable[[Plan], Prediction]
-    least_seconds: Callable[[Plan], float]
-    least_bytes: Callable[[Plan], float]
-    nearly: Callable[[Plan], float]
-    memory_bytes: float
-    filled: Callable[[float, PipelineShape], float] = lambda seconds, turns: (
-        seconds * turns.microbatches / turns.pipeline
-    )
-    least_at: Callable[[Plan], float] = lambda plan: 0.0
-    floor: Callable[[float, ModelDegrees], float] = lambda samples, cut: 0.0
-    parts: Callable[[Plan], tuple[tuple[int, float], ...]] = lambda plan: ()
-    beside: Callable[[Degrees], float] = lambda place: 0.0
+    @property
+    def memory_bytes(self) -> float:
+        """Of a device."""
+
+    def predict(self, plan: Plan) -> Prediction:
+        """The prediction of a plan."""
+
+    def floor(self, samples: float, degrees: ModelDegrees) -> float:
+        """Seconds that no plan goes below whose replicas have so many samples each, on the ranks that share them."""
+
+    def beside(self, place: Degrees) -> float:
+        """Seconds of any plan of a place that no bound has but `nearly`; no less for more replicas."""
+
+    def least_seconds(self, plan: Plan) -> float:
+        """A bound that is the same for all plans of a family, and for all replicas that leave a rank as many grains.
+
+        Of it and of `least_bytes`, p stages on one rank have at most p times what the busiest of them has.
+        """
+
+    def filled(self, seconds: float, shape: PipelineShape) -> float:
+        """A bound of a schedule's seconds, from those of a microbatch on all stages."""
+
+    def least_at(self, plan: Plan) -> float:
+        """A better bound than `least_seconds`, of all plans of a family at one place."""
+
+    def nearly(self, plan: Plan) -> float:
+        """A better bound of one plan's seconds, less cheap."""
+
+    def least_bytes(self, plan: Plan) -> float:
+        """A bound of the peak: it grows with the microbatch, and shrinks with the shard axis.
+
+        It is the same for all degrees of a data axis where there are several replicas, by whatever all_reduce they sum.
+        """
 
 
 class ScheduleFamily(NamedTuple):
-    """Ways that differ only in the order of their microbatches."""
+    """Schedules that differ only in the order of their microbatches."""
 
     grains: int
     recompute: Recompute
@@ -67,19 +76,8 @@ class LayoutClass(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A group where a rank has all stages: seconds of a microbatch, and least bytes.
-
-    `parts`: how many equal units there are, and the seconds of a microbatch that each takes.
-    """
+    """A family where a rank has all stages: seconds of a microbatch, and least bytes."""
 
     group: ScheduleFamily
     seconds: float
     bytes: float
-    parts: tuple[tuple[int, float], ...]
-
-    def least_seconds(self, pipeline: int) -> float:
-        """Of the busiest of so many ranks: it has its part of all, and of equal units a whole number."""
-        most = self.seconds / pipeline
-        for count, seconds in self.parts:
-            most = max(most, -(-count // pipeline) * seconds)
-        return most

@@ -4,30 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from shoal.hardware.values import Cluster
+from shoal.hardware.values import Cluster, Device
 from shoal.planner.calibrate.lessons import Correction
-from shoal.planner.predict.pipeline_bound import filled
+from shoal.planner.predict.lower_bounds import Floors, LowerBounds, PipelineShape, filled
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Prediction, Program, Workload
 from shoal.planner.search.bounds import Costs
+from shoal.planner.search.space import Degrees, ModelDegrees
 from shoal.plans.plan import Plan
 
 
 @dataclass(frozen=True)
-class Corrected:
-    """Predictions as a correction expects them to be."""
+class _Corrected(Costs):
+    """Predictions and bounds for ranks that have such a device, as a correction expects them to be."""
 
     predictor: Predictor
+    bounds: LowerBounds
     correction: Correction
+    device: Device
 
     @property
-    def least(self) -> float:
+    def memory_bytes(self) -> float:
+        return self.device.memory_bytes
+
+    @cached_property
+    def _least(self) -> float:
         """The smallest factor: what a bound of the whole step is multiplied by."""
         return min([1.0, *self.correction.factors.values()])
 
+    @cached_property
+    def _floors(self) -> Floors:
+        return self.bounds.floors(self.device)
+
     def predict(self, plan: Plan) -> Prediction:
-        """The corrected prediction."""
         found = self.predictor.predict(plan)
         if not self.correction:
             return found
@@ -42,38 +53,42 @@ class Corrected:
             mfu=found.mfu * ratio if found.mfu is not None else None,
         )
 
+    def floor(self, samples: float, degrees: ModelDegrees) -> float:
+        return self._floors.seconds(samples, *degrees) * self._least
+
+    def beside(self, place: Degrees) -> float:
+        return self.bounds.beside(place.devices, place.cut.ranks > 1) * self._least
+
+    def least_seconds(self, plan: Plan) -> float:
+        return self.bounds.least_seconds(plan) * self._least
+
+    def filled(self, seconds: float, shape: PipelineShape) -> float:
+        return filled(seconds, shape)
+
+    def least_at(self, plan: Plan) -> float:
+        return self.bounds.least_at(plan) * self._least
+
+    def nearly(self, plan: Plan) -> float:
+        return self.bounds.without_waits(plan) * self._least
+
+    def least_bytes(self, plan: Plan) -> float:
+        return self.bounds.least_bytes(plan)
+
 
 def costs_of(
     work: Workload, cluster: Cluster, program: Program | None = None, correction: Correction | None = None
 ) -> Callable[[int], Costs]:
     """The costs of plans on each number of devices."""
-    corrected = Corrected(Predictor(work, cluster, program), correction or Correction())
-    predictor, least = corrected.predictor, corrected.least
+    predictor = Predictor(work, cluster, program)
+    bounds, correction = LowerBounds(predictor), correction or Correction()
     known: dict[int, Costs] = {}
-    by_ranks: dict[int, Costs] = {}
+    by_device: dict[int, Costs] = {}
 
     def on(num_devices: int) -> Costs:
         ranks = min(cluster.devices_per_host, num_devices)
-        if ranks not in by_ranks:
-            by_ranks[ranks] = of(ranks)
-        return by_ranks[ranks]
-
-    def of(ranks: int) -> Costs:
-        device = cluster.device_for(ranks)
-        if id(device) not in known:
-            floors = predictor.floors(device)
-            known[id(device)] = Costs(
-                predict=corrected.predict,
-                least_seconds=lambda plan: predictor.least_seconds(plan) * least,
-                least_bytes=predictor.least_bytes,
-                nearly=lambda plan: predictor.without_waits(plan) * least,
-                memory_bytes=device.memory_bytes,
-                filled=filled,
-                least_at=lambda plan: predictor.least_at(plan) * least,
-                floor=lambda samples, cut: floors.seconds(samples, *cut) * least,
-                beside=lambda place: predictor.beside(place.devices, place.cut.ranks > 1) * least,
-                parts=lambda plan: tuple((count, one * least) for count, one in predictor.parts(plan)),
-            )
-        return known[id(device)]
+        if ranks not in known:
+            device = cluster.device_for(ranks)
+            known[ranks] = by_device.setdefault(id(device), _Corrected(predictor, bounds, correction, device))
+        return known[ranks]
 
     return on

@@ -1,22 +1,23 @@
 """Search: the plans of a space in the order of an aim, best first, and exactly so.
 
-A best-first branch and bound: what waits are kin places, a group or a way of theirs, a plan or a predicted plan, each
-with a lower bound of its key, and the least is taken on. A predicted plan that is taken is the next best: nothing that
-waits can be better. So a plan is predicted only where no bound excludes it, and the expensive ones last.
+A best-first branch and bound: what waits are nodes, of layouts that share their bounds, a group or a schedule of
+theirs, one place, one plan, each with a lower bound of its key, and the least is taken on. A predicted plan that is
+taken is the next best: nothing that waits can be better. So a plan is predicted only where no bound excludes it, and
+the expensive ones last.
 Source: Hart, Nilsson and Raphael, A formal basis for the heuristic determination of minimum cost paths (1968).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count, islice, product
 from operator import itemgetter
-from typing import Any
+from typing import NamedTuple
 
-from shoal.planner.predict.pipeline_bound import PipelineShape
+from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.workload import Prediction
 from shoal.planner.search.aims import Aim, Key, Limit
 from shoal.planner.search.bounds import Costs, LayoutClass, ScheduleFamily, Whole
@@ -69,16 +70,20 @@ class Seen:
         self.missing_bytes[place] = min(missing, self.missing_bytes.get(place, missing))
 
 
-# What waits, by how far it has been looked into: kin places; the best group that is left, and the others; one of their
-# ways, of which `True` says that its bound is the better one; their place that is next, and the others' replicas; a
-# place and a way, or a plan; and what was predicted.
 _Groups = Iterator[tuple[float, Whole]]
-_OfKin = (
-    tuple[LayoutClass, Whole, float, _Groups]
-    | tuple[LayoutClass, MicrobatchSchedule, bool]
-    | tuple[LayoutClass, MicrobatchSchedule, Degrees, Iterator[int]]
-)
-_Waiting = LayoutClass | _OfKin | tuple[Degrees, MicrobatchSchedule | Plan] | Candidate
+
+
+class Node(NamedTuple):
+    """A node of the search tree: plans of some places, with what looks further into them; or one that is predicted."""
+
+    where: LayoutClass | Degrees
+    branch: Callable[[], None] | Candidate
+
+    def is_within(self, places: Set[Degrees]) -> bool:
+        """Whether these places are all of its own."""
+        if isinstance(self.where, Degrees):
+            return self.where in places
+        return all(Degrees(number, self.where.cut) in places for number in self.where.replicas)
 
 
 class Search:
@@ -166,7 +171,7 @@ class Search:
                 # A microbatch of one grain is kept, so that what it lacks is told; larger ones need more.
                 if one.bytes / pipeline > memory and grains > 1:
                     break
-                found.append((-(-share // grains) * one.least_seconds(pipeline), one))
+                found.append((-(-share // grains) * one.seconds / pipeline, one))
         found.sort(key=itemgetter(0))
         return iter(found)
 
@@ -175,7 +180,7 @@ class Search:
         place, way = Degrees(self._most_replicas(costs, alone, group.grains), alone), MicrobatchSchedule(*group)
         num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
         plan, microbatches = self.space.plan(place, way), -(-self.space.share(place) // group.grains)
-        return Whole(group, costs.least_seconds(plan) / microbatches, num_bytes, costs.parts(plan))
+        return Whole(group, costs.least_seconds(plan) / microbatches, num_bytes)
 
     def _most_replicas(self, costs: Costs, alone: ModelDegrees, grains: int) -> int:
         """The most replicas whose share is not less, of devices that cost this: no plan of them is divided further.
@@ -254,73 +259,54 @@ class _Order:
     def __init__(self, search: Search, aim: Aim, limit: Limit, seen: Seen) -> None:
         self._search, self._aim, self._limit, self._seen = search, aim, limit, seen
         self.ended: set[Degrees] = set()  # of which nothing more is wanted
-        self._queue: list[tuple[Key, tuple[int, ...], int, _Waiting]] = []
+        self._queue: list[tuple[Key, tuple[int, ...], int, Node]] = []
         self._numbers = count()
 
     def run(self, kin: Sequence[LayoutClass]) -> Iterator[Candidate]:
         for one in kin:
-            self._wait_kin(one, self._search.floor(one.first), one)
+            self._wait_kin(one, self._search.floor(one.first), partial(self._floored, one))
         while self._queue:
-            waiting = heapq.heappop(self._queue)[-1]
-            if self.ended and self._is_ended(waiting):
+            node = heapq.heappop(self._queue)[-1]
+            if self.ended and node.is_within(self.ended):
                 continue
-            if isinstance(waiting, Candidate):
-                yield waiting
-            elif isinstance(waiting, LayoutClass):
-                self._next_group(waiting, self._search.groups(waiting.first))
+            if isinstance(node.branch, Candidate):
+                yield node.branch
             else:
-                self._look_into(waiting)
+                node.branch()
 
-    def _is_ended(self, waiting: _Waiting) -> bool:
-        if isinstance(waiting, Candidate):
-            return waiting.place in self.ended
-        where = waiting if isinstance(waiting, LayoutClass) else waiting[0]
-        places = [where] if isinstance(where, Degrees) else [Degrees(number, where.cut) for number in where.replicas]
-        return self.ended.issuperset(places)
-
-    def _look_into(self, waiting: tuple[Any, ...]) -> None:
-        where, what = waiting[:2]
-        if isinstance(where, Degrees):
-            if isinstance(what, MicrobatchSchedule):
-                self._way(where, what)
-            else:
-                self._plan(where, what)
-        elif isinstance(what, MicrobatchSchedule):
-            if len(waiting) == 3:
-                self._way_of_kin(*waiting)
-            else:
-                self._place(*waiting)
-        else:
-            self._group(where, *waiting[1:])
-
-    def _wait(self, place: Degrees, seconds: float, waiting: _Waiting) -> None:
+    def _wait(self, place: Degrees, seconds: float, node: Node) -> None:
         if self._limit.allows(place.devices, seconds):
-            self._push(self._aim.key(place.devices, seconds), waiting)
+            self._push(self._aim.key(place.devices, seconds), node)
 
-    def _wait_kin(self, kin: LayoutClass, seconds: float, waiting: _Waiting) -> None:
+    def _wait_kin(self, kin: LayoutClass, seconds: float, branch: Callable[[], None]) -> None:
         seconds += kin.beside
         if self._limit.allows(kin.fewest, seconds):  # more devices only take more device-seconds
-            self._push(self._aim.key(kin.most if self._aim.prefers_more else kin.fewest, seconds), waiting)
+            devices = kin.most if self._aim.prefers_more else kin.fewest
+            self._push(self._aim.key(devices, seconds), Node(kin, branch))
 
-    def _push(self, key: Key, waiting: _Waiting) -> None:
+    def _push(self, key: Key, node: Node) -> None:
         # Equal keys: what is predicted comes out last, so that all equal ones are known, the simplest first.
-        rank = simplicity(waiting.plan) if isinstance(waiting, Candidate) else ()
-        heapq.heappush(self._queue, (key, rank, next(self._numbers), waiting))
+        rank = simplicity(node.branch.plan) if isinstance(node.branch, Candidate) else ()
+        heapq.heappush(self._queue, (key, rank, next(self._numbers), node))
+
+    def _floored(self, kin: LayoutClass) -> None:
+        self._next_group(kin, self._search.groups(kin.first))
 
     def _next_group(self, kin: LayoutClass, groups: _Groups) -> None:
+        """The best group that is left."""
         for seconds, whole in islice(groups, 1):
-            self._wait_kin(kin, seconds, (kin, whole, seconds, groups))
+            self._wait_kin(kin, seconds, partial(self._group, kin, whole, seconds, groups))
 
     def _group(self, kin: LayoutClass, whole: Whole, seconds: float, others: _Groups) -> None:
         self._next_group(kin, others)
         for way in self._search.space.ways(kin.first, whole.group):
-            self._wait_kin(kin, max(seconds, self._search.filled(kin, way, whole)), (kin, way, False))
+            least = max(seconds, self._search.filled(kin, way, whole))
+            self._wait_kin(kin, least, partial(self._way_of_kin, kin, way))
 
-    def _way_of_kin(self, kin: LayoutClass, way: MicrobatchSchedule, is_bounded: bool) -> None:
-        if not is_bounded:
-            self._wait_kin(kin, self._search.least_seconds(kin.first, way), (kin, way, True))
-            return
-        self._next_place(kin, way, self._replicas(kin))
+    def _way_of_kin(self, kin: LayoutClass, way: MicrobatchSchedule) -> None:
+        """Waits again, by the better bound."""
+        least = self._search.least_seconds(kin.first, way)
+        self._wait_kin(kin, least, lambda: self._next_place(kin, way, self._replicas(kin)))
 
     def _replicas(self, kin: LayoutClass) -> Iterator[int]:
         """In the order of the aim's keys, where each place has the same seconds or more for more replicas."""
@@ -334,7 +320,8 @@ class _Order:
             place = Degrees(replicas, kin.cut)
             least = seconds + search.beside(place)
             if self._limit.allows(place.devices, least):
-                self._push(self._aim.key(place.devices, least), (kin, way, place, others))
+                node = Node(kin, partial(self._place, kin, way, place, others))
+                self._push(self._aim.key(place.devices, least), node)
                 return
 
     def _place(self, kin: LayoutClass, way: MicrobatchSchedule, place: Degrees, others: Iterator[int]) -> None:
@@ -342,7 +329,7 @@ class _Order:
         self._next_place(kin, way, others)
         least = search.costs(place.devices).least_at(search.space.plan(place, way))
         least = max(search.least_seconds(kin.first, way), least)
-        self._wait(place, least + search.beside(place), (place, way))
+        self._wait(place, least + search.beside(place), Node(place, partial(self._way, place, way)))
 
     def _way(self, place: Degrees, way: MicrobatchSchedule) -> None:
         search, seen = self._search, self._seen
@@ -357,7 +344,7 @@ class _Order:
             if missing > 0:
                 seen.lacks(place, missing)
                 continue
-            self._wait(place, costs.nearly(plan), (place, plan))
+            self._wait(place, costs.nearly(plan), Node(place, partial(self._plan, place, plan)))
 
     def _plan(self, place: Degrees, plan: Plan) -> None:
         seen = self._seen
@@ -374,4 +361,4 @@ class _Order:
         best = seen.predicted.get(place)
         if best is None or candidate.seconds < best.seconds:
             seen.predicted[place] = candidate
-        self._wait(place, candidate.seconds, candidate)
+        self._wait(place, candidate.seconds, Node(place, candidate))

@@ -6,10 +6,10 @@ call. What follows is counted here exactly, also where the ranks' parts are unev
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shoal.plans.accounting.collectives import WORLD, Gradients, Volume, Volumes
+from shoal.plans.accounting.collectives import WORLD, Gradients, SizedCollective
 from shoal.plans.accounting.collectives import data_parallel as native
 from shoal.plans.accounting.collectives import sums as step_sums
 from shoal.plans.layout import Layout
@@ -26,47 +26,50 @@ def cuts(length: int, parts: int) -> list[int]:
     return [length * part // parts for part in range(parts + 1)]
 
 
-def count(lengths: Iterable[int], itemsize: int) -> Volume:
-    """Messages of so many elements each; an empty one is not sent."""
-    sent = [length for length in lengths if length]
-    return Volume(len(sent), sum(sent) * itemsize)
+def lengths(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> list[int]:
+    """Elements of each message that `rank` sends in an all-reduce after its header; an empty one is not sent.
 
-
-def sent(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
-    """Volume that `rank` sends in an all-reduce, header included. Raises: KeyError for one without messages."""
-    if world_size == 1:
-        return Volume(0, 0)
+    Raises: KeyError for an algorithm that sends no messages.
+    """
     formula = {"ring": _ring, "tree": _tree, "recursive_doubling": _recursive_doubling}[algorithm]
-    counted = formula(numel, itemsize, rank, world_size)
-    return Volume(counted.messages + 1, counted.bytes + HEADER_BYTES)
+    return [length for length in formula(numel, itemsize, rank, world_size) if length] if world_size > 1 else []
 
 
-def received(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
-    """Volume that `rank` receives in an all-reduce: around a ring that which the rank before sends, else as `sent`."""
-    return sent(algorithm, numel, itemsize, (rank - 1) % world_size if algorithm == "ring" else rank, world_size)
+def messages(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Iterator[SizedCollective]:
+    """Messages that `rank` sends and receives in an all-reduce of all ranks, header included.
+
+    It receives as much as it sends, but around a ring what the rank before it sends.
+    """
+    if world_size == 1:
+        return
+    before = (rank - 1) % world_size if algorithm == "ring" else rank
+    for kind, sender in (("send", rank), ("recv", before)):
+        yield SizedCollective(WORLD, kind, HEADER_BYTES)
+        for length in lengths(algorithm, numel, itemsize, sender, world_size):
+            yield SizedCollective(WORLD, kind, length * itemsize)
 
 
-def data_parallel(gradients: Gradients, layout: Layout, algorithm: str, rank: int) -> Volumes | None:
+def data_parallel(gradients: Gradients, layout: Layout, algorithm: str, rank: int) -> Iterator[SizedCollective] | None:
     """A step of fast data parallelism of all ranks on `rank`; None where it depends on who is on which host.
 
     Through shared memory no message is sent at all.
     """
     if algorithm == "native" or layout.world_size == 1:
         return native(gradients, layout)
-    if algorithm == "hierarchical":
-        return None
-    volumes = Volumes()
+    return None if algorithm == "hierarchical" else _messages(gradients, layout, algorithm, rank)
+
+
+def _messages(gradients: Gradients, layout: Layout, algorithm: str, rank: int) -> Iterator[SizedCollective]:
     for length in gradients.buckets(layout) if algorithm != "shared_memory" else ():
-        for kind, counted in (("send", sent), ("recv", received)):
-            volume = counted(algorithm, length, gradients.reduce_itemsize, rank, layout.world_size)
-            volumes = volumes.plus({(WORLD, kind): volume})
-    return volumes if gradients.carries_sums(layout) else volumes.plus(step_sums(gradients))
+        yield from messages(algorithm, length, gradients.reduce_itemsize, rank, layout.world_size)
+    if not gradients.carries_sums(layout):
+        yield step_sums(gradients)
 
 
 # -------------------------------------------------------------------------------------------------------------- ring
 
 
-def _ring(numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
+def _ring(numel: int, itemsize: int, rank: int, world_size: int) -> list[int]:
     """2 (P - 1) messages, 2 N (P - 1) / P bytes: all parts but the own, then all but the successor's.
 
     Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
@@ -75,7 +78,7 @@ def _ring(numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
     parts = [places[p + 1] - places[p] for p in range(world_size)]
     after = (rank + 1) % world_size
     reduced = [parts[p] for p in range(world_size) if p != rank]
-    return count([*reduced, *(parts[p] for p in range(world_size) if p != after)], itemsize)
+    return [*reduced, *(parts[p] for p in range(world_size) if p != after)]
 
 
 # -------------------------------------------------------------------------------------------------------------- tree
@@ -117,7 +120,7 @@ def segments(numel: int, itemsize: int) -> list[int]:
     return [min(most, numel - start) for start in range(0, numel, most)]
 
 
-def _tree(numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
+def _tree(numel: int, itemsize: int, rank: int, world_size: int) -> list[int]:
     """Each half once to the parent and once to each child: at most 2 N bytes a rank, about 2 log2 P messages deep."""
     half = numel // 2
     lengths: list[int] = []
@@ -125,7 +128,7 @@ def _tree(numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
         place = place_in_tree(rank, world_size, tree)
         neighbours = len(place.children) + (place.parent is not None)
         lengths += segments(size, itemsize) * neighbours
-    return count(lengths, itemsize)
+    return lengths
 
 
 # ------------------------------------------------------------------------------------------------ recursive doubling
@@ -184,7 +187,7 @@ def doubles(numel: int, itemsize: int) -> bool:
     return numel * itemsize <= DOUBLING_BYTES
 
 
-def _recursive_doubling(numel: int, itemsize: int, rank: int, world_size: int) -> Volume:
+def _recursive_doubling(numel: int, itemsize: int, rank: int, world_size: int) -> list[int]:
     """2 log2 P messages and 2 N (P - 1) / P bytes for powers of two; log2 P messages of N where N is small.
 
     Else the first ranks send N once: to who does their work, or back to whose work they did.
@@ -196,4 +199,4 @@ def _recursive_doubling(numel: int, itemsize: int, rank: int, world_size: int) -
             lengths.append(numel)
         else:
             lengths += [step.given[1] - step.given[0], step.kept[1] - step.kept[0]]
-    return count(lengths, itemsize)
+    return lengths

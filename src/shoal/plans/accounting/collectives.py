@@ -2,16 +2,21 @@
 
 Bytes are the `size` of nccl-tests (its doc/PERFORMANCE.md): the larger of a rank's two buffers. That is the tensor for
 an all_reduce, a broadcast, a send or a recv; all ranks' parts together for an all_gather (the output) and a
-reduce_scatter (the input). It is the same for every algorithm; `wire_bytes` is what a ring then moves.
+reduce_scatter (the input). It is the same for every algorithm.
+
+The formulas yield each collective with its size: a run's count is compared with their sum, the planner prices them one
+by one on a network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import chain, pairwise
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
 from shoal.plans.accounting.partition import (
     GLOO_BUCKET_BYTES,
@@ -34,6 +39,18 @@ NUM_STEP_SUMS, NUM_LIMBS, NUM_FLAGS, ROW_NUMBERS = 11, 4, 2, 14
 _NULL_BYTES, _FLOAT64 = 4, 8
 
 
+class SizedCollective(NamedTuple):
+    """A collective, send or recv of one rank in one group: `num_bytes` is the size of one, of which there are `count`.
+
+    A group is the name of its axis, or WORLD or REPLICAS.
+    """
+
+    group: str
+    kind: str
+    num_bytes: int
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count, which nothing calls
+
+
 @dataclass(frozen=True)
 class Volume:
     """Messages and bytes of one kind of collective in one group, by one rank, in one step."""
@@ -43,7 +60,15 @@ class Volume:
 
 
 class Volumes(dict[tuple[str, str], Volume]):
-    """Volumes by (group, kind of collective); a group is the name of its axis, or `world`."""
+    """Volumes by (group, kind of collective)."""
+
+    @classmethod
+    def of(cls, *sent: Iterable[SizedCollective]) -> Volumes:
+        """Sums of these collectives."""
+        volumes = cls()
+        for one in chain(*sent):
+            volumes.add(*one)
+        return volumes
 
     def add(self, group: str, kind: str, num_bytes: int, messages: int = 1) -> None:
         """Counts so many messages of `num_bytes` each."""
@@ -51,27 +76,12 @@ class Volumes(dict[tuple[str, str], Volume]):
         if messages:
             self[group, kind] = Volume(before.messages + messages, before.bytes + messages * num_bytes)
 
-    def plus(self, *others: Mapping[tuple[str, str], Volume]) -> Volumes:
-        """The sum of these and the others."""
-        total = Volumes(self)
-        for (group, kind), volume in (item for other in others for item in other.items()):
-            before = total.get((group, kind), Volume(0, 0))
-            total[group, kind] = Volume(before.messages + volume.messages, before.bytes + volume.bytes)
-        return total
-
     def to_json(self) -> dict[str, dict[str, dict[str, int]]]:
         """{group: {kind: {"messages": ..., "bytes": ...}}}, sorted."""
         document: dict[str, dict[str, dict[str, int]]] = {}
         for (group, kind), volume in sorted(self.items()):
             document.setdefault(group, {})[kind] = {"messages": volume.messages, "bytes": volume.bytes}
         return document
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Volumes:
-        """From `to_json`."""
-        return cls(
-            {(g, k): Volume(v["messages"], v["bytes"]) for g, kinds in document.items() for k, v in kinds.items()}
-        )
 
 
 @dataclass(frozen=True)
@@ -82,8 +92,9 @@ class Array:
     itemsize: int = 4
     contiguous: bool = True
     kind: str = "float32"
+    trainable: bool = True
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements."""
         return prod(self.shape)
@@ -121,19 +132,24 @@ class Gradients:
         """Whether the step's sums and rows travel in the last bucket: of float32, and summed over all ranks."""
         return self.reduce_itemsize == 4 and layout.shares_grains == 1
 
+    @cached_property
     def groups(self) -> list[list[int]]:
         """The parameters of each flat buffer, in the order in which they are sent."""
         sizes = [p.numel * self.reduce_itemsize for p in self.parameters]
         return divide_into_buckets(sizes, GLOO_BUCKET_BYTES if self.on_cpu else NCCL_BUCKET_BYTES)
 
+    @cached_property
+    def _lengths(self) -> list[int]:
+        return [sum(self.parameters[i].numel for i in group) for group in self.groups]
+
     def buckets(self, layout: Layout) -> list[int]:
         """Elements of each flat buffer, in the order in which they are sent; the last one carries the sums."""
-        lengths = [sum(self.parameters[i].numel for i in group) for group in self.groups()]
-        lengths[-1] += NUM_FLAGS + len(self.parameters)
+        *others, last = self._lengths
+        last += NUM_FLAGS + len(self.parameters)
         if self.carries_sums(layout) and layout.world_size > 1:
-            lengths[-1] += 1 + NUM_LIMBS * (NUM_STEP_SUMS - 1) + self.buffer_numel
-            lengths[-1] += layout.world_size * self.row_numbers
-        return lengths
+            last += 1 + NUM_LIMBS * (NUM_STEP_SUMS - 1) + self.buffer_numel
+            last += layout.world_size * self.row_numbers
+        return [*others, last]
 
     @property
     def num_sums(self) -> int:
@@ -141,100 +157,101 @@ class Gradients:
         return NUM_STEP_SUMS + self.buffer_numel
 
 
-def wire_bytes(kind: str, num_bytes: int, group_size: int) -> int:
-    """Bytes that a ring algorithm makes each rank send for a collective of that size (nccl-tests' bus bandwidth)."""
-    factors = {"all_reduce": 2 * (group_size - 1), "broadcast": group_size, "send": group_size, "recv": group_size}
-    return num_bytes * factors.get(kind, group_size - 1) // group_size
-
-
 # -------------------------------------------------------------------------------------------------------------- data
 
 
-def data_parallel(gradients: Gradients, layout: Layout) -> Volumes:
-    """A step of fast data parallelism: a bucket is one all_reduce, or an all_gather where gathering is cheaper.
+def bucket_sums(gradients: Gradients, layout: Layout, native: bool = True) -> Iterator[SizedCollective]:
+    """All-reduces of the buckets of fast data parallelism: one each, or an all-gather where that is cheaper.
 
-    What a step sends between its agreement and its update, by native collectives; see parallel/data/buckets.py.
+    Only the `native` all-reduce gathers. See parallel/data/buckets.py.
     """
-    volumes, ranks = Volumes(), layout.divides_grains
-    if layout.world_size == 1:
-        return volumes
+    ranks = layout.divides_grains
     group = WORLD if ranks == layout.world_size else REPLICAS
-    for length in gradients.buckets(layout) if ranks > 1 else ():
+    *others, last = gradients.buckets(layout)
+    # Of equal blocks most buckets are equal, and the planner prices each size once.
+    for length, count in (*Counter(others).items(), (last, 1)) if ranks > 1 else ():
         num_bytes = length * gradients.reduce_itemsize
-        if gathers(num_bytes, ranks, gradients.on_cpu):
-            volumes.add(group, "all_gather", ranks * num_bytes)
+        if native and gathers(num_bytes, ranks, gradients.on_cpu):
+            yield SizedCollective(group, "all_gather", ranks * num_bytes, count)
         else:
-            volumes.add(group, "all_reduce", num_bytes)
-    if not gradients.carries_sums(layout):
-        return volumes.plus(sums(gradients))
-    return volumes
+            yield SizedCollective(group, "all_reduce", num_bytes, count)
 
 
-def sums(gradients: Gradients, num_used: int = 0) -> Volumes:
+def data_parallel(gradients: Gradients, layout: Layout) -> Iterator[SizedCollective]:
+    """A step of fast data parallelism between its agreement and its update, by native collectives."""
+    yield from bucket_sums(gradients, layout)
+    if layout.world_size > 1 and not gradients.carries_sums(layout):
+        yield sums(gradients)
+
+
+def sums(gradients: Gradients, num_used: int = 0) -> SizedCollective:
     """A step's sums and flags by themselves: one all_reduce of float64 numbers over all ranks.
 
     `num_used`: parameters of which each rank says whether it had a gradient.
     """
-    volumes = Volumes()
-    volumes.add(WORLD, "all_reduce", (gradients.num_sums + num_used + NUM_FLAGS) * _FLOAT64)
-    return volumes
+    return SizedCollective(WORLD, "all_reduce", (gradients.num_sums + num_used + NUM_FLAGS) * _FLOAT64)
 
 
-def norm() -> Volumes:
+def norm() -> SizedCollective:
     """The gradient's norm where ranks hold different parts of it: one number over all ranks."""
-    volumes = Volumes()
-    volumes.add(WORLD, "all_reduce", _FLOAT64)
-    return volumes
+    return SizedCollective(WORLD, "all_reduce", _FLOAT64)
 
 
-def exact_data_parallel(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int) -> Volumes:
+def rows(world_size: int) -> SizedCollective:
+    """All-gather of the ranks' rows about the next step, where they do not travel in the last bucket.
+
+    A run's count ends before it.
+    """
+    return SizedCollective(WORLD, "all_gather", world_size * ROW_NUMBERS * _FLOAT64)
+
+
+def exact_data_parallel(
+    gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int
+) -> Iterator[SizedCollective]:
     """A step of exact mode on `rank`, where rank r computes the grains `held[r]`; see collectives/exact/fixed_tree.py.
 
     Two all_reduces (a row of sums for each grain; flags and which parameters were used), an all_to_all of the ranks'
     tree nodes cut by rank, and an all_gather of the summed cuts.
     """
-    volumes, world_size = Volumes(), len(held)
+    world_size = len(held)
     if world_size == 1:
-        return volumes
-    volumes.add(WORLD, "all_reduce", num_grains * (gradients.num_sums + 1) * _FLOAT64)
-    volumes.add(WORLD, "all_reduce", (NUM_FLAGS + len(gradients.parameters)) * _FLOAT64)
+        return
+    yield SizedCollective(WORLD, "all_reduce", num_grains * (gradients.num_sums + 1) * _FLOAT64)
+    yield SizedCollective(WORLD, "all_reduce", (NUM_FLAGS + len(gradients.parameters)) * _FLOAT64)
     length, itemsize = gradients.numel, gradients.reduce_itemsize
     cuts = [length * part // world_size for part in range(world_size + 1)]
     own = cuts[rank + 1] - cuts[rank]
     longest = max(b - a for a, b in pairwise(cuts))
     nodes = [len(pieces(grains, num_grains)) for grains in held]
-    volumes.add(WORLD, "all_to_all", max(nodes[rank] * length, sum(nodes) * own) * itemsize)
-    volumes.add(WORLD, "all_gather", world_size * longest * itemsize)
-    return volumes
+    yield SizedCollective(WORLD, "all_to_all", max(nodes[rank] * length, sum(nodes) * own) * itemsize)
+    yield SizedCollective(WORLD, "all_gather", world_size * longest * itemsize)
 
 
-def agreement(world_size: int, messages: int = 1) -> Volumes:
+def agreement(world_size: int) -> Iterator[SizedCollective]:
     """An agreement on an error that no rank has: a length, and the JSON text `null`."""
-    volumes = Volumes()
     if world_size > 1:
-        volumes.add(WORLD, "all_gather", world_size * _FLOAT64, messages)
-        volumes.add(WORLD, "all_gather", world_size * _NULL_BYTES, messages)
-    return volumes
+        yield SizedCollective(WORLD, "all_gather", world_size * _FLOAT64)
+        yield SizedCollective(WORLD, "all_gather", world_size * _NULL_BYTES)
 
 
-def owners(parameters: Sequence[Array], degree: int) -> list[int]:
-    """Which place on the shard axis owns each parameter's optimizer state, under ZeRO-1."""
-    return divide([p.bytes for p in parameters], degree)
+def owned(parameters: Sequence[Array], degree: int) -> list[list[Array]]:
+    """Parameters whose optimizer state each place on the shard axis has, under ZeRO-1."""
+    found: list[list[Array]] = [[] for _ in range(degree)]
+    for parameter, owner in zip(parameters, divide([p.bytes for p in parameters], degree), strict=True):
+        found[owner].append(parameter)
+    return found
 
 
-def sharded_optimizer(gradients: Gradients, layout: Layout) -> Volumes:
-    """Volumes of ZeRO-1 beside the gradients: an agreement after the update, broadcasts of owned parameters."""
-    volumes = Volumes()
+def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCollective]:
+    """Collectives of ZeRO-1 beside the gradients: an agreement after the update, broadcasts of owned parameters."""
     if layout.shard == 1:
-        return volumes
-    owned = owners(gradients.parameters, layout.shard)
-    for owner in range(layout.shard):
-        mine = [p for p, of in zip(gradients.parameters, owned, strict=True) if of == owner]
+        return
+    for mine in filter(None, owned(gradients.parameters, layout.shard)):
         sizes = [p.bytes for p in mine]
         alone = [p.contiguous and p.bytes >= PIECE_BYTES for p in mine]
         for members in pack(sizes, alone, [p.kind for p in mine]):
-            volumes.add("shard", "broadcast", sum(sizes[i] for i in members))
-    return volumes.plus(agreement(layout.world_size))
+            yield SizedCollective("shard", "broadcast", sum(sizes[i] for i in members))
+    yield from agreement(layout.world_size)
 
 
 # --------------------------------------------------------------------------------------- gradients and parameters cut
@@ -264,35 +281,55 @@ class Sharding:
     halves: bool = False  # backwards come in two, and each gathers
     shard_group: str = "shard"
     replica_group: str = "data"
+    rounds: bool = True  # dim 0 of each parameter up to a multiple of the degree; else its elements are divided evenly
 
-    def padded_numel(self, unit: int) -> int:
-        """Elements of a unit gathered, with what rounding dim 0 of each parameter adds."""
-        return sum(p.padded_numel(self.degree) for p in self.units[unit])
+    def padded_numel(self, parameter: Array) -> int:
+        """Elements of a parameter gathered, with what rounding adds."""
+        return parameter.padded_numel(self.degree) if self.rounds else parameter.numel
+
+    @cached_property
+    def _padded(self) -> list[tuple[int, int]]:
+        """Elements of each unit, and of those that are trained, with what rounding dim 0 of each parameter adds."""
+        known: dict[int, tuple[int, int]] = {}  # equal blocks share their arrays
+        for unit in self.units:
+            if id(unit) not in known:
+                sizes = [(self.padded_numel(p), p.trainable) for p in unit]
+                known[id(unit)] = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+        return [known[id(unit)] for unit in self.units]
+
+    def gather(self, unit: int) -> SizedCollective:
+        """All-gather of a unit's parameters over the shard axis."""
+        return SizedCollective(self.shard_group, "all_gather", self._padded[unit][0] * self.gather_itemsize)
+
+    def scatter(self, unit: int) -> SizedCollective:
+        """Reduce-scatter of a unit's gradients over the shard axis."""
+        return SizedCollective(self.shard_group, "reduce_scatter", self._padded[unit][1] * self.reduce_itemsize)
+
+    def replica_sum(self, unit: int) -> SizedCollective:
+        """All-reduce of a unit's scattered gradients over the replicas."""
+        part = self._padded[unit][1] // self.degree * self.reduce_itemsize
+        return SizedCollective(self.replica_group, "all_reduce", part)
 
 
-def fully_sharded(sharding: Sharding) -> Volumes:
+def fully_sharded(sharding: Sharding) -> Iterator[SizedCollective]:
     """A step of ZeRO-2 or ZeRO-3 as fully_shard does it, hybrid where there are replicas.
 
     A unit's parameters travel in one all_gather, its gradients in one reduce_scatter, and the scattered sum in one
     all_reduce over the replicas.
     """
-    volumes = Volumes()
     for number, unit in enumerate(sharding.units):
         if not unit:
             continue
-        numel = sharding.padded_numel(number)
         computed = sharding.microbatches * (sharding.uses[number] if sharding.uses else 1)
-        reductions = computed if sharding.reduce_every else 1
+        reductions = (computed if sharding.reduce_every else 1) if any(p.trainable for p in unit) else 0
         if sharding.degree > 1:
             gathered = (computed if sharding.resharded else 1) if number in sharding.kept else computed * 2
             if sharding.halves and number not in sharding.kept:
                 gathered += computed
-            volumes.add(sharding.shard_group, "all_gather", numel * sharding.gather_itemsize, gathered)
-            volumes.add(sharding.shard_group, "reduce_scatter", numel * sharding.reduce_itemsize, reductions)
+            yield sharding.gather(number)._replace(count=gathered)
+            yield sharding.scatter(number)._replace(count=reductions)
         if sharding.replicas > 1:
-            part = numel // sharding.degree * sharding.reduce_itemsize
-            volumes.add(sharding.replica_group, "all_reduce", part, reductions)
-    return volumes
+            yield sharding.replica_sum(number)._replace(count=reductions)
 
 
 # ------------------------------------------------------------------------------------------ tensor, pipeline, context
@@ -329,67 +366,43 @@ def tensor_parallel(
     microbatches: int,
     recomputed: bool = False,
     positions: Positions | None = None,
-) -> Volumes:
+) -> Iterator[SizedCollective]:
     """Megatron-style tensor parallelism: per pair an all_reduce in the forward and one in the backward.
 
     `gathered_bytes` are outputs of column-parallel layers with no row-parallel partner: an all_gather in the forward,
-    and in the backward an all_reduce of their input counted by the caller as a Pair of no output.
+    and in the backward an all_reduce of their input counted by the caller as a LayerPair of no output.
     Recomputation repeats the forward's. With `positions` ranks have parts of the sequences between the pairs: the
     input is gathered and the output scattered as it is summed, the other way in the backward.
     """
-    volumes, forwards = Volumes(), microbatches * (2 if recomputed else 1)
+    forwards = microbatches * (2 if recomputed else 1)
     for pair in pairs:
         if positions is not None:
             into, out = positions.padded(pair.input_bytes), positions.padded(pair.output_bytes)
-            volumes.add("tensor", "all_gather", into, forwards)
-            volumes.add("tensor", "reduce_scatter", out, forwards)
-            volumes.add("tensor", "all_gather", out, microbatches)
-            volumes.add("tensor", "reduce_scatter", into, microbatches if pair.input_needs_gradient else 0)
+            yield SizedCollective("tensor", "all_gather", into, forwards)
+            yield SizedCollective("tensor", "reduce_scatter", out, forwards)
+            yield SizedCollective("tensor", "all_gather", out, microbatches)
+            if pair.input_needs_gradient:
+                yield SizedCollective("tensor", "reduce_scatter", into, microbatches)
             continue
         if pair.output_bytes:
-            volumes.add("tensor", "all_reduce", pair.output_bytes, forwards)
+            yield SizedCollective("tensor", "all_reduce", pair.output_bytes, forwards)
         if pair.input_needs_gradient:
-            volumes.add("tensor", "all_reduce", pair.input_bytes, microbatches)
+            yield SizedCollective("tensor", "all_reduce", pair.input_bytes, microbatches)
     for num_bytes in gathered_bytes:
-        volumes.add("tensor", "all_gather", num_bytes, forwards)
-    return volumes
+        yield SizedCollective("tensor", "all_gather", num_bytes, forwards)
 
 
-def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> Volumes:
+def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> SizedCollective:
     """The ends of blocks that hand each other parts of sequences: gathered behind the last, and back before the first.
 
     Before the first the hidden state is whole on every rank, and a part of it is taken without sending anything.
     """
-    volumes = Volumes()
-    volumes.add("tensor", "all_gather", positions.padded(hidden_bytes), 2 * microbatches)
-    return volumes
+    return SizedCollective("tensor", "all_gather", positions.padded(hidden_bytes), 2 * microbatches)
 
 
-def sharded_loss(num_targets: int, microbatches: int, smoothed: bool = False, itemsize: int = 4) -> Volumes:
+def sharded_loss(
+    num_targets: int, microbatches: int, smoothed: bool = False, itemsize: int = 4
+) -> Iterator[SizedCollective]:
     """The cross entropy of logits that stay cut: the largest of each row, then its sums; nothing in the backward."""
-    volumes = Volumes()
     for numbers in (1, 3 if smoothed else 2):
-        volumes.add("tensor", "all_reduce", numbers * num_targets * itemsize, microbatches)
-    return volumes
-
-
-def pipeline(cut_bytes: Sequence[int], stages: Sequence[int], microbatches: int, num_tensors: int = 1) -> Volumes:
-    """A step of a pipeline on the rank of `stages`, where `cut_bytes[s]` crosses from stage s to s + 1 per microbatch.
-
-    An activation goes forward and a gradient of its size comes back; between stages of one rank nothing is sent.
-    `num_tensors` cross each cut.
-    """
-    volumes, mine = Volumes(), set(stages)
-    for cut, num_bytes in enumerate(cut_bytes):
-        if (cut in mine) != (cut + 1 in mine):  # one send and one receive, in either direction
-            for kind in ("send", "recv"):
-                volumes.add("pipeline", kind, num_bytes // num_tensors, microbatches * num_tensors)
-    return volumes
-
-
-def context_parallel(heads_bytes: Iterable[int], microbatches: int, recomputed: bool = False) -> Volumes:
-    """Ulysses: each exchange of a layer (q, k, v, output; local bytes) is an all_to_all, and one in the backward."""
-    volumes = Volumes()
-    for num_bytes in heads_bytes:
-        volumes.add("context", "all_to_all", num_bytes, microbatches * (3 if recomputed else 2))
-    return volumes
+        yield SizedCollective("tensor", "all_reduce", numbers * num_targets * itemsize, microbatches)

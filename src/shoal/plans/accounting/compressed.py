@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 
-from shoal.plans.accounting.all_reduce import HEADER_BYTES, received, sent
-from shoal.plans.accounting.collectives import WORLD, Gradients, Volumes
+from shoal.plans.accounting.all_reduce import HEADER_BYTES, messages
+from shoal.plans.accounting.collectives import WORLD, Gradients, SizedCollective
 from shoal.plans.accounting.partition import gathers
 from shoal.plans.conflicts import FED_BACK
 from shoal.plans.plan import Plan
@@ -20,6 +20,7 @@ INT8_LEVELS = 127
 # Numbers, float64, by which a rank tells the others what the guard has seen.
 NUM_COMPARED = 6
 _FLOAT32 = 4
+_HEADER = tuple(SizedCollective(WORLD, kind, HEADER_BYTES) for kind in ("send", "recv"))
 
 
 def num_kept(numel: int, density: float) -> int:
@@ -88,7 +89,7 @@ class _BucketBytes:
 
 
 def _buckets(gradients: Gradients, plan: Plan) -> Iterator[_BucketBytes]:
-    for members, length in zip(gradients.groups(), gradients.buckets(plan.degrees), strict=True):
+    for members, length in zip(gradients.groups, gradients.buckets(plan.degrees), strict=True):
         shapes = [gradients.parameters[i].shape for i in members]
         numel = sum(map(prod, shapes))
         yield _BucketBytes(shapes, numel, length - numel)
@@ -100,80 +101,78 @@ def payload(gradients: Gradients, plan: Plan) -> int:
     return sum(call.numel * call.itemsize for call in called)
 
 
-def compressed(gradients: Gradients, plan: Plan, rank: int, sampled: bool = False) -> Volumes | None:
+def compressed(gradients: Gradients, plan: Plan, rank: int, sampled: bool = False) -> Iterator[SizedCollective] | None:
     """A step of data parallelism with the plan's compression; None where it depends on who is on which host.
 
     `sampled`: with the exact sums that the guard compares.
     """
     if plan.collectives.all_reduce == "hierarchical":
         return None
-    wire = _Wire(plan.collectives.all_reduce, gradients.on_cpu, rank, plan.degrees.divides_grains)
+    wire = _Algorithm(plan.collectives.all_reduce, gradients.on_cpu, rank, plan.degrees.divides_grains)
+    return _compressed(gradients, plan, wire, sampled)
+
+
+def _compressed(gradients: Gradients, plan: Plan, wire: _Algorithm, sampled: bool) -> Iterator[SizedCollective]:
     for bucket in _buckets(gradients, plan):
         exact = 1 + (plan.compression.feedback and plan.collectives.compression in FED_BACK) if sampled else 0
         beside = [CollectiveCall(bucket.rest, _FLOAT32)] if bucket.rest else []
         for call in (*calls(plan, bucket.shapes), *beside, *[CollectiveCall(bucket.numel, _FLOAT32)] * exact):
-            wire.call(call)
+            yield from wire.call(call)
     if sampled:
-        wire.broadcast(NUM_COMPARED * 8)
-    return wire.volumes
+        yield from wire.broadcast(NUM_COMPARED * 8)
 
 
-class _Wire:
-    """Adds up what one rank sends and receives, by an algorithm."""
+@dataclass(frozen=True)
+class _Algorithm:
+    """What one rank sends and receives in a call, by an algorithm; through shared memory nothing."""
 
-    def __init__(self, algorithm: str, on_cpu: bool, rank: int, world_size: int) -> None:
-        self.volumes = Volumes()
-        self._algorithm, self._on_cpu, self._rank, self._world_size = algorithm, on_cpu, rank, world_size
+    name: str
+    on_cpu: bool
+    rank: int
+    world_size: int
 
-    def call(self, call: CollectiveCall) -> None:
+    def call(self, call: CollectiveCall) -> Iterator[SizedCollective]:
         """A collective of a tensor, which may be empty."""
         num_bytes = call.numel * call.itemsize
-        if self._algorithm == "native":
-            gathered = call.adds and gathers(num_bytes, self._world_size, self._on_cpu)
-            if gathered or call.kind == "all_gather":
-                self.volumes.add(WORLD, "all_gather", self._world_size * num_bytes)
+        if self.name == "native":
+            if call.kind == "all_gather" or (call.adds and gathers(num_bytes, self.world_size, self.on_cpu)):
+                yield SizedCollective(WORLD, "all_gather", self.world_size * num_bytes)
             else:
-                self.volumes.add(WORLD, "all_reduce", num_bytes)
-        elif self._algorithm != "shared_memory" and call.kind == "all_gather":
-            self._gather(num_bytes)
-        elif self._algorithm != "shared_memory":
-            for kind, formula in (("send", sent), ("recv", received)):
-                volume = formula(self._algorithm, call.numel, call.itemsize, self._rank, self._world_size)
-                self.volumes = self.volumes.plus({(WORLD, kind): volume})
+                yield SizedCollective(WORLD, "all_reduce", num_bytes)
+        elif self.name != "shared_memory" and call.kind == "all_gather":
+            yield from self._gather(num_bytes)
+        elif self.name != "shared_memory":
+            yield from messages(self.name, call.numel, call.itemsize, self.rank, self.world_size)
 
-    def _gather(self, num_bytes: int) -> None:
+    def _gather(self, num_bytes: int) -> Iterator[SizedCollective]:
         """Around a ring, or a broadcast from each rank."""
-        self._header()
-        if self._algorithm == "ring":
+        yield from _HEADER
+        if self.name == "ring":
             for kind in ("send", "recv"):
-                self.volumes.add(WORLD, kind, num_bytes, self._world_size - 1)
+                yield SizedCollective(WORLD, kind, num_bytes, self.world_size - 1)
             return
-        for root in range(self._world_size):
-            self._pass_on(num_bytes, root)
+        for root in range(self.world_size):
+            yield from self._pass_on(num_bytes, root)
 
-    def broadcast(self, num_bytes: int) -> None:
+    def broadcast(self, num_bytes: int) -> Iterator[SizedCollective]:
         """From the first rank."""
-        if self._algorithm == "native":
-            self.volumes.add(WORLD, "broadcast", num_bytes)
-        elif self._algorithm != "shared_memory":
-            self._header()
-            self._pass_on(num_bytes, 0)
+        if self.name == "native":
+            yield SizedCollective(WORLD, "broadcast", num_bytes)
+        elif self.name != "shared_memory":
+            yield from _HEADER
+            yield from self._pass_on(num_bytes, 0)
 
-    def _header(self) -> None:
-        for kind in ("send", "recv"):
-            self.volumes.add(WORLD, kind, HEADER_BYTES)
-
-    def _pass_on(self, num_bytes: int, root: int) -> None:
+    def _pass_on(self, num_bytes: int, root: int) -> Iterator[SizedCollective]:
         """Down a binomial tree: who is d = 1, 2, 4, ... or less from the root sends it d on."""
-        place = (self._rank - root) % self._world_size
-        distances = [1 << bit for bit in range((self._world_size - 1).bit_length())]
-        sends = sum(place < distance and place + distance < self._world_size for distance in distances)
-        self.volumes.add(WORLD, "send", num_bytes, sends)
-        self.volumes.add(WORLD, "recv", num_bytes, int(place > 0))
+        place = (self.rank - root) % self.world_size
+        distances = [1 << bit for bit in range((self.world_size - 1).bit_length())]
+        sends = sum(place < distance and place + distance < self.world_size for distance in distances)
+        yield SizedCollective(WORLD, "send", num_bytes, sends)
+        yield SizedCollective(WORLD, "recv", num_bytes, int(place > 0))
 
 
 def buffers(gradients: Gradients, plan: Plan) -> int:
-    """Bytes that compressed sums keep: buckets, what is sent and received, and what was held back twice."""
+    """Bytes of compression's buffers: buckets, sent and received data, and residuals twice."""
     scheme, ranks = plan.collectives.compression, plan.degrees.divides_grains
     native = plan.collectives.all_reduce == "native"
     total, scratch = 0, 0

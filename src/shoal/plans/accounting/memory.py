@@ -7,10 +7,9 @@ Left out: buffers of the model, temporaries inside an operator, the allocator's 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import asdict, dataclass, replace
 
-from shoal.plans.accounting.collectives import Array, Gradients, Sharding, owners
+from shoal.plans.accounting.collectives import Array, Gradients, Sharding
 from shoal.plans.accounting.partition import gathers, pieces
 from shoal.plans.layout import Layout
 
@@ -84,17 +83,12 @@ def cut(array: Array, place: int, degree: int) -> Array:
     """The rows of `array` on the rank at `place` where fully_shard cuts dim 0: full ones first, then fewer."""
     rows = -(-array.shape[0] // degree)
     mine = min(rows, max(0, array.shape[0] - place * rows))
-    return Array((mine, *array.shape[1:]), array.itemsize, kind=array.kind)
+    return replace(array, shape=(mine, *array.shape[1:]))
 
 
 def optimizer_state(arrays: Iterable[Array], shape: StateShape) -> int:
     """Bytes of the state for the arrays that a rank updates."""
     return sum(shape.tensors * a.bytes + shape.scalar_bytes for a in arrays)
-
-
-def owned(parameters: Sequence[Array], degree: int, place: int) -> list[Array]:
-    """The parameters that the rank at `place` on the shard axis updates under ZeRO-1."""
-    return [p for p, owner in zip(parameters, owners(parameters, degree), strict=True) if owner == place]
 
 
 # -------------------------------------------------------------------------------------------------------- gradients
@@ -142,7 +136,7 @@ def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grain
 
 def sharded_parameters(sharding: Sharding) -> int:
     """Bytes of a rank's shard, which is as large on every rank: dim 0 of each parameter is padded."""
-    return sum(p.padded_numel(sharding.degree) // sharding.degree * p.itemsize for u in sharding.units for p in u)
+    return sum(sharding.padded_numel(p) // sharding.degree * p.itemsize for unit in sharding.units for p in unit)
 
 
 def gathered_parameters(sharding: Sharding) -> int:
@@ -152,7 +146,7 @@ def gathered_parameters(sharding: Sharding) -> int:
     """
     if sharding.degree == 1:
         return 0
-    sizes = [sharding.padded_numel(n) * sharding.gather_itemsize for n in range(len(sharding.units))]
+    sizes = [sharding.gather(n).num_bytes for n in range(len(sharding.units))]
     return max(_gathered_at(sharding, sizes))
 
 
@@ -183,17 +177,15 @@ def scattered_gradients(sharding: Sharding) -> int:
     shard is there; where only the last is scattered, the others' whole gradients wait too.
     """
     root, several = len(sharding.units) - 1, sharding.microbatches > 1
-    flat = [sharding.padded_numel(n) * sharding.reduce_itemsize for n in range(root + 1)]
+    flat = [sharding.scatter(n).num_bytes for n in range(root + 1)]
     shards = [size // sharding.degree for size in flat]
-    early = sum(p.numel for p in sharding.units[root]) if sharding.root_early is None else sharding.root_early
+    trained = [sum(p.numel for p in unit if p.trainable) for unit in sharding.units]
+    early = trained[root] if sharding.root_early is None else sharding.root_early
     waiting = [0] * root + [early * sharding.gather_itemsize]  # as the backward made them
     if several and not sharding.reduce_every:  # and of the microbatches before, in the reduce dtype
         if sharding.gather_itemsize == sharding.reduce_itemsize:
             waiting[root] = 0  # added in place
-        waiting = [
-            sum(p.numel for p in unit) * sharding.reduce_itemsize + own
-            for unit, own in zip(sharding.units, waiting, strict=True)
-        ]
+        waiting = [numel * sharding.reduce_itemsize + own for numel, own in zip(trained, waiting, strict=True)]
     summed = sum(shards) if several and sharding.reduce_every else 0
     peak = 0
     for unit in [*reversed(range(root)), root]:
@@ -202,51 +194,3 @@ def scattered_gradients(sharding: Sharding) -> int:
         peak = max(peak, sum(waiting) + summed + flat[unit])
         summed -= shards[unit] if several and sharding.reduce_every else 0
     return peak
-
-
-# --------------------------------------------------------------------------------------------------------- activations
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Activations that autograd saves of one layer for one microbatch, in bytes, without parameters.
-
-    `input_bytes` is what enters it; `selected_bytes` is what selective recomputation keeps.
-    """
-
-    saved_bytes: int
-    input_bytes: int = 0
-    selected_bytes: int = 0
-
-
-def activations(layers: Sequence[Layer], in_flight: int = 1, recompute: str = "none", other_bytes: int = 0) -> int:
-    """Peak bytes kept between forward and backward on a rank with these layers and `other_bytes` outside of them.
-
-    `in_flight` microbatches are between their forward and their backward at most. With recomputation a layer keeps its
-    input (or what is selected), and the one whose backward runs has all of it back.
-    """
-    if recompute == "none":
-        return in_flight * (sum(layer.saved_bytes for layer in layers) + other_bytes)
-    kept = [layer.input_bytes if recompute == "full" else layer.selected_bytes for layer in layers]
-    back = max((layer.saved_bytes - k for layer, k in zip(layers, kept, strict=True)), default=0)
-    return in_flight * (sum(kept) + other_bytes) + max(0, back)
-
-
-def in_flight(schedule: str, stage: int, num_stages: int, microbatches: int) -> int:
-    """Microbatches between forward and backward on a stage: all of them for gpipe, one a following stage for 1f1b."""
-    return microbatches if schedule == "gpipe" else min(microbatches, num_stages - stage)
-
-
-def linear_stack(sizes: Sequence[int], samples: int, itemsize: int = 4) -> int:
-    """Activations of linear layers with one saved nonlinearity between them: the input of each, once."""
-    return samples * sum(sizes[:-1]) * itemsize if prod(sizes) else 0
-
-
-def transformer_block(samples: int, length: int, width: int, heads: int, hidden: int) -> Layer:
-    """A pre-norm block in float32, with a fused attention and without dropout: what its eager operators keep.
-
-    Per token: the input and the sum after the attention, their normalised values, mean and spread of both, q, k, v, the
-    attention's output and its softmax's logarithm for each head, and the hidden layer before and after its function.
-    """
-    per_token = 2 * width + 2 * width + 4 + 3 * width + width + heads + 2 * hidden
-    return Layer(4 * samples * length * per_token, 4 * samples * length * width)

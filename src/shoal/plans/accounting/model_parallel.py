@@ -5,11 +5,11 @@ Conventions as in `collectives`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from shoal.plans.accounting.collectives import Volumes
+from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.partition import Heads, num_positions
 from shoal.plans.layout import Layout
 
@@ -24,6 +24,10 @@ class Crossing:
     sample_bytes: int
     fixed_bytes: int = 0
     needs_gradient: bool = True
+
+    def num_bytes(self, num_samples: int) -> int:
+        """Of a microbatch of so many samples."""
+        return self.sample_bytes * num_samples + self.fixed_bytes
 
     @classmethod
     def of(cls, shape: Sequence[int], itemsize: int, num_samples: int, needs_gradient: bool) -> Crossing:
@@ -56,33 +60,29 @@ class Partial:
     sizes: tuple[tuple[int, int], ...]
 
 
-def messages(staged: Staged, samples: Sequence[int]) -> Volumes:
+def messages(staged: Staged, samples: Sequence[int]) -> Iterator[SizedCollective]:
     """A step's messages between stages, where `samples` has the size of each microbatch.
 
     A tensor goes forward and, where it has one, its gradient comes back; between stages of one rank nothing is sent.
     """
-    volumes, mine = Volumes(), set(staged.own)
+    mine = set(staged.own)
     for cut, crossings in enumerate(staged.cuts):
         if (cut in mine) == (cut + 1 in mine):
             continue
         there, back = ("send", "recv") if cut in mine else ("recv", "send")
         for crossing in crossings:
             for count in samples:
-                num_bytes = crossing.sample_bytes * count + crossing.fixed_bytes
-                volumes.add("pipeline", there, num_bytes)
+                yield SizedCollective("pipeline", there, crossing.num_bytes(count))
                 if crossing.needs_gradient:
-                    volumes.add("pipeline", back, num_bytes)
-    return volumes
+                    yield SizedCollective("pipeline", back, crossing.num_bytes(count))
 
 
-def completed(partial: Sequence[Partial]) -> Volumes:
+def completed(partial: Iterable[Partial]) -> Iterator[SizedCollective]:
     """The sums of partial gradients: for each axis an all_reduce of flags, and one for each gradient."""
-    volumes = Volumes()
     for one in partial:
-        volumes.add(one.axis, "all_reduce", one.num_flags * _FLOAT32)
+        yield SizedCollective(one.axis, "all_reduce", one.num_flags * _FLOAT32)
         for numel, itemsize in one.sizes:
-            volumes.add(one.axis, "all_reduce", numel * max(_FLOAT32, itemsize))
-    return volumes
+            yield SizedCollective(one.axis, "all_reduce", numel * max(_FLOAT32, itemsize))
 
 
 # ------------------------------------------------------------------------------------------------------------- context
@@ -115,12 +115,14 @@ class SlicedBlock:
     needs_gradient: bool = True
 
 
-def exchanges(blocks: Sequence[SlicedBlock], layout: Layout, rank: int, samples: Sequence[int]) -> Volumes:
+def exchanges(
+    blocks: Sequence[SlicedBlock], layout: Layout, rank: int, samples: Sequence[int]
+) -> Iterator[SizedCollective]:
     """A step's exchanges of a context axis in float32: of a rank whose blocks these are, for microbatches' samples.
 
     Each attention is an all_to_all of query, key and value and one of what is found, and as many of their gradients.
     """
-    volumes, degree, place = Volumes(), layout.context, layout.coordinate(rank).context
+    degree, place = layout.context, layout.coordinate(rank).context
     for block in blocks:
         size = num_positions(block.length, degree)
         for count in samples:
@@ -128,10 +130,9 @@ def exchanges(blocks: Sequence[SlicedBlock], layout: Layout, rank: int, samples:
             for attention in block.attentions:
                 ways = 2 if attention.needs_gradient else 1
                 for numel in _exchanged(attention, degree, place):
-                    volumes.add("context", "all_to_all", unit * numel, ways)
-            gathered = unit * degree * block.width
-            volumes.add("context", "all_gather", gathered, block.closes + (block.opens and block.needs_gradient))
-    return volumes
+                    yield SizedCollective("context", "all_to_all", unit * numel, ways)
+            ends = block.closes + (block.opens and block.needs_gradient)
+            yield SizedCollective("context", "all_gather", unit * degree * block.width, ends)
 
 
 def _exchanged(attention: Attention, degree: int, place: int) -> tuple[int, int]:

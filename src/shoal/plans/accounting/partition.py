@@ -5,6 +5,7 @@ The strategies divide tensors by them, the formulas predict by them. Integers on
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -49,10 +50,11 @@ def gathers(num_bytes: int, world_size: int, on_cpu: bool) -> bool:
 
 def divide(sizes: Sequence[int], num_owners: int) -> list[int]:
     """An owner for each size: the largest first, each to whom has least. Within 4/3 of the best (Graham 1969)."""
-    owners, loads = [0] * len(sizes), [0] * num_owners
+    owners = [0] * len(sizes)
+    loads = [(0, owner) for owner in range(min(num_owners, len(sizes)))]  # a heap
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] += sizes[i]
+        load, owners[i] = loads[0]
+        heapq.heapreplace(loads, (load + sizes[i], owners[i]))
     return owners
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from shoal.plans.accounting.all_reduce import data_parallel
 from shoal.plans.accounting.collectives import (
     Array,
     Gradients,
     Sharding,
+    SizedCollective,
     Volumes,
     exact_data_parallel,
     fully_sharded,
     norm,
+    owned,
     sharded_optimizer,
     sums,
 )
@@ -26,7 +29,6 @@ from shoal.plans.accounting.memory import (
     exact,
     gathered_parameters,
     optimizer_state,
-    owned,
     scattered_gradients,
     sharded_parameters,
     shared_pieces,
@@ -54,7 +56,7 @@ class Described:
     held: Sequence[Sequence[int]] = ((0,),)
     activations: int | None = None
     sharding: Sharding | None = None
-    within: Volumes | None = None
+    within: Sequence[SizedCollective] | None = None
     staged: Staged | None = None
     samples: Sequence[int] = ()
     sliced: Sequence[SlicedBlock] = ()
@@ -67,29 +69,34 @@ def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     if not _is_known(plan, described):
         return None
     layout, gradients = plan.degrees, described.gradients
-    divided = completed(described.partial)
-    if layout.shares_grains > 1 or described.sharding is not None:
-        divided = divided.plus(norm())
-    if described.within is not None:
-        divided = divided.plus(described.within)
-    if described.sliced:
-        divided = divided.plus(exchanges(described.sliced, layout, rank, described.samples))
-    if described.staged is not None:
-        divided = divided.plus(messages(described.staged, described.samples))
     if described.sharding is not None:
-        return fully_sharded(described.sharding).plus(sums(gradients, described.num_cut), divided)
-    if plan.execution.exact:
-        shared = plan.collectives.all_reduce == "shared_memory"
-        reduced = Volumes() if shared else exact_data_parallel(gradients, described.held, described.num_grains, rank)
+        summed: Iterable[SizedCollective] | None = chain(
+            fully_sharded(described.sharding), [sums(gradients, described.num_cut)]
+        )
     else:
-        if plan.collectives.compression != "none" and layout.world_size > 1:
-            summed = compressed(gradients, plan, rank, sampled=plan.compression.guard_every == 1)
-        else:
-            summed = data_parallel(gradients, layout, plan.collectives.all_reduce, rank)
-        if summed is None:
-            return None
-        reduced = summed
-    return reduced.plus(sharded_optimizer(gradients, layout), divided)
+        summed = _summed(plan, described, rank)
+    if summed is None:
+        return None
+    return Volumes.of(
+        summed,
+        sharded_optimizer(gradients, layout) if described.sharding is None else (),
+        completed(described.partial),
+        [norm()] if layout.shares_grains > 1 or described.sharding is not None else (),
+        described.within or (),
+        exchanges(described.sliced, layout, rank, described.samples),
+        messages(described.staged, described.samples) if described.staged is not None else (),
+    )
+
+
+def _summed(plan: Plan, described: Described, rank: int) -> Iterable[SizedCollective] | None:
+    """The sums of whole gradients; None where they depend on who is on which host."""
+    layout, gradients, algorithm = plan.degrees, described.gradients, plan.collectives.all_reduce
+    if plan.execution.exact:
+        shared = algorithm == "shared_memory"
+        return () if shared else exact_data_parallel(gradients, described.held, described.num_grains, rank)
+    if plan.collectives.compression != "none" and layout.world_size > 1:
+        return compressed(gradients, plan, rank, sampled=plan.compression.guard_every == 1)
+    return data_parallel(gradients, layout, algorithm, rank)
 
 
 def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
@@ -99,7 +106,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
     layout, gradients = plan.degrees, described.gradients
     if described.sharding is not None:
         return _sharded(described, described.sharding, layout.coordinate(rank).shard)
-    updated = owned(gradients.parameters, layout.shard, layout.coordinate(rank).shard)
+    updated = owned(gradients.parameters, layout.shard)[layout.coordinate(rank).shard]
     if plan.execution.exact:
         summed = exact(gradients, described.held, described.num_grains, rank)
         if plan.collectives.all_reduce == "shared_memory" and len(described.held) > 1:
@@ -118,7 +125,8 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
 
 
 def _sharded(described: Described, sharding: Sharding, place: int) -> Footprint:
-    rows = [cut(array, place, sharding.degree) for unit in sharding.units for array in unit]
+    trained = (array for unit in sharding.units for array in unit if array.trainable)
+    rows = [cut(array, place, sharding.degree) for array in trained]
     return Footprint(
         parameters=sharded_parameters(sharding),
         gathered=gathered_parameters(sharding) if described.staged is None else None,

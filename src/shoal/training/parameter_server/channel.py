@@ -15,11 +15,14 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shoal.checkpoint.state import raw
+from shoal.checkpoint.tensor_file import NAMES
 
 # Magic, bytes of the header, bytes of the tensors.
 _PREFIX = struct.Struct("<4sIQ")
@@ -56,8 +59,7 @@ class Channel:
             with self._sending:
                 self._socket.sendall(_PREFIX.pack(_MAGIC, len(text), size) + text)
                 for tensor in flat:
-                    if tensor.nbytes:
-                        self._socket.sendall(_bytes(tensor))
+                    self._socket.sendall(raw(tensor))
         except TimeoutError:
             raise
         except OSError as error:
@@ -71,15 +73,14 @@ class Channel:
             raise ClosedError("the peer sent what is no message")
         try:
             header = json.loads(self._read(length))
-            shapes = [(_dtype(name), _shape(shape)) for name, shape in header.pop("tensors")]
+            shapes = [(_DTYPES[name], _shape(shape)) for name, shape in header.pop("tensors")]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ClosedError(f"the peer sent what is no message: {error}") from None
         if sum(math.prod(shape) * dtype.itemsize for dtype, shape in shapes) != size:
             raise ClosedError("the peer sent tensors of another size than it said")
         tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in shapes]
         for tensor in tensors:
-            if tensor.nbytes:
-                self._fill(_bytes(tensor))
+            self._fill(raw(tensor))
         self.received_bytes += size
         return header, tensors
 
@@ -139,6 +140,24 @@ def admit(connected: socket.socket, key: bytes) -> Channel:
     return _proven(connected, key, b"server", b"client")
 
 
+def accept_each(listener: socket.socket, key: bytes, attend: Callable[[Channel], None]) -> None:
+    """Attends to whoever connects and knows the key, in a thread each, until the listener is closed.
+
+    So one that stops in the midst of a message keeps no other waiting.
+    """
+
+    def admitted(connected: socket.socket) -> None:
+        with contextlib.suppress(ClosedError):  # none of this run, or gone again
+            attend(admit(connected, key))
+
+    while True:
+        try:
+            connected, _ = listener.accept()
+        except OSError:
+            return  # closed
+        threading.Thread(target=admitted, args=(connected,), daemon=True).start()
+
+
 def _proven(connected: socket.socket, key: bytes, mine: bytes, theirs: bytes) -> Channel:
     """Each side sends a nonce, and proves by HMAC-SHA256 over both that it knows the key; nothing else is read."""
     wire = Channel(connected)
@@ -162,19 +181,11 @@ def _proof(key: bytes, role: bytes, own: bytes, other: bytes) -> bytes:
     return hmac.new(key, role + own + other, hashlib.sha256).digest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"no dtype {name!r:.40}")
-    return found
+_DTYPES = {_name(dtype): dtype for dtype in NAMES}
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

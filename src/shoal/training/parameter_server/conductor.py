@@ -17,15 +17,15 @@ from torch import Tensor
 from shoal.checkpoint.keeper import RunState
 from shoal.data.loader import MapLoader
 from shoal.distributed.agreement import raise_peer
-from shoal.errors import InternalError, JobError, LaunchError, NonFiniteError, StorageError
+from shoal.errors import InternalError, JobError, LaunchError, StorageError
 from shoal.job import Progress
 from shoal.numerics.precision import numbers
 from shoal.parallel.base import Flags, StepSums
 from shoal.parallel.data.pushed import combine
 from shoal.plans.grains import share
-from shoal.plans.plan import Plan
 from shoal.training.computation import MicrobatchPolicy
-from shoal.training.nonfinite import NonFiniteSearch
+from shoal.training.engine import Engine
+from shoal.training.nonfinite import NonFiniteSearch, NonFiniteStep
 from shoal.training.optimizer_step import Update, clipping, judged
 from shoal.training.parameter_server.members import Member, Members, WorkerEvent
 from shoal.training.parameter_server.push_counts import Arrived, PushCounts, exactly_once
@@ -33,8 +33,9 @@ from shoal.training.parameter_server.retreat import Retreat
 from shoal.training.parameter_server.served_records import ServedRecords
 from shoal.training.parameter_server.servers import Servers
 from shoal.training.parameter_server.task_queue import TaskQueue
-from shoal.training.parameter_server.worker import fixed_tensors
-from shoal.training.trainer import MAX_BAD_STREAK, Evaluated, Outcome, Parts, Surroundings, conclude
+from shoal.training.parameter_server.worker import fixed_tensors, no_stream
+from shoal.training.step_records import Outcome, Surroundings
+from shoal.training.telemetry import RecordWriter
 
 _TICK_SECONDS = 0.05
 # A worker that runs and is not done is taken for stuck after the larger of both; in the first tasks, and where it
@@ -47,15 +48,28 @@ _ALONE_SECONDS = 120.0
 class Conductor:
     """Trains one job with the workers and servers of a crew; takes the trainer's place on the conductor's process."""
 
-    def __init__(self, parts: Parts, around: Surroundings, state: RunState, plan: Plan, crew: Members) -> None:
-        _refuse(parts)
-        self._parts, self._around, self.state, self._plan, self._crew = parts, around, state, plan, crew
-        self._clock, self._buffers = parts.step.clock, parts.step.buffers
-        self.servers = Servers(parts.model, parts.updater.optimizer, plan.server.num_servers, crew)
-        self._retreat = Retreat(parts, around, state, plan, self.servers)
+    def __init__(
+        self,
+        engine: Engine,
+        around: Surroundings,
+        state: RunState,
+        num_steps: int,
+        writer: RecordWriter,
+        *,
+        crew: Members,
+    ) -> None:
+        """Goes on from `state` up to `num_steps`."""
+        if engine.job.on_nonfinite == "rollback":
+            raise _no_rollback()
+        if not isinstance(engine.loader, MapLoader):
+            raise no_stream()
+        self._engine, self._around, self.state, self._num_steps, self._crew = engine, around, state, num_steps, crew
+        self._clock, self._buffers = engine.clock, engine.buffers
+        self.servers = Servers(engine.model, engine.updater.optimizer, engine.plan.server.num_servers, crew)
+        self._retreat = Retreat(engine, around, state, self.servers)
         self._desk = TaskQueue(self._retreat.rules, state.step, lambda *part: bool(self._grains(*part)))
         self._computation = MicrobatchPolicy.from_json(state.computation) if state.computation is not None else None
-        self._initial = {name: b.detach().clone() for name, b in parts.model.named_buffers()}
+        self._initial = {name: b.detach().clone() for name, b in engine.model.named_buffers()}
         if self._computation is not None:
             self._buffers.watch(self._computation.buffers)
         self._given: dict[int, tuple[Member, float, Tensor | None]] = {}  # by ticket: who, when, buffers at that time
@@ -64,28 +78,28 @@ class Conductor:
         self._joined: set[int] = set()
         self._alone_since = time.monotonic()
         self._longest = 0.0
-        self._logbook = ServedRecords(parts, around, state)
-        self._evaluated: Evaluated | None = None
+        self._records = ServedRecords(engine, around, writer, state)
 
     def _grains(self, step: int, part: int, num_parts: int) -> list[Any]:
-        return share(self._parts.order.grains(step), part, num_parts)
+        return share(self._engine.order.grains(step), part, num_parts)
 
     def train(self) -> Outcome:
         """Trains to the end, or to the first step after a stop was requested.
 
         Raises: ShoalError: what a server raised or the policy on steps that are not finite asks for; PeerError.
         """
-        self._parts.model.train()
-        self._crew.assemble()
-        self.servers.load(self.state.step)
-        self._retreat.begin()
-        self._clock.begin()
+        self._engine.model.train()
         try:
+            self._crew.assemble()
+            self.servers.load(self.state.step)
+            self._retreat.begin()
+            self._clock.begin()
             status = self._steps()
         finally:
-            self._logbook.write()
+            self._records.write()
+            self._records.close()
         self.servers.fetch(optimizer=True)
-        return conclude(self._parts, self.state, status, self._evaluated, self._logbook.step_seconds)
+        return self._records.conclude(self.state, status)
 
     def _steps(self) -> str:
         while True:
@@ -106,15 +120,16 @@ class Conductor:
 
         Every step before this one was applied and none after it, so that a checkpoint is that of any other plan.
         """
-        parts, step = self._parts, self.state.step
+        parts, step = self._engine, self.state.step
         if self._retreat.due:
-            self.tally.undone += self._retreat.go(self._logbook, self._desk)
-            self._evaluated, step = None, self.state.step
+            self.tally.undone += self._retreat.go(self._records, self._desk)
+            step = self.state.step
         self._retreat.keep_if_best()
-        if self._logbook.ends_epoch:
-            self._evaluate_epoch()
-        self._logbook.write()
-        if step >= parts.num_steps:
+        if self._records.ends_epoch(self.state):
+            self.servers.fetch(optimizer=False)
+            self._records.evaluate(self.state)
+        self._records.write()
+        if step >= self._num_steps:
             return "completed"
         if self._around.stop_requested():
             return "preempted"
@@ -127,10 +142,10 @@ class Conductor:
         return None
 
     def _next_pause(self, step: int) -> int:
-        order, every = self._parts.order, self._parts.keeper.every_steps
+        order, every = self._engine.order, self._engine.keeper.every_steps
         epoch = (order.epoch(step) + 1) * order.steps_per_epoch
         planned = (step // every + 1) * every if every is not None else epoch
-        return min(self._parts.num_steps, epoch, planned)
+        return min(self._num_steps, epoch, planned)
 
     def _give_out(self) -> None:
         """Gives tasks to the workers that have none."""
@@ -145,7 +160,7 @@ class Conductor:
 
     def _tell(self, member: Member, told: dict[str, Any]) -> None:
         """Tells a worker, with how the run computes and the buffers that this changes."""
-        known, named = self._computation, dict(self._parts.model.named_buffers())
+        known, named = self._computation, dict(self._engine.model.named_buffers())
         buffers = [named[name] for name in known.buffers] if known is not None else []
         computation = known.to_json() if known is not None else None
         self._crew.tell(member, {**told, "computation": computation, "era": self._retreat.era}, buffers)
@@ -174,7 +189,7 @@ class Conductor:
 
     def _welcome(self, member: Member) -> None:
         told = {"kind": "welcome", "names": self.servers.names, "ports": self._crew.ports}
-        self._crew.tell(member, told, fixed_tensors(self._parts.model))
+        self._crew.tell(member, told, fixed_tensors(self._engine.model))
         if member.number in self._joined:
             self._incident(member, "replaced", f"{member} has come in its place")
         self._joined.add(member.number)
@@ -211,7 +226,7 @@ class Conductor:
             self._alone_since = now
         elif now - self._alone_since > _ALONE_SECONDS:
             raise LaunchError(
-                given=f"a run of {self._plan.layout.data} worker(s)",
+                given=f"a run of {self._engine.plan.layout.data} worker(s)",
                 conflict=f"none has been there for {_ALONE_SECONDS:.0f} s",
                 remedy="look at what they say in logs/ of the run directory",
             )
@@ -219,7 +234,7 @@ class Conductor:
             self._desk.limit = min(self._desk.limit, self._desk.frontier)
 
     def _is_due(self) -> bool:
-        return self._parts.keeper.every_steps is None and self._parts.keeper.due(self.state.step)
+        return self._engine.keeper.every_steps is None and self._engine.keeper.due(self.state.step)
 
     def _end(self, member: Member, text: str) -> None:
         self._incident(member, "stopped", f"{text}: ended")
@@ -255,14 +270,14 @@ class Conductor:
             self._arrived.clear()
         if known is None or _care(agreed) != _care(known):
             self._buffers.watch(agreed.buffers)
-        self._computation = self._parts.step.computer.computation = agreed
+        self._computation = self._engine.computer.computation = agreed
         return _care(agreed) == _care(reported)
 
     def _apply(self, step: int, arrived: dict[int, Arrived], start: Tensor | None) -> None:
         """Decides on a step's update, on all servers alike."""
-        parts, order = self._parts, self._parts.order
+        parts, order = self._engine, self._engine.order
         self._clock.mark("optimizer")
-        parts.step.observer.begin(step, 1.0)
+        parts.observer.begin(step, 1.0)
         if not exactly_once(arrived.values(), len(order.grains(step))):
             raise InternalError(
                 given=f"step {step}",
@@ -270,7 +285,7 @@ class Conductor:
                 remedy="please report it: every grain is to be there once",
             )
         rows = {node: row for part in arrived.values() for node, row in part.sums.items()}
-        total = combine(rows, order.num_grains, torch.add, exact=self._plan.execution.exact)
+        total = combine(rows, order.num_grains, torch.add, exact=self._engine.plan.execution.exact)
         assert total is not None, "a step has a part"
         sums = StepSums(total.numpy(), Flags())
         progress = Progress(step, order.num_steps, order.samples_before(step))
@@ -279,16 +294,16 @@ class Conductor:
             found = self._nonfinite(step, sums, arrived)
         elif update.skipped is None:
             self._assign_buffers(sums, start)
-        parts.step.observer.updated(update.skipped)
+        parts.observer.updated(update.skipped)
         staleness = self._desk.version - min(part.version for part in arrived.values())
         self.tally.applied(arrived.values(), order.grains(step), staleness)
         self.state.computation = self._computation.to_json() if self._computation is not None else None
-        self._logbook.count(sums, update, found, arrived)
+        self._records.count(sums, update, found, arrived)
         self._retreat.count()
         self._desk.applied()
 
     def _update(self, sums: StepSums, arrived: dict[int, Arrived], progress: Progress) -> Update:
-        parts, servers = self._parts, self.servers
+        parts, servers = self._engine, self.servers
         rate = parts.updater.stepper.set_rates(progress)
         norm, scale = 0.0, math.nan
         skipped: str | None = "weightless"
@@ -296,11 +311,11 @@ class Conductor:
             scale = 1.0 / sums.weight
             norms = servers.combine(progress.step, {part: a.task.ticket for part, a in arrived.items()})
             norm = norms * abs(scale)
-            parts.step.observer.reduced(sums.loss, sums.weight, scale)
+            parts.observer.reduced(sums.loss, sums.weight, scale)
             skipped = judged(sums.loss, norm, scale, self.state.loss_scale)
         if skipped is None:
             scale *= clipping(parts.job.clip_norm, norm)
-            parts.step.observer.clipped(norm)
+            parts.observer.clipped(norm)
         repeated = servers.apply(self._desk.version + 1, None if skipped else scale, progress)
         self.tally.repeated = max(self.tally.repeated, repeated)
         return Update(norm, rate, skipped)
@@ -318,35 +333,29 @@ class Conductor:
 
     def _nonfinite(self, step: int, sums: StepSums, arrived: dict[int, Arrived]) -> dict[str, Any]:
         """Acts on the job's policy: what was found, where the step is left out. Raises: NonFiniteError."""
-        parts, state = self._parts, self.state
+        keeper, state, job = self._engine.keeper, self.state, self._engine.job
         found = self._search(step, arrived)
         state.bad_streak += 1
-        what = "loss" if not math.isfinite(sums.loss) else "gradient"
-        culprit = f"rank {found['rank']} on {found['host']}, grains {found['grains']}, samples {found['samples']}"
-        self._around.note(f"step {step}: {what} is not finite: {culprit}: {parts.job.on_nonfinite}")
-        if parts.job.on_nonfinite == "skip" and state.bad_streak <= MAX_BAD_STREAK:
+        bad = NonFiniteStep(step, sums.loss, found, state.bad_streak, job.on_nonfinite)
+        self._around.note(str(bad))
+        if not bad.ends:
             return found
         if self._desk.version == step and not self._desk.out:  # every step before this one, and none after it
             with contextlib.suppress(StorageError):  # was warned of; what comes now is the reason to end
                 self.servers.fetch(optimizer=True)
-                parts.keeper.save(state, wait=True)
-        many = f", as in the {MAX_BAD_STREAK} steps before" if state.bad_streak > MAX_BAD_STREAK else ""
+                keeper.save(state, wait=True)
         calmer = "; or less momentum and a lower rate for what is stale" if self._retreat.ahead else ""
-        raise NonFiniteError(
-            given=f"step {step}: {culprit}",
-            conflict=f"the {what} there is not finite{many}; it was not applied",
-            remedy=f'mend or drop these samples, or set Job(on_nonfinite="skip") and --resume{calmer}',
-        )
+        raise bad.error("it was not applied", f'Job(on_nonfinite="skip") and --resume{calmer}')
 
     def _search(self, step: int, arrived: dict[int, Arrived]) -> dict[str, Any]:
         """Which grains and samples it was, and who computed them."""
-        parts, loader = self._parts, self._parts.step.loader
+        parts, loader = self._engine, self._engine.loader
         self.servers.fetch(optimizer=False)
         self._buffers.begin()
-        search = NonFiniteSearch(parts.step.computer, parts.step.precision, parts.parameters)
-        loader.seek(step, parts.step.computer.computation.effective_grains)
+        search = NonFiniteSearch(parts.computer, parts.precision, parts.parameters)
+        loader.seek(step, parts.computer.computation.effective_grains)
         data = loader.step(step)
-        found = search.find(parts.step.mesh, list(data.microbatches) if data is not None else [])
+        found = search.find(parts.mesh, list(data.microbatches) if data is not None else [])
         self._buffers.restore()
         bad = next(iter(found["grains"]), None)
         for part, came in arrived.items():
@@ -354,17 +363,10 @@ class Conductor:
                 found |= {"rank": came.member.rank, "host": came.member.host}
         return found
 
-    def _evaluate_epoch(self) -> None:
-        self.servers.fetch(optimizer=False)
-        metrics, count = self._parts.evaluator.evaluate(self._parts.model)
-        if count:
-            self._evaluated = self.state.step, metrics, count
-            self._logbook.evaluated(metrics)
-
     def report(self) -> dict[str, Any]:
         """The block `server` of the result. JSON values."""
-        section = self._plan.server
-        asked = {"mode": section.mode, "num_servers": section.num_servers, "num_workers": self._plan.layout.data}
+        section = self._engine.plan.server
+        asked = {"mode": section.mode, "num_servers": section.num_servers, "num_workers": self._engine.plan.layout.data}
         bound = {"bound": section.staleness} if section.mode == "bounded" else {}
         return {**asked, **bound, **self._retreat.to_json(), **self.tally.to_json()}
 
@@ -374,17 +376,9 @@ def _care(computation: MicrobatchPolicy) -> tuple[str, bool, tuple[str, ...]]:
     return computation.randomness, computation.fuse, computation.buffers
 
 
-def _refuse(parts: Parts) -> None:
-    """Raises: JobError for what a run with servers cannot do."""
-    if parts.job.on_nonfinite == "rollback":
-        raise JobError(
-            given='on_nonfinite="rollback" with servers',
-            conflict="steps after the bad one may be applied before it is known, and none of them can be taken back",
-            remedy='write on_nonfinite="skip" or "stop", or server.mode = "none"',
-        )
-    if not isinstance(parts.step.loader, MapLoader):
-        raise JobError(
-            given="a stream as train_data, in a plan with servers",
-            conflict="a worker that replaces another reads the same samples again by their ids",
-            remedy='use a map-style dataset, or server.mode = "none"',
-        )
+def _no_rollback() -> JobError:
+    return JobError(
+        given='on_nonfinite="rollback" with servers',
+        conflict="steps after the bad one may be applied before it is known, and none of them can be taken back",
+        remedy='write on_nonfinite="skip" or "stop", or server.mode = "none"',
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.errors import LaunchError, PeerError, ShoalError
 from shoal.launch.environment import Environment
-from shoal.training.parameter_server.channel import Channel, ClosedError, admit
+from shoal.training.parameter_server.channel import Channel, ClosedError, accept_each
 from shoal.training.parameter_server.peers import key_of, raise_if_error, refuse_stranger
 
 _JOIN_SECONDS = 60.0
@@ -75,7 +75,8 @@ class Members:
         self._looked = time.monotonic()
         self.members: list[Member] = []  # who is ready: has built its model, and reads what it is told
         self.coming: list[Member] = []  # who is not yet
-        self._thread = threading.Thread(target=self._welcome, daemon=True)
+        welcoming = self._listener, self._key, self._listen_to
+        self._thread = threading.Thread(target=accept_each, args=welcoming, daemon=True)
 
     def __enter__(self) -> Members:
         self._thread.start()
@@ -92,21 +93,8 @@ class Members:
         self._listener.close()
         self._thread.join()
 
-    def _welcome(self) -> None:
-        while not self._closing:
-            try:
-                connected, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._listen_to, args=(connected,), daemon=True).start()
-
-    def _listen_to(self, connected: socket.socket) -> None:
-        """A thread for each peer: a worker that stops in the midst of a message keeps nobody waiting."""
-        try:
-            wire = admit(connected, self._key)
-            hello, _ = wire.receive()
-        except ClosedError:
-            return  # none of this run
+    def _listen_to(self, wire: Channel) -> None:
+        hello, _ = wire.receive()
         self._wires.append(wire)
         if self._closing:
             _dismiss(wire)

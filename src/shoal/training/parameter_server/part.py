@@ -6,14 +6,13 @@ import contextlib
 
 from shoal.job import Job
 from shoal.launch.environment import Environment
-from shoal.plans.plan import Plan
-from shoal.training.parameter_server.peers import OverError
-from shoal.training.parameter_server.roles import role
+from shoal.plans.resolve import CompletePlan
+from shoal.training.parameter_server.peers import OverError, role
 from shoal.training.parameter_server.server import serve
 from shoal.training.parameter_server.worker import WorkerObserver, work
 
 
-def take_part(job: Job, plan: Plan, environment: Environment, watch: WorkerObserver | None = None) -> bool:
+def take_part(job: Job, plan: CompletePlan, environment: Environment, watch: WorkerObserver | None = None) -> bool:
     """Serves or works until the run has ended; False for the conductor, which does neither. `watch`: a worker's.
 
     Raises: PeerError where the conductor is gone before; what the job raises.

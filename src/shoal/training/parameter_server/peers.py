@@ -6,7 +6,8 @@ import os
 import platform
 import socket
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -16,11 +17,29 @@ from shoal.launch.environment import Environment
 from shoal.plans.plan import Plan
 from shoal.runs.version import __version__
 from shoal.training.parameter_server.channel import Channel, ClosedError, connect
-from shoal.training.parameter_server.roles import Role
 
 # The conductor listens once it has imported torch and built the model.
 _JOIN_SECONDS = 60.0
 _RETRY_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a process is, and its number among those that are the same."""
+
+    kind: Literal["conductor", "server", "worker"]
+    number: int = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "conductor" else f"{self.kind} {self.number}"
+
+
+def role(plan: Plan, rank: int) -> Role:
+    """The role of a rank among the plan's `num_processes`."""
+    servers = plan.server.num_servers
+    if rank == 0:
+        return Role("conductor")
+    return Role("server", rank - 1) if rank <= servers else Role("worker", rank - 1 - servers)
 
 
 class OverError(Exception):

@@ -13,12 +13,12 @@ from torch import Tensor
 from shoal.checkpoint.keeper import RunState
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
 from shoal.errors import StorageError
-from shoal.plans.plan import Plan
+from shoal.training.engine import Engine
 from shoal.training.parameter_server.served_records import ServedRecords
 from shoal.training.parameter_server.servers import Servers
 from shoal.training.parameter_server.staleness import LossGuard, foretold
 from shoal.training.parameter_server.task_queue import Rules, TaskQueue
-from shoal.training.trainer import Parts, Surroundings
+from shoal.training.step_records import Surroundings
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,12 @@ class _GoodState:
 class Retreat:
     """How the steps of a run are given out, until its loss shows that they must be given out otherwise."""
 
-    def __init__(self, parts: Parts, around: Surroundings, state: RunState, plan: Plan, servers: Servers) -> None:
-        self._parts, self._around, self._state, self._plan, self._servers = parts, around, state, plan, servers
+    def __init__(self, engine: Engine, around: Surroundings, state: RunState, servers: Servers) -> None:
+        self._engine, self._around, self._state, self._servers = engine, around, state, servers
+        self._plan = engine.plan
         self._guard = LossGuard(state.server)
         self._kept: _GoodState | None = None
-        self._mode = plan.server.mode
+        self._mode = engine.plan.server.mode
         self.era = 0  # how often versions have begun anew: who pulled one before does not have that of now
 
     @property
@@ -68,7 +69,7 @@ class Retreat:
             return
         workers, bound = self._plan.layout.data, self._plan.server.staleness
         staleness = min(workers - 1, bound) if self._mode == "bounded" else workers - 1
-        text = foretold(self._parts.updater.optimizer.param_groups, staleness)
+        text = foretold(self._engine.updater.optimizer.param_groups, staleness)
         if text is not None:
             self._around.note(f"warning: {text}")
         self._keep(math.inf)
@@ -87,7 +88,7 @@ class Retreat:
             self._keep(loss)
 
     def _keep(self, loss: float) -> None:
-        model, optimizer = self._parts.model, self._parts.updater.optimizer
+        model, optimizer = self._engine.model, self._engine.updater.optimizer
         self._kept = _GoodState(
             copy.deepcopy(self._state), loss, model_tensors(model), optimizer_state(optimizer, model)
         )
@@ -114,14 +115,14 @@ class Retreat:
             f"{kept.state.step}, and synchronous from there"
         )
         vars(state).update(vars(kept.state), server=guard.to_json())
-        load_model(self._parts.model, kept.model)
-        load_optimizer(self._parts.updater.optimizer, self._parts.model, *kept.optimizer)
+        load_model(self._engine.model, kept.model)
+        load_optimizer(self._engine.updater.optimizer, self._engine.model, *kept.optimizer)
         self._servers.load(state.step)
         self.era += 1
         desk.restart(self.rules, state.step)
         logbook.restart(guard.fell_back)
         with contextlib.suppress(StorageError):  # was warned of
-            self._parts.keeper.restart(state)
+            self._engine.keeper.restart(state)
         return undone - state.step
 
     def to_json(self) -> dict[str, Any]:

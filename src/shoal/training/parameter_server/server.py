@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import socket
 import threading
@@ -17,13 +16,12 @@ from shoal.errors import PeerError, PlanError
 from shoal.job import Job, Progress
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision
-from shoal.parallel.data.pushed import Push, ServerShard, Shard, divide_parameters, unpack
+from shoal.parallel.data.pushed import Push, ServerShard, divide_parameters, unpack
 from shoal.plans.plan import Plan
 from shoal.training.engine import build_model
 from shoal.training.optimizer_step import Parameters, Stepper, build_optimizer
-from shoal.training.parameter_server.channel import Channel, ClosedError, admit, listen
-from shoal.training.parameter_server.peers import introduce, key_of
-from shoal.training.parameter_server.roles import Role
+from shoal.training.parameter_server.channel import Channel, ClosedError, accept_each, listen
+from shoal.training.parameter_server.peers import Role, introduce, key_of
 
 _CPU = torch.device("cpu")
 
@@ -51,11 +49,9 @@ class Server:
         parameters = Parameters(self.model)
         self.optimizer = build_optimizer(job.optimizer, parameters)
         stepper = Stepper(self.optimizer, job, exact=plan.execution.exact)
-        self._num_parameters = len(parameters)
         step = functools.partial(_step, stepper, plan.server.num_servers > 1)
-        self.shard = Shard(ServerShard(tuple(parameters.named), step, job.grains, plan.execution.exact))
+        self.shard = ServerShard(parameters, step, job.grains, exact=plan.execution.exact)
         self._lock = threading.Lock()
-        self._pushed: dict[int, int] = {}
 
     def answer(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
         """The answer to one message, by its kind."""
@@ -132,8 +128,8 @@ def serve(job: Job, plan: Plan, environment: Environment, role: Role) -> None:
         wire = introduce(environment, role, job, plan, port=listener.getsockname()[1])
         try:
             server = Server(job, plan, role.number)
-            key = key_of(environment)
-            threading.Thread(target=_attend, args=(server, listener, key), daemon=True).start()
+            attending = listener, key_of(environment), functools.partial(_answer_worker, server)
+            threading.Thread(target=accept_each, args=attending, daemon=True).start()
             _answer_all(server, wire)
         except ClosedError as error:
             raise PeerError(
@@ -145,23 +141,12 @@ def serve(job: Job, plan: Plan, environment: Environment, role: Role) -> None:
             wire.close()
 
 
-def _attend(server: Server, listener: socket.socket, key: bytes) -> None:
-    """A thread for each worker: one that stops in the midst of a message keeps no other waiting."""
-    while True:
-        try:
-            connected, _ = listener.accept()
-        except OSError:
-            return  # closed
-        threading.Thread(target=_answer_worker, args=(server, connected, key), daemon=True).start()
-
-
-def _answer_worker(server: Server, connected: socket.socket, key: bytes) -> None:
-    with contextlib.suppress(ClosedError):  # dead or replaced, or none of this run: what it had pushed whole stays
-        wire = admit(connected, key)
-        try:
-            _answer_all(server, wire)
-        finally:
-            wire.close()
+def _answer_worker(server: Server, wire: Channel) -> None:
+    """One that is dead or replaced is answered no more: what it had pushed whole stays."""
+    try:
+        _answer_all(server, wire)
+    finally:
+        wire.close()
 
 
 def _answer_all(server: Server, wire: Channel) -> None:

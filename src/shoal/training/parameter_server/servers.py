@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.state import load_optimizer, optimizer_state
+from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
 from shoal.job import Progress
 from shoal.numerics.gradient_norm import rounded
 from shoal.parallel.data.pushed import pack, unpack
-from shoal.parallel.model.sharded_model import merged
 from shoal.training.parameter_server.members import Asked, Members
 from shoal.training.parameter_server.server import homes
 
@@ -51,7 +50,7 @@ class Servers:
             unpack(tensors[0], [self._named[name] for name in names])
             held |= dict(zip(answer.get("paths", ()), tensors[1:], strict=True))
         if optimizer:
-            document = merged(answer["document"] for answer, _ in answers)
+            document = merged_optimizers(answer["document"] for answer, _ in answers)
             load_optimizer(self._optimizer, self._model, held, document)
 
     def combine(self, step: int, tickets: Mapping[int, int]) -> float:

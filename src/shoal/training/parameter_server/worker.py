@@ -19,13 +19,12 @@ from shoal.job import Job
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision, widest
 from shoal.parallel.data.pushed import ExactPart, FastPart, unpack
-from shoal.plans.plan import Plan
+from shoal.plans.resolve import CompletePlan
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine, Options, build
 from shoal.training.observer import Observer
 from shoal.training.parameter_server.channel import Channel, ClosedError, connect
-from shoal.training.parameter_server.peers import OverError, introduce, key_of, raise_if_error
-from shoal.training.parameter_server.roles import Role
+from shoal.training.parameter_server.peers import OverError, Role, introduce, key_of, raise_if_error
 from shoal.training.step import StepRunner
 
 BEAT_SECONDS = 1.0
@@ -39,14 +38,9 @@ class Worker:
     def __init__(self, engine: Engine, wire: Channel, key: bytes, watch: WorkerObserver) -> None:
         """Collective: the conductor, which says where the servers are and what is the same for the whole run."""
         if not isinstance(engine.loader, MapLoader):
-            raise JobError(
-                given="a stream as train_data, in a plan with servers",
-                conflict="a worker that replaces another reads the same samples again by their ids",
-                remedy='use a map-style dataset, or server.mode = "none"',
-            )
+            raise no_stream()
         self._engine, self._wire, self._watch, self._loader = engine, wire, watch, engine.loader
-        self._runner: StepRunner | None = None
-        self._parts = engine.step_parts(0, lambda text: None)
+        self._runner = StepRunner(engine, engine.loader, lambda text: None)
         self._reduce = widest(Precision.of(engine.plan.precision, engine.mesh.device).reduce, engine.parameters)
         wire.send({"kind": "ready"})  # not before: until here nobody reads what it is told
         welcome, tensors = wire.receive()
@@ -76,22 +70,22 @@ class Worker:
                 self._compute(task, tensors)
 
     def _compute(self, task: dict[str, Any], tensors: list[Tensor]) -> None:
-        clock, before = self._parts.clock, self._counted()
+        clock, before = self._engine.clock, self._counted()
         clock.begin()
         clock.mark("exposed_communication")
-        runner = self._adopt(task, tensors)
+        self._adopt(task, tensors)
         version = self._pull(task["version"])
         clock.mark("other")
         self._loader.move(DataRank(task["part"], task["num_parts"]))
-        self._loader.seek(task["step"], self._parts.computer.computation.effective_grains)
-        data = runner.fetch(task["step"])
-        if runner.error is not None:
-            raise runner.error
+        self._loader.seek(task["step"], self._engine.computer.computation.effective_grains)
+        fetched = self._runner.fetch(task["step"])
+        if fetched.error is not None:
+            raise fetched.error
         self._watch.begins(task["part"])
-        runner.run(data, 1.0, lambda has_data, error: [])
+        self._runner.run(fetched, 1.0, lambda following: [])
         self._watch.computed()
         clock.mark("exposed_communication")
-        sums, taken = self._push(task)
+        sums = self._push(task)
         seconds, spans = clock.end()
         sent, received = (now - then for now, then in zip(self._counted(), before, strict=True))
         memory = clock.peak_memory_bytes()
@@ -100,30 +94,25 @@ class Worker:
             "ticket": task["ticket"],
             "version": version,
             "nodes": [list(node) for node in sums],
-            "computation": self._parts.computer.computation.to_json(),
+            "computation": self._engine.computer.computation.to_json(),
             "row": to_row(Report(measures=measures(spans, seconds, memory))),
-            "taken": taken,
             "pushed_bytes": sent,
             "pulled_bytes": received,
         }
         self._wire.send(done, list(sums.values()))
 
-    def _adopt(self, task: dict[str, Any], tensors: list[Tensor]) -> StepRunner:
+    def _adopt(self, task: dict[str, Any], tensors: list[Tensor]) -> None:
         """Takes up what the run has found out of how to compute, and the buffers before this step."""
         if task["era"] != self._era:  # the run went back: versions that were pulled since are not those of now
             self._era, self._versions = task["era"], [-1] * len(self._servers)
-        runner = self._runner
-        if runner is None:
-            self._runner = runner = StepRunner(self._parts)
         if task["computation"] is not None:
-            runner.recall(task["computation"])
+            self._runner.recall(task["computation"])
             names = MicrobatchPolicy.from_json(task["computation"]).buffers
-            self._parts.buffers.watch(self._parts.computer.computation.buffers)
+            self._engine.buffers.watch(self._engine.computer.computation.buffers)
             named = dict(self._engine.model.named_buffers())
             with torch.no_grad():
                 for name, value in zip(names, tensors, strict=True):
                     named[name].copy_(value)
-        return runner
 
     def _pull(self, least: int) -> int:
         """The newest parameters of every server; the oldest version among them, which is `least` at least."""
@@ -137,11 +126,10 @@ class Worker:
         self._watch.pulled(min(self._versions))
         return min(self._versions)
 
-    def _push(self, task: dict[str, Any]) -> tuple[dict[tuple[int, int], Tensor], bool]:
-        """Sends every server its gradients; the step's sums, and whether all of them took what they got."""
+    def _push(self, task: dict[str, Any]) -> dict[tuple[int, int], Tensor]:
+        """Sends every server its gradients; the step's sums."""
         part = self._engine.strategy
         assert isinstance(part, FastPart | ExactPart)
-        taken = True
         for place, (server, parameters) in enumerate(zip(self._servers, self._homes, strict=True)):
             gradients = part.gradients(parameters, self._reduce)
             push = {key: task[key] for key in ("step", "part", "ticket")}
@@ -149,8 +137,7 @@ class Worker:
             header = {"kind": "push", **push, "nodes": nodes, "used": part.used(parameters)}
             answer, _ = server.ask(header, list(gradients.values()))
             raise_if_error(answer, f"server {place}")
-            taken = taken and answer["taken"]
-        return part.sums, taken
+        return part.sums
 
     def _counted(self) -> tuple[int, int]:
         return sum(s.sent_bytes for s in self._servers), sum(s.received_bytes for s in self._servers)
@@ -161,13 +148,24 @@ class Worker:
             wire.close()
 
 
+def no_stream() -> JobError:
+    """The error for a stream in a plan with servers."""
+    return JobError(
+        given="a stream as train_data, in a plan with servers",
+        conflict="a worker that replaces another reads the same samples again by their ids",
+        remedy='use a map-style dataset, or server.mode = "none"',
+    )
+
+
 def fixed_tensors(model: nn.Module) -> list[Tensor]:
     """What no server keeps: parameters that are not trained, and buffers."""
     frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
     return [*frozen, *model.buffers()]
 
 
-def work(job: Job, plan: Plan, environment: Environment, role: Role, watch: WorkerObserver | None = None) -> None:
+def work(
+    job: Job, plan: CompletePlan, environment: Environment, role: Role, watch: WorkerObserver | None = None
+) -> None:
     """Computes until the conductor says that the run has ended, which is also told of what this raises.
 
     Raises: PeerError where the conductor is gone before; what the job raises.
@@ -188,7 +186,7 @@ def work(job: Job, plan: Plan, environment: Environment, role: Role, watch: Work
         wire.close()
 
 
-def _work(job: Job, plan: Plan, wire: Channel, who: tuple[Environment, Role], watch: WorkerObserver) -> None:
+def _work(job: Job, plan: CompletePlan, wire: Channel, who: tuple[Environment, Role], watch: WorkerObserver) -> None:
     environment, role = who
     local = Environment(role.number, plan.layout.data, role.number, plan.layout.data)
     engine = build(job, plan, alone(choose_device(local)), Options(observer=watch.observer))

@@ -156,11 +156,7 @@ class Loop:
             error = as_shoal_error(caught)
         meeting = self._meet(self._word(error=error is not None, has_data=data is not None))
         if any(word.error for word in meeting.words):
-            self._over = True
-            try:
-                raise_together(self._mesh, error)
-            finally:
-                self._save()
+            self._raise_together(error)
         if not any(word.has_data for word in meeting.words):
             if self._mesh.rank == 0:
                 text = f"the stream has ended after {self.state.step} of {num_steps} steps"
@@ -232,11 +228,7 @@ class Loop:
             raise self._lost(caught) from caught
         if sums.flags.errors:
             self._restore()
-            self._over = True
-            try:
-                raise_together(self._mesh, error)
-            finally:
-                self._save()
+            self._raise_together(error)
         return sums
 
     def _update(self, step: SessionStep, chosen: Chosen, sums: StepSums) -> None:
@@ -261,15 +253,16 @@ class Loop:
 
     def _conclude(self, step: SessionStep) -> None:
         """Counts a step that its loop's body has gone through. Raises: UserCodeError for one without its batches."""
-        begun = self._pass() if self._pass is not None else None
-        if begun is not None and self._open:
-            begun.close()
-        if self._over:
-            raise not_iterated(step.number)
-        if not self._turns:
+        self._close_pass()
+        if self._over or not self._turns:
             self._leave()
             raise not_iterated(step.number)
         self._count()
+
+    def _close_pass(self) -> None:
+        begun = self._pass() if self._pass is not None else None
+        if begun is not None and self._open:
+            begun.close()
 
     def _count(self) -> None:
         assert self._sums is not None
@@ -284,9 +277,7 @@ class Loop:
 
     def _leave(self) -> None:
         """This rank's loop ends here; it tells the others, and all save what was finished. Collective: all ranks."""
-        begun = self._pass() if self._pass is not None else None
-        if begun is not None and self._open:
-            begun.close()
+        self._close_pass()
         if self._over:
             return
         live = self._is_finished()
@@ -354,6 +345,14 @@ class Loop:
             if isinstance(error, ShoalError) or not is_lost_peer(error):
                 raise
             self._saving.alone(self.state)
+
+    def _raise_together(self, error: ShoalError | None) -> None:
+        """Raises an error that some ranks have, on all of them, after the last checkpoint. Collective: all ranks."""
+        self._over = True
+        try:
+            raise_together(self._mesh, error)
+        finally:
+            self._save()
 
     def _fail(self, error: ShoalError) -> NoReturn:
         """Raises an error that all ranks have alike, after the last checkpoint. Collective: all ranks."""

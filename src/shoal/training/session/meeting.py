@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, PeerError
@@ -10,22 +10,22 @@ from shoal.errors import JobError, PeerError
 
 @dataclass(frozen=True)
 class Word:
-    """What one rank says.
+    """What one rank says, as numbers; of a flag 0 is no.
 
     `leaves`: its loop has ended, whatever the reason; `asked`: a signal asked it to stop; `error`: its data could not
     be read. `step` counts finished steps, and `clean` says that the state is the one after them. `passes`: the
     optimizers of the pass that begins, a bit each; `groups`: a number of their values.
     """
 
-    leaves: bool = False
-    asked: bool = False
-    error: bool = False
-    has_data: bool = True
-    checkpoint: bool = False
-    clean: bool = True
-    step: int = 0
-    passes: float = 0.0
-    groups: float = 0.0
+    leaves: float = False
+    asked: float = False
+    error: float = False
+    has_data: float = True
+    checkpoint: float = False
+    clean: float = True
+    step: float = 0
+    passes: float = 0
+    groups: float = 0
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,8 @@ def meet(mesh: Mesh, word: Word) -> Meeting:
     """Collective: all ranks, one all-gather of 9 numbers a rank."""
     if mesh.world_size == 1:
         return Meeting((word,))
-    names = [field.name for field in fields(Word)]
-    table = mesh.all_gather([float(getattr(word, name)) for name in names])
-    return Meeting(tuple(_word(dict(zip(names, row, strict=True))) for row in table.tolist()))
-
-
-def _word(row: dict[str, float]) -> Word:
-    flags = {name: row[name] > 0 for name in ("leaves", "asked", "error", "has_data", "checkpoint", "clean")}
-    return Word(**flags, step=int(row["step"]), passes=row["passes"], groups=row["groups"])
+    table = mesh.all_gather([float(number) for number in vars(word).values()])
+    return Meeting(tuple(Word(*row) for row in table.tolist()))
 
 
 def groups_differ(mesh: Mesh, values: list[dict[str, str]], step: int) -> JobError:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import warnings
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -16,18 +16,18 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.errors import ShoalError, UserCodeError
 from shoal.job import Progress
 from shoal.numerics.batch_statistics import StepBuffers
-from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.numerics.precision import LossScale
-from shoal.parallel.base import NUM_SUMS, Flags, StepSums, microbatch_sums
+from shoal.parallel.base import Flags, StepSums
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.plans.grains import random_key
-from shoal.training.computation import check_pair
+from shoal.training.computation import LossComputer, MicrobatchPolicy, RedoError, check_pair
+from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
 from shoal.training.observer import Observer
 from shoal.training.optimizer_step import Update
 from shoal.training.session.guard import LoopWatch
 from shoal.training.session.prepared import Prepared
 from shoal.training.session.rates import Groups, as_one, turned
 from shoal.training.session.ways import Base, Chosen, UpdateWay, UpdateWays
+from shoal.training.telemetry import StepClock
 from shoal.training.trace.recorder import TraceRecorder
 
 
@@ -58,6 +58,15 @@ class BatchPasses:
         self._buffers = StepBuffers(self._root)
         self._buffers.watch()
         self._buffers.begin()
+        self._parts = functools.partial(
+            StepParts,
+            mesh=base.mesh,
+            precision=base.precision,
+            sharded_model=self.sharded_model,
+            buffers=self._buffers,
+            clock=StepClock(base.mesh.device, enabled=False),
+            observer=self._observer,
+        )
         self._every = as_one(prepared.optimizers, base.plan.execution.exact)
         self._count = 0  # of all passes: a verification compares each update by itself
         self._watch = LoopWatch()
@@ -67,7 +76,7 @@ class BatchPasses:
         self.torn = False
 
     def watch(self) -> None:
-        """Writes down the first state, where the loop is verified. Collective: as Holding.wholes."""
+        """Writes down the first state, where the loop is verified. Collective: as TraceRecorder.attach."""
         if isinstance(self._observer, TraceRecorder):
             self._observer.attach(self.sharded_model, self._every, self.ways.strategy)
             self._mark()
@@ -81,15 +90,23 @@ class BatchPasses:
 
         Raises: JobError where its optimizers have nothing to train; UserCodeError for gradients changed too late.
         """
-        self._now, self.error = now, None
+        base, self._now, self.error = self._base, now, None
         self._watch.begin(self._prepared.optimizers)
-        if self._base.replay is not None:
+        if base.replay is not None:
             self._replay()
         self._way: UpdateWay = self.ways.of(now.chosen)
         self._way.stepper.turn = now.turn
-        self._way.strategy.begin(now.step, self._factor)
-        self._buffers.begin()
-        self._observer.begin(self._count, self._factor)
+        parts = self._parts(strategy=self._way.strategy, computer=self._computer(now.turn))
+        self._passes = ForwardBackward(parts, now.loss_scale.factor(base.job.global_batch))
+        self._passes.begin(now.step)
+        self._observer.begin(self._count, self._passes.factor)
+
+    def _computer(self, turn: int) -> LossComputer:
+        """What gives each microbatch its randomness, another one in each pass of a step; the loop computes its loss."""
+        base, fuse = self._base, self._base.training.fuse
+        job = replace(base.job, seed=turned(base.job.seed, turn)) if turn else base.job
+        policy = MicrobatchPolicy(base.plan.batch.grains_per_microbatch, "scoped" if fuse else "opaque", fuse)
+        return LossComputer(job, self._root, base.precision, policy)
 
     def _replay(self) -> None:
         """The state of the run that is replayed, with what the loop itself has changed of the groups since."""
@@ -114,37 +131,20 @@ class BatchPasses:
             for number in range(count):
                 self._microbatch, self._taken = next(microbatches), False
                 self._last = number == count - 1
-                batch = precision.inputs(self._microbatch.batch)
-                self._observer.microbatch(self._microbatch, batch)
-                with precision.products(), self._scope(self._microbatch), precision.autocast():
+                loaded = LoadedMicrobatch(self._microbatch, functools.partial(precision.inputs, self._microbatch.batch))
+                with self._passes.microbatch(loaded) as batch, precision.autocast():
                     yield batch
-                if not self._taken:
-                    raise _no_backward(self._now.step + 1)
-                self._watch.check(self._prepared.optimizers)
-                self._watch.drop()
-                self._observer.computed()
-                self._buffers.restore()
+                    if not self._taken:
+                        raise _no_backward(self._now.step + 1)
+                    self._watch.check(self._prepared.optimizers)
+                    self._watch.drop()
+        except RedoError as redo:
+            self.error = _not_fusible(str(redo))
         except Exception as error:
             self.error = as_shoal_error(error)
         finally:
             self._watch.drop()
             self._microbatch = None
-
-    @contextlib.contextmanager
-    def _scope(self, microbatch: Microbatch) -> Iterator[None]:
-        seed = turned(self._base.job.seed, self._now.turn)
-        if not self._base.training.fuse:
-            seed_everything(random_key(seed, "model", microbatch.step, microbatch.grains[0].index))
-            yield
-            return
-        try:
-            with GrainScope(seed, microbatch.step, microbatch.grains) as scope:
-                yield
-                leaked = scope.leaked()
-        except NotFusibleError as error:
-            raise _not_fusible(str(error)) from error
-        if leaked:
-            raise _not_fusible("randomness outside torch's functions")
 
     def backward(self, number: int, total: Tensor, weight: Tensor | float | None) -> None:
         """Adds the batch at hand. Raises: LossError; UserCodeError where there is none, or it was added before."""
@@ -153,10 +153,8 @@ class BatchPasses:
             raise _no_batch(number, again=microbatch is not None)
         total, weight = check_pair("loss", total if weight is None else (total, weight))
         self._taken = True
-        sums = microbatch_sums(microbatch, total, weight, self._buffers.weighted(microbatch.num_samples))
-        self._observer.loss(total.detach(), weight)
-        factor = self._factor
-        self._way.strategy.backward(microbatch, total * factor if factor != 1.0 else total, sums, self._last)
+        loss, sums = self._passes.loss(microbatch, total, weight, self._passes.weighted_buffers(microbatch))
+        self._way.strategy.backward(microbatch, loss, sums, self._last)
         self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)
 
     def rate(self, progress: Progress) -> None:
@@ -170,8 +168,7 @@ class BatchPasses:
 
     def finish(self, error: ShoalError | None) -> StepSums:
         """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""
-        flags = Flags(errors=1) if error is not None else Flags()
-        return self._way.strategy.finish(flags, NUM_SUMS + self._buffers.num_values, [])
+        return self._passes.finish(Flags(errors=int(error is not None)), [])
 
     def update(self, sums: StepSums, progress: Progress) -> Update:
         """Steps the optimizers of the pass. Raises: as Updater.step."""
@@ -181,10 +178,9 @@ class BatchPasses:
             update = self._way.updater.step(sums.loss, sums.weight, self._now.loss_scale, progress)
         finally:  # in the midst of it the parameters are the state after no step
             self.torn = self._way.updater.num_begun > begun
-        if update.skipped is None:
-            self._buffers.assign(sums.buffers, sums.num_samples)
-            self._tell_of_fall_back(sums)
-        self._observer.updated(update.skipped)
+        said = self._passes.updated(sums, update.skipped)
+        if said is not None and self._base.mesh.rank == 0:
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
         self._count += 1
         if self._after is not None:
             self._mark()
@@ -195,16 +191,6 @@ class BatchPasses:
     def restore(self) -> None:
         """Puts the buffers back that a pass has changed that does not update."""
         self._buffers.restore()
-
-    def _tell_of_fall_back(self, sums: StepSums) -> None:
-        compression = self._way.strategy.compression
-        said = compression.said(sums.compared) if compression is not None and sums.compared is not None else None
-        if said is not None and self._base.mesh.rank == 0:
-            warnings.warn(said, RuntimeWarning, stacklevel=2)
-
-    @property
-    def _factor(self) -> float:
-        return self._now.loss_scale.factor(self._base.job.global_batch)
 
     def close(self) -> None:
         """Takes hooks off the model."""

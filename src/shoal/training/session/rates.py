@@ -106,7 +106,6 @@ class OwnStepper(Stepper):
             seed_everything(random_key(turned(self._job.seed, self.turn), "optimizer", step))
 
     def step(self, *, refuse_noise: bool = False) -> None:
-        """One step. Raises: as of a Job."""
         with multiplied(self._optimizer, self._now):
             super().step(refuse_noise=refuse_noise)
 

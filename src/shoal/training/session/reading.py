@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.data.loader import Loader
-from shoal.data.opened import Opened, in_new_orders, open_data
+from shoal.data.opened import in_new_orders, loader_of, open_data, order_of, refuse_epochs
 from shoal.data.order import Order
-from shoal.data.reading import loader_of, order_of, refuse_epochs
+from shoal.data.source import Opened
 from shoal.distributed.agreement import together
 from shoal.errors import JobError
 from shoal.job import Epochs, Length

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from shoal.errors import JobError, JobMismatchError
-
-_PAIRS, _TUPLE, _TENSOR = "$pairs", "$tuple", "$tensor"
+from shoal.checkpoint.state import TENSOR, decode, encode
+from shoal.errors import JobMismatchError
 
 
 class Schedulers:
@@ -22,11 +20,11 @@ class Schedulers:
         self._schedulers = list(schedulers)
 
     def state(self) -> list[dict[str, Any]]:
-        """A JSON value. Raises: JobError for a state that is none."""
+        """A JSON value. Raises: UserCodeError for a state that is none."""
         found = []
         for scheduler in self._schedulers:
             name = type(scheduler).__name__
-            found.append({"kind": name, "state": _encode(scheduler.state_dict(), name)})
+            found.append({"kind": name, "state": encode(scheduler.state_dict(), name, "scheduler", _written)})
         return found
 
     def restore(self, saved: Sequence[dict[str, Any]]) -> None:
@@ -40,40 +38,12 @@ class Schedulers:
                 "another checkpoints=",
             )
         for scheduler, document in zip(self._schedulers, saved, strict=True):
-            scheduler.load_state_dict(_decode(document["state"]))
+            scheduler.load_state_dict(decode(document["state"], _read))
 
 
-def _encode(value: Any, path: str) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value) and type(value) is dict:
-            return {key: _encode(item, f"{path}.{key}") for key, item in value.items()}
-        pairs = [[_encode(k, path), _encode(item, f"{path}[{k!r}]")] for k, item in value.items()]
-        return {_PAIRS: pairs, "counter": isinstance(value, Counter)}
-    if isinstance(value, list):
-        return [_encode(item, f"{path}[{number}]") for number, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {_TUPLE: [_encode(item, f"{path}[{number}]") for number, item in enumerate(value)]}
-    if isinstance(value, Tensor):
-        return {_TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-    raise JobError(
-        given=f"a scheduler's state {path} of type {type(value).__name__}",
-        conflict="a checkpoint holds numbers, texts, tensors, and lists, tuples and dicts of them; never code",
-        remedy="use a scheduler whose state_dict() is made of these, or a Session without checkpoints=",
-    )
+def _written(path: str, tensor: Tensor) -> dict[str, Any]:
+    return {TENSOR: tensor.tolist(), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if _PAIRS in value:
-        pairs = {_decode(key): _decode(item) for key, item in value[_PAIRS]}
-        return Counter(pairs) if value["counter"] else pairs
-    if _TUPLE in value:
-        return tuple(_decode(item) for item in value[_TUPLE])
-    if _TENSOR in value:
-        return torch.tensor(value[_TENSOR], dtype=getattr(torch, value["dtype"]))
-    return {key: _decode(item) for key, item in value.items()}
+def _read(saved: dict[str, Any]) -> Tensor:
+    return torch.tensor(saved[TENSOR], dtype=getattr(torch, saved["dtype"]))

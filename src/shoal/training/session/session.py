@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.data.opened import open_evaluation
-from shoal.distributed.agreement import together
+from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import JobError, PlanError
@@ -23,8 +23,9 @@ from shoal.numerics.precision import Precision
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.plans import AXES, Plan
-from shoal.plans.legal import check
-from shoal.plans.resolve import Wishes, apply_wishes, complete, refuse_unsupported
+from shoal.plans.conflicts import idle
+from shoal.plans.legal import ModelFacts
+from shoal.plans.resolve import Judged, Wishes, apply_wishes, judge
 from shoal.plans.unheeded import unheeded, warn_of
 from shoal.training.evaluation import Evaluator
 from shoal.training.session.loop import Loop, SessionStep
@@ -59,19 +60,20 @@ class Session:
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
         self.replay = Replay.told(os.environ)
         if environment.rank == 0 and not self.replay:
-            check(plan)
+            warn_of(idle(plan))
             warn_of(self._job.without_effect())
             warn_of(unheeded(plan, self._job.grains, None if self.training.fuse else "fuse=False"))
         if self.replay and self.replay.of is not None:  # the same loop on one process
             plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
         if self.replay:  # compressed sums are not those of one process
             plan = plan.uncompressed
-        self.plan = complete(plan, self._job.grains, self._job.grain_size)
-        refuse_unsupported(self.plan)
-        _refuse_divided(self.plan)
-        prepare_process(self.plan.execution.exact, num_threads=None)
-        self._exit = contextlib.ExitStack()
-        self.mesh = self._exit.enter_context(open_mesh(environment, self.plan.degrees))
+        _refuse_divided(plan)
+        prepare_process(plan.execution.exact, num_threads=None)
+        with contextlib.ExitStack() as opened:
+            self.mesh = opened.enter_context(open_mesh(environment, plan.degrees))
+            facts = ModelFacts(self._job.grains, self._job.grain_size)  # its model comes later
+            self.plan = decided_by_rank_0(self.mesh, Judged, lambda: judge(plan, facts)).plan
+            self._exit = opened.pop_all()
         self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
         self._prepared = Prepared()
         self._loop: Loop | None = None

@@ -15,7 +15,7 @@ from shoal.numerics.precision import Precision
 from shoal.parallel.assemble import assemble
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.plans import Plan
+from shoal.plans.resolve import CompletePlan
 from shoal.training.observer import Observer
 from shoal.training.optimizer_step import Updater
 from shoal.training.session.prepared import Prepared
@@ -32,7 +32,7 @@ class Base:
     """What a Session hands to its loop."""
 
     mesh: Mesh
-    plan: Plan
+    plan: CompletePlan
     precision: Precision
     training: Training
     job: Job
@@ -44,7 +44,6 @@ class Base:
 class UpdateWay:
     """How one pass updates. `trained`: its `parameters` by identity; `others` get no gradient from it."""
 
-    optimizers: tuple[Optimizer, ...]
     parameters: tuple[nn.Parameter, ...]
     trained: tuple[int, ...]
     others: tuple[nn.Parameter, ...]
@@ -114,7 +113,7 @@ class UpdateWays:
         one = as_one(optimizers, exact)
         updater = Updater(one, base.job, self._observer, strategy, self._sharded_model, exact=exact, stepper=stepper)
         others = tuple(p for _, p in named if id(p) not in mine)
-        return UpdateWay(tuple(optimizers), tuple(parameters), trained, others, strategy, updater, stepper)
+        return UpdateWay(tuple(parameters), trained, others, strategy, updater, stepper)
 
     def _all_trained(self) -> frozenset[int]:
         return frozenset(id(p) for _, p in self._sharded_model.parameters() if p.requires_grad)

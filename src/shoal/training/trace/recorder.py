@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.checkpoint.state import optimizer_state
+from shoal.checkpoint.state import merged_optimizers, optimizer_state
 from shoal.data.microbatch import Microbatch
 from shoal.parallel.base import Strategy
-from shoal.parallel.model.sharded_model import Held, ShardedModel, local, merged
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local
+from shoal.parallel.model_sums import whole_tensors
 from shoal.training.observer import Observer
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write
 
@@ -132,7 +133,7 @@ class TraceRecorder(Observer):
         self._folder, self._rank = folder, rank
 
     def attach(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
-        """Watches a model and its optimizer, and writes their state. Collective: as Holding.wholes."""
+        """Watches a model and its optimizer, and writes their state. Collective: as `whole_tensors`."""
         self._sharded_model, self._optimizer, self._strategy = sharded_model, optimizer, strategy
         self._named = [(name, p) for name, p in sharded_model.parameters() if p.requires_grad]
         # What is summed in the backward, or of a part of the model only, is not the gradient of a rank's grains.
@@ -144,7 +145,6 @@ class TraceRecorder(Observer):
         write(self._folder, self._trace, self._rank)
 
     def begin(self, step: int, factor: float) -> None:
-        """Forgets the last attempt."""
         self._trace = StepTrace(step, factor=factor)
         self._forward.clear()
         self._own.clear()
@@ -155,14 +155,12 @@ class TraceRecorder(Observer):
         self._forward.begin(microbatch, batch)
 
     def forwarded(self) -> None:
-        """Looks no further."""
         self._forward.end()
 
     def loss(self, total: Tensor, weight: Tensor | float) -> None:
-        """Notes the microbatch's loss."""
         self._forward.end()
         taken = self._microbatch
-        if not self._sharded_model.counts_loss:
+        if not self._sharded_model.mesh.counts_loss:
             return
         ids = tuple(tuple(ids.tolist()) for ids in taken.ids)
         grains = tuple(grain.index for grain in taken.grains)
@@ -178,7 +176,6 @@ class TraceRecorder(Observer):
         self._gradients("reduction", scale)
 
     def clipped(self, norm: float) -> None:
-        """Keeps the gradients that the optimizer gets."""
         self._trace.norm = norm
         self._gradients("clipping", 1.0)
 
@@ -196,19 +193,19 @@ class TraceRecorder(Observer):
         sharded_model = self._sharded_model
         tensors, self._trace.optimizer = optimizer_state(self._optimizer, sharded_model.model)
         if sharded_model.divides_state:
-            self._trace.optimizer = merged(sharded_model.mesh.gather_json(self._trace.optimizer))
+            self._trace.optimizer = merged_optimizers(sharded_model.mesh.gather_json(self._trace.optimizer))
         self._trace.divided = sharded_model.divided
         if not sharded_model.divided and sharded_model.divides_state:
             self._trace.updates[self._rank] = [name for name, p in self._named if self._strategy.updates(p)]
         parameters = {name for name, _ in sharded_model.model.named_parameters()}
         self._keep(state_by_key(sharded_model.tensors(), parameters, sharded_model.state(tensors)))
 
-    def _keep(self, held: Held) -> None:
-        """Digests of what this rank has, and on rank 0 the logical tensors. Collective: as Holding.wholes."""
+    def _keep(self, held: TensorSlices) -> None:
+        """Digests of what this rank has, and on rank 0 the logical tensors. Collective: as `whole_tensors`."""
         own = self._trace.digests.setdefault(self._rank, {})
         for key, (part, tensor) in held.items():
             own[key if part.is_whole else f"{key} {part.to_json()}"] = digest(tensor)
-        for key, whole in self._sharded_model.wholes(held):
+        for key, whole in whole_tensors(self._sharded_model, held):
             if whole is not None:
                 self._trace.tensors[key] = whole.detach().clone()
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from shoal.numerics.flat import raw_bytes
 from shoal.numerics.precision import numbers
 
 T = TypeVar("T")
@@ -136,11 +137,7 @@ def fingerprint(tensor: Tensor, rows: list[int]) -> list[list[float]]:
 
 def identical(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are of one dtype and shape, and the same to the bit."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(raw_bytes(a), raw_bytes(b))
 
 
 def digest(tensor: Tensor) -> str:

@@ -63,14 +63,6 @@ class InThreads(Collective):
         tensor.copy_(self._all("broadcast", tensor)[root])
         return Done()
 
-    def reduce_scatter(
-        self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
-    ) -> Handle:
-        raise NotImplementedError
-
-    def barrier(self) -> None:
-        self._board.barrier.wait()
-
 
 def on_ranks(world_size: int, work: Callable[[Collective], T]) -> list[T]:
     """What `work` gives on each rank. Raises: what it raises on any."""

@@ -10,7 +10,7 @@ from torch import nn
 from shoal.data.loader import DataRank, MapLoader
 from shoal.data.opened import open_data
 from shoal.data.order import Order
-from shoal.data.sample_digest import DIGEST_WORDS, grain_digest
+from shoal.data.sample_digest import DIGEST_WORDS, grain_words
 from shoal.data.source import MapSource
 from shoal.distributed.mesh import Mesh
 from shoal.errors import PlanError
@@ -66,7 +66,7 @@ def test_sums_and_gradients_are_those_of_the_whole_batch(exact: bool, per: int, 
         torch.testing.assert_close(gradient, parameter.grad)
     assert sums.num_samples == sums.weight == int(weight) == (16, 4)[step]
     assert sums.loss == pytest.approx(float(total.detach() / weight), rel=1e-6)
-    digests = [grain_digest(step, g.index, i) for g, i in zip(grains, ids, strict=True)]
+    digests = [np.array(grain_words(step, [g.index], [i])) for g, i in zip(grains, ids, strict=True)]
     assert np.array_equal(sums.digest, sum(digests, np.zeros(DIGEST_WORDS)))
     assert sums.buffers.tolist() == [sums.num_samples] * 2
     how.close()

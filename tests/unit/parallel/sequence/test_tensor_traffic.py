@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,21 @@ from torch import Tensor, nn
 
 from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.axis_collectives import TensorAxis
-from shoal.parallel.sequence.tensor_sequence import PairByPositions, Stream
+from shoal.parallel.model.trial import ModelTrial
+from shoal.parallel.sequence.tensor_sequence import FeatureStream, PairByPositions
 from shoal.parallel.sequence.tensor_sequence_plan import SequenceBlock, SequencePlan
-from shoal.parallel.tensor.heads import TensorTrial, with_kept
+from shoal.parallel.tensor.heads import with_kept
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
-from shoal.parallel.tensor.tensor_parallel import apply, own_values
-from shoal.plans.accounting.collectives import LayerPair, Positions, Volume, sharded_loss, stream, tensor_parallel
+from shoal.parallel.tensor.tensor_parallel import apply
+from shoal.plans.accounting.collectives import (
+    LayerPair,
+    Positions,
+    Volume,
+    Volumes,
+    sharded_loss,
+    stream,
+    tensor_parallel,
+)
 from shoal.plans.layout import Layout
 
 ROWS, LENGTH, WIDTH, VOCABULARY, BLOCKS, DEGREE = 2, 9, 16, 256, 3, 3
@@ -50,7 +60,8 @@ def made() -> nn.Module:
 def planned() -> tuple[nn.Module, TensorPlan]:
     torch.manual_seed(0)
     model = made()
-    subject = TensorTrial(model, loss, batch(), own_values(model))
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    subject = ModelTrial(model, loss, batch(), lambda name: values[name].detach())
     trace = follow(model, loss, subject.batch, subject.values, DEGREE)
     return model, with_kept(decide(model, trace, subject.values, DEGREE), subject, trace, DEGREE)
 
@@ -78,21 +89,19 @@ def blocks() -> dict[str, SequenceBlock]:
     attention = tuple(f"attention.{name}" for name in ("query", "key", "value"))
     pairs = (PairByPositions(attention, "attention.out"), PairByPositions(("up",), "down"))
     last = BLOCKS - 1
-    found = SequenceBlock((0, 0), (), pairs, ())
-    return {
-        f"blocks.{i}": SequenceBlock(found.hidden, found.result, pairs, (), (), (), i == 0, i == last)
-        for i in range(BLOCKS)
-    }
+    found = SequenceBlock(True, True, (0, 0), (), pairs, ())
+    return {f"blocks.{i}": replace(found, opens=i == 0, closes=i == last) for i in range(BLOCKS)}
 
 
 def test_pairs_and_a_sharded_loss(planned: tuple[nn.Module, TensorPlan]) -> None:
-    expected = tensor_parallel([*PAIRS, *EDGES], [], 2).plus(sharded_loss(ROWS * LENGTH, 2, smoothed=True))
+    expected = Volumes.of(tensor_parallel([*PAIRS, *EDGES], [], 2), sharded_loss(ROWS * LENGTH, 2, smoothed=True))
     assert sent(planned, loss).volumes == expected
 
 
 def test_logits_that_are_asked_for(planned: tuple[nn.Module, TensorPlan]) -> None:
     widest = -(-VOCABULARY // DEGREE)
-    assert sent(planned, squares).volumes == tensor_parallel([*PAIRS, *EDGES], [DEGREE * ROWS * LENGTH * widest * 4], 2)
+    expected = Volumes.of(tensor_parallel([*PAIRS, *EDGES], [DEGREE * ROWS * LENGTH * widest * 4], 2))
+    assert sent(planned, squares).volumes == expected
 
 
 def test_parts_of_sequences(planned: tuple[nn.Module, TensorPlan]) -> None:
@@ -100,15 +109,19 @@ def test_parts_of_sequences(planned: tuple[nn.Module, TensorPlan]) -> None:
     positions = Positions(LENGTH, DEGREE)
     assert positions.padded(HIDDEN) == HIDDEN
     assert Positions(LENGTH, 4).padded(HIDDEN) == HIDDEN // 9 * 12
-    expected = tensor_parallel(PAIRS, [], 2, positions=positions).plus(
-        tensor_parallel(EDGES, [], 2), stream(HIDDEN, positions, 2), sharded_loss(ROWS * LENGTH, 2, smoothed=True)
+    expected = Volumes.of(
+        tensor_parallel(PAIRS, [], 2, positions=positions),
+        tensor_parallel(EDGES, [], 2),
+        [stream(HIDDEN, positions, 2)],
+        sharded_loss(ROWS * LENGTH, 2, smoothed=True),
     )
     assert sent(planned, loss, sequence=True).volumes == expected
 
 
 def test_as_many_bytes_travel_by_positions_as_in_whole_sums() -> None:
     """A ring's all-reduce is a reduce-scatter and an all-gather."""
-    plain, parts = tensor_parallel(PAIRS, [], 1), tensor_parallel(PAIRS, [], 1, positions=Positions(12, 4))
+    plain = Volumes.of(tensor_parallel(PAIRS, [], 1))
+    parts = Volumes.of(tensor_parallel(PAIRS, [], 1, positions=Positions(12, 4)))
     assert plain["tensor", "all_reduce"] == Volume(4 * BLOCKS, 4 * BLOCKS * HIDDEN)
     assert sum(v.bytes for v in parts.values()) == 2 * plain["tensor", "all_reduce"].bytes * 1
 
@@ -116,7 +129,7 @@ def test_as_many_bytes_travel_by_positions_as_in_whole_sums() -> None:
 def test_a_copy_has_a_stream_of_its_own() -> None:
     import copy
 
-    pair = [Stream(TensorAxis(2, 0))] * 2
+    pair = [FeatureStream(TensorAxis(2, 0))] * 2
     first, second = copy.deepcopy(pair)
     assert first is second
     assert first is not pair[0]

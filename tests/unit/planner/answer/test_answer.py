@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.unit.planner.models import facts, gpus, transformer
+from tests.unit.plans.checking import check
 
 from shoal.planner.answer.answer import Answer
 from shoal.planner.answer.outlook import Case, ScalingCurve
@@ -16,7 +17,6 @@ from shoal.planner.search.aims import parse
 from shoal.planner.search.choice import choose
 from shoal.planner.search.search import Candidate
 from shoal.planner.search.space import Space
-from shoal.plans.legal import check
 from shoal.plans.plan import Plan
 
 STAGES = Plan().with_sections(layout={"pipeline": 2}, batch={"grains_per_microbatch": 1})

@@ -19,7 +19,7 @@ from shoal.planner.profile.jobs import Batches
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.space import Degrees, MicrobatchSchedule, ModelDegrees
 from shoal.plans import Plan
-from shoal.training.preflight import admitted, outline
+from shoal.training.preflight import judged, outline
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "jobs"))
 
@@ -105,7 +105,7 @@ def cut(job: shoal.Job, num_stages: int, split: tuple[str, ...] = ()) -> bool:
 def admits(job: shoal.Job, num_stages: int) -> bool:
     layout: dict[str, Any] = {"layout": {"pipeline": num_stages}, "pipeline": {"schedule": "gpipe"}}
     try:
-        admitted(job, Plan().with_sections(**layout))
+        judged(job, Plan().with_sections(**layout))
     except PlanError:
         return False
     return True
@@ -151,7 +151,7 @@ def test_what_is_predicted_is_where_the_engine_can_cut(name: str) -> None:
         split = predictor.predict(plan).split
         assert len(split) == number - 1
         assert cut(job, number, split), split
-    parts = predictor._staging.parts
+    parts = predictor.staging.parts
     assert sum(u.body.flops(8) for u in parts) == pytest.approx(sum(u.body.flops(8) for u in units))
     weights = [w.name for u in parts for w in u.body.weights]
     assert sorted(weights) == sorted(w.name for u in units for w in u.body.weights)

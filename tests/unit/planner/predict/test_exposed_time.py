@@ -15,6 +15,13 @@ from shoal.planner.profile.values import Weight
 from shoal.plans.plan import Plan
 
 WEIGHTS = 4 * 8e6  # bytes of four blocks
+
+
+def beside(num_tensors: int, ranks: int) -> float:
+    """Bytes that travel with the last bucket: flags, which tensors were used, the step's sums, each rank's row."""
+    return 4.0 * (2 + num_tensors + 41 + 14 * ranks)
+
+
 CORE = replace(DEVICE, kind="cpu", memory_bytes=10**12, memory_bytes_per_second=1e18)
 QUIET = Program(call_seconds=0.0)
 
@@ -42,14 +49,16 @@ def test_small_buckets_are_gathered_and_added_on_cores() -> None:
     body = replace(work().profile.units[0].body, weights=(Weight("w", (1000, 100)),))
     slow = replace(CORE, memory_bytes_per_second=1e9)
     small = terms(replace(work(), profile=work(1, body=body).profile), cluster(2, device=slow), layout={"data": 2})
+    bucket = 4e5 + beside(1, 2)
     # 0.4 MB copied into the bucket, gathered from both (half of 0.8 MB comes from the other), and added up.
-    assert small["gradients"] == pytest.approx((2 + 3) * 4e5 / 1e9 + 8e5 / 2 / 1e10)
+    assert small["gradients"] == pytest.approx((2 + 3) * bucket / 1e9 + bucket / 1e10)
 
 
 def test_gradients_are_copied_into_their_buckets_on_cores() -> None:
     slow = replace(CORE, memory_bytes_per_second=1e9)
     found = terms(work(), cluster(2, device=slow), layout={"data": 2})
-    assert found["gradients"] == pytest.approx(WEIGHTS / 1e10 + 2 * WEIGHTS / 1e9)
+    buckets = WEIGHTS + beside(8, 2)
+    assert found["gradients"] == pytest.approx(buckets / 1e10 + 2 * buckets / 1e9)
 
 
 def test_the_all_reduce_of_the_plan_is_as_fast_as_it_was_measured() -> None:

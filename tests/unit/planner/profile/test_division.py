@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +9,21 @@ from tests.unit.planner.profile.models import HEADS, WIDTH, T, Written, gpt, nex
 from torch import Tensor, nn
 
 from shoal.planner.profile.division import CutParameters
-from shoal.planner.profile.engine_pairs import as_engine
-from shoal.planner.profile.profiles import profile
+from shoal.planner.profile.profiles import Tensors, profile
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Profile, TensorCut
 
 STREAM = T * WIDTH * 4
+
+
+def pair(*columns: str, row: str) -> Tensors:
+    """Cuts modules of every block by name."""
+
+    def cut(model: nn.Module) -> dict[str, int]:
+        dims = {f"{name}.{kind}": 0 for name in columns for kind in ("weight", "bias")} | {f"{row}.weight": 1}
+        names = [name for name, _ in model.named_parameters()]
+        return {name: dims[name.partition(".")[2]] for name in names if name.partition(".")[2] in dims}
+
+    return cut
 
 
 def block_of(found: Profile) -> Body:
@@ -69,7 +77,8 @@ def test_weights_tell_which_dim_is_cut(cut_gpt: Profile) -> None:
 
 def test_attention_written_out_is_divided_over_heads() -> None:
     model = lambda: nn.Sequential(*(Written() for _ in range(2)))  # noqa: E731
-    found = profile(model, lambda m, b: (m(b).sum(), 1), lambda n: torch.zeros(n, T, WIDTH))
+    loss = lambda m, b: (m(b).sum(), 1)  # noqa: E731
+    found = profile(model, loss, lambda n: torch.zeros(n, T, WIDTH), tensor=pair("q", "k", "v", row="out"))
     body = found.units[-1].body if found.units[-1].body.repeated else found.units[-2].body  # its input has a gradient
     assert {o.cut for o in body.operations if o.name == "aten.bmm"} == {TensorCut.BATCH}
     assert {o.cut for o in body.operations if "softmax" in o.name or "dropout" in o.name} == {TensorCut.ALL}
@@ -105,15 +114,17 @@ class Heads(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-def dims_of(make: type[nn.Module], width: int) -> dict[str, int | None]:
+def body_of(make: type[nn.Module], width: int, tensor: Tensors | None = None) -> Body:
     model = lambda: nn.Sequential(make(), make())  # noqa: E731
-    found = profile(model, lambda m, b: (m(b).sum(), 1), lambda n: torch.zeros(n, 3, width))
-    return {w.name: w.tensor_dim for w in block_of(found).weights}
+    return block_of(profile(model, lambda m, b: (m(b).sum(), 1), lambda n: torch.zeros(n, 3, width), tensor=tensor))
+
+
+def dims_of(body: Body) -> dict[str, int | None]:
+    return {w.name: w.tensor_dim for w in body.weights}
 
 
 def test_pairs_are_found_where_slices_suffice() -> None:
-    gated = dims_of(Gated, 8)
-    assert gated == {
+    assert dims_of(body_of(Gated, 8)) == {
         "gate.weight": 0,
         "gate.bias": 0,
         "up.weight": 0,
@@ -121,30 +132,16 @@ def test_pairs_are_found_where_slices_suffice() -> None:
         "down.weight": 1,
         "down.bias": None,
     }
-    assert set(dims_of(Normed, 8).values()) == {None}
-    heads = dims_of(Heads, 16)
-    assert heads["qkv.weight"] == 0
-    assert heads["out.weight"] == 1
-    assert heads["norm.weight"] is None
+    normed = body_of(Normed, 8)  # each layer by itself: its inputs stay whole
+    assert dims_of(normed)["up.weight"] == dims_of(normed)["down.weight"] == 0
+    assert {e.kind for e in normed.exchanges if e.phase is Phase.FORWARD} == {"all_gather"}
 
 
-@pytest.mark.parametrize("make", [partial(gpt, 2), lambda: nn.Sequential(Gated(), Gated())], ids=["gpt", "gated"])
-def test_the_engines_finder_and_that_on_traces_agree(make: object) -> None:
-    loss, batch = (next_token, tokens)
-    if make is not None and not isinstance(make, partial):
-        loss, batch = (lambda m, b: (m(b).sum(), 1)), (lambda n: torch.zeros(n, 3, 8))
-
-    def by_engine(model: nn.Module) -> dict[str, int]:
-        return dict(as_engine(model, loss, batch(2)).dims)
-
-    def dims(found: Profile) -> dict[str, int | None]:
-        return {f"{u.name}.{w.name}": w.tensor_dim for u in found.units if u.body.repeated for w in u.body.weights}
-
-    ours, theirs = profile(make, loss, batch), profile(make, loss, batch, tensor=by_engine)
-    assert dims(ours) == dims(theirs)
-    assert [u.body.exchanges for u in ours.units if u.body.repeated] == [
-        u.body.exchanges for u in theirs.units if u.body.repeated
-    ]
+def test_a_norm_of_each_head_is_divided_over_heads() -> None:
+    body = body_of(Heads, 16, pair("qkv", row="out"))
+    assert {o.cut for o in body.operations if "layer_norm" in o.name and o.phase is Phase.FORWARD} == {TensorCut.ALL}
+    assert [(e.kind, e.phase) for e in body.exchanges] == [("all_reduce", Phase.FORWARD)]  # no gradient before it
+    assert dims_of(body)["norm.weight"] is None
 
 
 def test_a_layer_that_is_gathered_hands_on_the_whole() -> None:

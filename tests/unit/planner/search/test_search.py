@@ -11,10 +11,11 @@ from itertools import product
 import pytest
 from tests.unit.planner import made
 from tests.unit.planner.models import facts, gpus, transformer
+from tests.unit.plans.checking import check
 
 from shoal.errors import PlanError
 from shoal.planner.calibrate.comparison import section
-from shoal.planner.predict.pipeline_bound import PipelineShape
+from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.workload import Prediction, Workload
 from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
 from shoal.planner.search.bounds import Costs, ScheduleFamily
@@ -31,7 +32,7 @@ from shoal.planner.search.space import (
     microbatch_sizes,
     simplicity,
 )
-from shoal.plans.legal import ModelFacts, check
+from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan
 from shoal.plans.toml import read, write
 from shoal.plans.words import described
@@ -44,12 +45,16 @@ def noise(*parts: object) -> float:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6]) / 2**48
 
 
-class Invented:
+class Invented(Costs):
     """Costs without physics that keep what `Costs` promises."""
 
     def __init__(self, seed: int, num_grains: int) -> None:
         self.seed, self.num_grains = seed, num_grains
         self.num_predicted = 0
+
+    @property
+    def memory_bytes(self) -> float:
+        return MEMORY
 
     def microbatches(self, plan: Plan) -> int:
         return -(-self.share(plan) // plan.batch.grains_per_microbatch)
@@ -102,17 +107,11 @@ class Invented:
         lacks = max(0.0, peak - MEMORY)
         return Prediction(seconds, terms, {"parameters": peak}, peak, lacks == 0, lacks, bubble, 1.0, None)
 
+    def floor(self, samples: float, degrees: ModelDegrees) -> float:
+        return 0.0
+
     def costs(self) -> Costs:
-        return Costs(
-            predict=self.predict,
-            least_seconds=self.least_seconds,
-            least_bytes=self.least_bytes,
-            nearly=self.nearly,
-            memory_bytes=MEMORY,
-            filled=self.filled,
-            least_at=self.least_at,
-            beside=self.beside,
-        )
+        return self
 
 
 def every_plan(space: Space) -> Iterator[Plan]:

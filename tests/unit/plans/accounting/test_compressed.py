@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from shoal.plans.accounting.collectives import WORLD, Array, Gradients, Volume
+from shoal.plans.accounting.collectives import WORLD, Array, Gradients, Volumes
 from shoal.plans.accounting.compressed import CollectiveCall, calls, compressed, factored, num_kept, payload
 
 SHAPES: list[tuple[int, ...]] = [(100, 50), (50,), (8, 2, 3), ()]
@@ -54,6 +54,12 @@ def test_every_value_is_factored_or_sent(shapes: list[tuple[int, ...]], rank: in
 GRADIENTS = Gradients(tuple(Array(shape) for shape in SHAPES))
 
 
+def volumes(made: shoal.Plan, rank: int = 0, sampled: bool = False) -> Volumes:
+    found = compressed(GRADIENTS, made, rank, sampled)
+    assert found is not None
+    return Volumes.of(found)
+
+
 def test_bytes_are_fewer_as_claimed() -> None:
     assert [4 * NUMEL / payload(GRADIENTS, plan(s)) for s in ("bfloat16", "float16", "int8", "topk")] == pytest.approx(
         [2.0, 2.0, 4.0, 5.0], rel=0.02
@@ -66,9 +72,9 @@ def test_bytes_are_fewer_as_claimed() -> None:
 @pytest.mark.parametrize("scheme", ["topk", "int8"])
 def test_what_is_sent_arrives(scheme: str, algorithm: str, world_size: int) -> None:
     for sampled in (False, True):
-        told = [compressed(GRADIENTS, plan(scheme, algorithm, world_size), r, sampled) for r in range(world_size)]
+        told = [volumes(plan(scheme, algorithm, world_size), r, sampled) for r in range(world_size)]
         totals = [
-            [getattr((found or {})[WORLD, kind], what) for found in told]
+            [getattr(found[WORLD, kind], what) for found in told]
             for what in ("messages", "bytes")
             for kind in ("send", "recv")
         ]
@@ -77,11 +83,12 @@ def test_what_is_sent_arrives(scheme: str, algorithm: str, world_size: int) -> N
 
 
 def test_shared_memory_sends_nothing_and_hosts_are_not_known() -> None:
-    assert compressed(GRADIENTS, plan("int8", "shared_memory"), 0, sampled=True) == {}
+    assert volumes(plan("int8", "shared_memory"), sampled=True) == {}
     assert compressed(GRADIENTS, plan("int8", "hierarchical"), 0) is None
 
 
 def test_a_sampled_step_sends_exact_sums_too() -> None:
-    plain, sampled = (compressed(GRADIENTS, plan("int8", ranks=8), 0, sampled) for sampled in (False, True))
-    assert plain is not None
-    assert sampled == plain.plus({(WORLD, "all_reduce"): Volume(2, 2 * 4 * NUMEL), (WORLD, "broadcast"): Volume(1, 48)})
+    plain, sampled = (volumes(plan("int8", ranks=8), sampled=sampled) for sampled in (False, True))
+    plain.add(WORLD, "all_reduce", 4 * NUMEL, 2)
+    plain.add(WORLD, "broadcast", 48)
+    assert sampled == plain

@@ -8,7 +8,7 @@ from tests.unit.planner.worlds import LARGE, Case, Transformer, backward, shard,
 from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.distributed.traffic_meter import Traffic
-from shoal.plans.accounting.collectives import fully_sharded
+from shoal.plans.accounting.collectives import Volumes, fully_sharded
 from shoal.plans.accounting.memory import (
     StateShape,
     cut,
@@ -42,7 +42,7 @@ def test_sent_and_held_in_large_worlds(replicas: int, degree: int, case: Case) -
                 optimizer.step()
                 found = meter.stop()
             optimizer.zero_grad()
-            assert traffic.volumes == fully_sharded(expected)
+            assert traffic.volumes == Volumes.of(fully_sharded(expected))
     state = [cut(a, RANK % degree, degree) for unit in expected.units for a in unit]
     assert found.parameters == sharded_parameters(expected)
     assert found.gathered == gathered_parameters(expected)

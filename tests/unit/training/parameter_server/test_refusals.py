@@ -23,8 +23,8 @@ from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Members
 from shoal.training.parameter_server.peers import identity
 from shoal.training.parameter_server.server import homes
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
-from shoal.training.trainer import Surroundings
 
 
 def served(mode: str = "synchronous", **server: Any) -> shoal.Plan:
@@ -43,10 +43,6 @@ def test_a_verification_of_what_is_not_meant_to_be_the_same(tmp_path: Path) -> N
         plan=served("asynchronous"),
         wishes=wishes,
         out=tmp_path / "out",
-        resume=False,
-        steps=None,
-        checkpoint_every=None,
-        telemetry=False,
         started_at=0.0,
         plan_from_file=True,
     )
@@ -77,9 +73,8 @@ def test_what_a_conductor_cannot_do(changes: dict[str, Any], said: str) -> None:
         with Members(environment, 1, identity(asked, plan)) as crew:
             engine = build(asked, plan, alone(torch.device("cpu")), Options())
             try:
-                state = engine.first_state()
                 with pytest.raises(JobError) as caught:
-                    Conductor(engine.parts(state, 2, around, RecordWriter(None)), around, state, plan, crew)
+                    Conductor(engine, around, engine.first_state(), 2, RecordWriter(None), crew=crew)
                 assert said in caught.value.remedy
             finally:
                 engine.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.plans.plan import Plan
-from shoal.training.parameter_server.roles import role
+from shoal.training.parameter_server.peers import role
 
 
 def test_the_conductor_then_servers_then_workers() -> None:

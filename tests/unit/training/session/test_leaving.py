@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import ExitCode, JobError, JobMismatchError, SettingWarning
+from shoal.errors import ExitCode, JobMismatchError, SettingWarning, UserCodeError
 from shoal.training.session.asked import Asked
 
 Stop = Callable[[int], bool]
@@ -69,7 +69,7 @@ class Odd(lr_scheduler.StepLR):
 
 def test_a_scheduler_that_cannot_be_kept_leaves_the_directory_free(tmp_path: Path) -> None:
     with session(tmp_path) as own:
-        with pytest.raises(JobError, match="state_dict"):
+        with pytest.raises(UserCodeError, match="state_dict"):
             go(own, lambda optimizer: Odd(optimizer, 3))
         with session(tmp_path) as other:
             assert go(other) == [1, 2, 3, 4]

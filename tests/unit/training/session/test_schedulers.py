@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, lr_scheduler
 
 import shoal
-from shoal.errors import JobError, JobMismatchError
+from shoal.errors import JobMismatchError, UserCodeError
 from shoal.training.session.rates import Groups, group_values, number_of
 from shoal.training.session.schedulers import Schedulers
 
@@ -79,7 +79,7 @@ def test_code_in_a_state_is_refused_before_the_first_step(tmp_path: Path) -> Non
     optimizer = SGD(model.parameters(), lr=0.1)
     with shoal.Session(global_batch=4, checkpoints=tmp_path) as own:
         own.prepare(model, optimizer, lr_scheduler.LambdaLR(optimizer, Factor()))
-        with pytest.raises(JobError, match=r"state LambdaLR\.lr_lambdas\[0\]\.of of type Tanh"):
+        with pytest.raises(UserCodeError, match="scheduler state LambdaLR/lr_lambdas/0/of of type Tanh"):
             own.steps(torch.ones(8, 2))
 
 

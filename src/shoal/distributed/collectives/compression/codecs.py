@@ -58,8 +58,9 @@ class Codec(ABC):
     # Collectives of a sum that come one after the other; all but the last are small.
     num_rounds: ClassVar[int] = 1
 
-    def __init__(self, wire: CodecTransport) -> None:
-        self.wire = wire
+    def __init__(self, wire: CodecTransport, *memory: Tensor) -> None:
+        """`memory`: what it keeps, and sends from."""
+        self.wire, self._memory = wire, memory
 
     @abstractmethod
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
@@ -73,29 +74,24 @@ class Codec(ABC):
         """The last sum was used: what the next one builds on is taken over."""
         return
 
-    @abstractmethod
     def buffers(self) -> list[Tensor]:
         """The memory that it keeps."""
+        return list(self._memory)
 
 
 class BFloat16(Codec):
     """Codec to bfloat16: 2 bytes a value, 8 bits of precision, float32's range."""
 
     def __init__(self, wire: CodecTransport, numel: int) -> None:
-        super().__init__(wire)
         self._sent = wire.allocate(numel, torch.bfloat16)
+        super().__init__(wire, self._sent)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
-        """One all-reduce."""
         self._sent.copy_(values)
         if keep:
             values.sub_(self._sent)
         yield self.wire.sum(self._sent)
         total.copy_(self._sent)
-
-    def buffers(self) -> list[Tensor]:
-        """The send buffer."""
-        return [self._sent]
 
 
 class Float16(Codec):
@@ -108,8 +104,8 @@ class Float16(Codec):
     num_rounds = 2
 
     def __init__(self, wire: CodecTransport, numel: int) -> None:
-        super().__init__(wire)
         self._sent, self._peak = wire.allocate(numel, torch.float16), wire.allocate(1, torch.float32)
+        super().__init__(wire, self._sent, self._peak)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
         """An all-reduce of one number, and one of the values."""
@@ -126,10 +122,6 @@ class Float16(Codec):
         yield self.wire.sum(self._sent)
         torch.div(self._sent, scale, out=total)
 
-    def buffers(self) -> list[Tensor]:
-        """The send buffer."""
-        return [self._sent, self._peak]
-
 
 class Int8(Codec):
     """Codec to 8-bit integers times a scale for each block of neighbouring values that all ranks share.
@@ -142,10 +134,10 @@ class Int8(Codec):
     num_rounds = 2
 
     def __init__(self, wire: CodecTransport, numel: int, block: int) -> None:
-        super().__init__(wire)
         self._block, self._levels = block, INT8_LEVELS // wire.collective.world_size
         self._sent = wire.allocate(numel, torch.int8)
         self._scales = wire.allocate(-(-numel // block), torch.float32)
+        super().__init__(wire, self._sent, self._scales)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
         """An all-reduce of a number a block, and one of a byte a value."""
@@ -173,10 +165,6 @@ class Int8(Codec):
         found = [(flat[: count * self._block].view(count, -1), slice(0, count))] if count else []
         return found + ([(flat[count * self._block :].view(1, -1), slice(count, None))] if rest else [])
 
-    def buffers(self) -> list[Tensor]:
-        """The send buffer."""
-        return [self._sent, self._scales]
-
 
 class TopK(Codec):
     """Codec of the values farthest from zero and their indices: 8 bytes for each, from every rank to every rank.
@@ -185,12 +173,10 @@ class TopK(Codec):
     """
 
     def __init__(self, wire: CodecTransport, numel: int, density: float) -> None:
-        super().__init__(wire)
         self._count = num_kept(numel, density)
         self._sent = wire.allocate(2 * self._count, torch.int32)
-        self._gathered = torch.empty(
-            wire.collective.world_size * 2 * self._count, dtype=torch.int32, device=wire.device
-        )
+        self._gathered = self._sent.new_empty(wire.collective.world_size * 2 * self._count)
+        super().__init__(wire, self._sent, self._gathered)
 
     def sum(self, values: Tensor, total: Tensor, keep: bool) -> Iterator[Handle]:
         """One all-gather. A value that is not a number counts as the largest."""
@@ -204,10 +190,6 @@ class TopK(Codec):
         total.zero_()
         for own in self._gathered.view(-1, 2, self._count):  # in the order of the ranks, each place of one once
             total.index_add_(0, own[0], own[1].view(torch.float32))
-
-    def buffers(self) -> list[Tensor]:
-        """The send and receive buffers."""
-        return [self._sent, self._gathered]
 
 
 def _peaks(rows: Tensor) -> Tensor:

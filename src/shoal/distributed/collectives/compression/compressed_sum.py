@@ -26,20 +26,12 @@ _OF_EVERY_VALUE = ("bfloat16", "float16", "int8")
 
 
 @dataclass
-class Withheld:
-    """Error-feedback residual of a rank, in units of the gradient of a step whose loss counted `unit` on this rank."""
-
-    values: Tensor
-    unit: float = 0.0
-
-
-@dataclass
 class _CompressedBucket:
     codec: Codec
     members: list[int]  # of all parameters, those whose gradients lie here
     sizes: list[int]
-    withheld: Withheld | None = None  # as of the last update
-    attempt: Withheld | None = None  # what is to be sent in this step, then what was not
+    withheld: Tensor | None = None  # what this rank has not sent, as of the last update
+    attempt: Tensor | None = None  # what is to be sent in this step, then what was not
     compared: list[Tensor] = field(default_factory=list)  # exact, wanted
 
     @property
@@ -69,18 +61,20 @@ def make_codec(
 class Compression:
     """Sums buckets that `add` has named, in the order of their numbers. Collective: every method but `commit`.
 
-    `fell_back`: since when nothing is compressed any more, and why; None while it is.
+    `fell_back`: since when nothing is compressed any more, and why; None while it is. What is withheld is in the units
+    of the gradient of a step whose loss counted `unit` on this rank; 0 where nothing is.
     """
 
     def __init__(self, collective: Collective, scheme: str, options: CompressionSection) -> None:
         self.scheme, self.options = scheme, options
         self.feedback = options.feedback and scheme in FED_BACK
         self.fell_back: dict[str, Any] | None = None
+        self.unit = 0.0
         self._collective = collective
         self._wire: CodecTransport | None = None
         self._buckets: list[_CompressedBucket] = []
         self._going: list[_Going] = []
-        self._step, self._unit = 0, 0.0
+        self._step, self._now = 0, 0.0
         self._tally: ErrorSums | None = None
         self._verdict: Comparison | None = None
         self._unused: Sequence[tuple[int, int, int]] = ()
@@ -94,15 +88,15 @@ class Compression:
             bucket.withheld, bucket.attempt = self._nothing(bucket), self._nothing(bucket)
         self._buckets.append(bucket)
 
-    def _nothing(self, bucket: _CompressedBucket) -> Withheld:
+    def _nothing(self, bucket: _CompressedBucket) -> Tensor:
         assert self._wire is not None, "buckets have a device"
-        return Withheld(torch.zeros(bucket.numel, device=self._wire.device))
+        return torch.zeros(bucket.numel, device=self._wire.device)
 
     # --------------------------------------------------------------------------------------------------- a step
 
     def begin(self, step: int) -> None:
         """A step's gradients come next, perhaps once more."""
-        self._step, self._unit = step, 0.0
+        self._step, self._now = step, 0.0
         self._going = []
         self._verdict = None
         every = self.options.guard_every
@@ -111,7 +105,7 @@ class Compression:
 
     def arm(self, unit: float) -> None:
         """This rank's gradients are those of a loss that counts `unit`: its weight times the factor of the loss."""
-        self._unit = unit
+        self._now = unit
 
     def start(self, number: int, flat: Tensor) -> Handle:
         """Starts to sum a bucket in place; what it has beyond the gradients is summed as it is.
@@ -129,8 +123,8 @@ class Compression:
     def _rounds(self, bucket: _CompressedBucket, flat: Tensor) -> Iterator[Handle]:
         body, rest = flat[: bucket.numel], flat[bucket.numel :]
         if self.fell_back is not None:
-            if bucket.withheld is not None and bucket.withheld.unit:
-                body.add_(bucket.withheld.values, alpha=self._unit / bucket.withheld.unit)
+            if bucket.withheld is not None and self.unit:
+                body.add_(bucket.withheld, alpha=self._now / self.unit)
             yield self._collective.all_reduce(flat, asynchronous=True)
             return
         beside = [self._collective.all_reduce(rest, asynchronous=True)] if rest.numel() else []
@@ -152,12 +146,9 @@ class Compression:
         """What is to be sent: the gradient, and what was held back for the part of the loss that this rank has now."""
         if bucket.withheld is None or bucket.attempt is None:
             return body
-        values, unit = bucket.attempt.values, bucket.withheld.unit
-        if unit and self._unit:
-            torch.add(body, bucket.withheld.values, alpha=self._unit / unit, out=values)
-        else:
-            values.copy_(body)
-        return values
+        if self.unit and self._now:
+            return torch.add(body, bucket.withheld, alpha=self._now / self.unit, out=bucket.attempt)
+        return bucket.attempt.copy_(body)
 
     def drain(self) -> None:
         """Brings all buckets to their end, a round of each in turn."""
@@ -176,9 +167,8 @@ class Compression:
         self._unused = unused
         for number, start, stop in unused:
             bucket = self._buckets[number]
-            if bucket.withheld is not None and bucket.attempt is not None and bucket.withheld.unit:
-                kept, share = bucket.withheld.values[start:stop], self._unit / bucket.withheld.unit
-                torch.mul(kept, share, out=bucket.attempt.values[start:stop])
+            if bucket.withheld is not None and bucket.attempt is not None and self.unit:
+                torch.mul(bucket.withheld[start:stop], self._now / self.unit, out=bucket.attempt[start:stop])
         return found
 
     def _compare(self, flats: Sequence[Tensor]) -> Comparison:
@@ -191,7 +181,7 @@ class Compression:
             if self._verdict is not None:
                 flat[: bucket.numel] = bucket.compared[1]
                 if bucket.attempt is not None:
-                    bucket.attempt.values.zero_()
+                    bucket.attempt.zero_()
             bucket.compared = []
         return found
 
@@ -202,23 +192,25 @@ class Compression:
             return
         for bucket in self._buckets:
             bucket.codec.commit()
-            if bucket.attempt is not None and self._unit:
-                bucket.attempt.unit = self._unit
+            if bucket.attempt is not None and self._now:
                 bucket.withheld, bucket.attempt = bucket.attempt, bucket.withheld
+        if self.feedback and self._now:
+            self.unit = self._now
         if self._verdict is not None:
             self.fall_back({"step": self._step + 1, **self._verdict.to_json()})
 
     def _sent_the_rest(self) -> None:
         """Uncompressed sums took along what was held back, but for gradients that no rank had."""
-        if not self._unit:
+        if not self._now:
             return
         for number, bucket in enumerate(self._buckets):
             if bucket.withheld is None:
                 continue
-            values, left = bucket.withheld.values, torch.zeros_like(bucket.withheld.values)
+            left = torch.zeros_like(bucket.withheld)
             for _, start, stop in (place for place in self._unused if place[0] == number):
-                left[start:stop] = values[start:stop]
-            bucket.withheld = Withheld(left, bucket.withheld.unit) if self._unused else None
+                left[start:stop] = bucket.withheld[start:stop]
+            bucket.withheld = left if self._unused else None
+        self.unit = self.unit if self._unused else 0.0
 
     def fall_back(self, why: dict[str, Any]) -> None:
         """From now on nothing is compressed; what is still held back goes out with the next sums. Not collective."""
@@ -243,22 +235,11 @@ class Compression:
         """Whether ranks have tensors that belong to a checkpoint; the same on all of them."""
         return self.scheme in FED_BACK
 
-    @property
-    def unit(self) -> float:
-        """The unit of what this rank holds back; 0 for nothing."""
-        return next((b.withheld.unit for b in self._buckets if b.withheld is not None), 0.0)
-
-    def set_unit(self, unit: float) -> None:
-        """The tensors of `withheld_of` have been filled with what is in this unit."""
-        for bucket in self._buckets:
-            if bucket.withheld is not None:
-                bucket.withheld.unit = unit
-
     def withheld_of(self) -> Iterator[tuple[int, Tensor]]:
         """This rank's residual of each parameter, flat; nothing without feedback."""
         for bucket in self._buckets:
             if bucket.withheld is not None:
-                yield from zip(bucket.members, bucket.withheld.values.split(bucket.sizes), strict=True)
+                yield from zip(bucket.members, bucket.withheld.split(bucket.sizes), strict=True)
 
     def bases(self) -> Iterator[tuple[int, Tensor]]:
         """The factors that powersgd begins with, of each parameter that it factors."""
@@ -269,7 +250,7 @@ class Compression:
 
     def reset(self, fell_back: dict[str, Any] | None) -> None:
         """Nothing is held back; and whether the guard has fallen back."""
-        self.fell_back = fell_back
+        self.fell_back, self.unit = fell_back, 0.0
         for bucket in self._buckets:
             bucket.withheld = self._nothing(bucket) if self.feedback else None
             bucket.attempt = self._nothing(bucket) if self.feedback and fell_back is None else None
@@ -283,7 +264,7 @@ class Compression:
         found = self._wire.buffers() if self._wire is not None else []
         for bucket in self._buckets:
             found += bucket.codec.buffers()
-            found += [w.values for w in (bucket.withheld, bucket.attempt) if w is not None]
+            found += [tensor for tensor in (bucket.withheld, bucket.attempt) if tensor is not None]
         return found
 
 

@@ -34,7 +34,7 @@ class Comparison:
     lost: float
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value; None for what is not a finite number."""
+        """JSON value; None for a number that is not finite."""
         return {name: number if math.isfinite(number) else None for name, number in asdict(self).items()}
 
 

@@ -25,12 +25,12 @@ class PowerSGD(Codec):
     num_rounds = 2
 
     def __init__(self, wire: CodecTransport, shapes: Sequence[tuple[int, ...]], rank: int) -> None:
-        super().__init__(wire)
         self._rank = rank
         self._matrices, self._plain = factored(shapes, rank)
         num_plain = sum(stop - start for start, stop in self._plain)
         self._first = wire.allocate(num_plain + sum(rank * m.rows for m in self._matrices), torch.float32)
         self._second = wire.allocate(sum(rank * m.columns for m in self._matrices), torch.float32)
+        super().__init__(wire, self._first, self._second)
         self._rest, left = self._first[:num_plain], self._first[num_plain:]
         lefts = left.split([rank * m.rows for m in self._matrices])
         rights = self._second.split([rank * m.columns for m in self._matrices])
@@ -84,8 +84,7 @@ class PowerSGD(Codec):
         yield from zip((m.start for m in self._matrices), self.basis, strict=True)
 
     def buffers(self) -> list[Tensor]:
-        """The send buffer, and the factors to begin with."""
-        return [self._first, self._second, *self.basis]
+        return [*super().buffers(), *self.basis]
 
 
 def _view(flat: Tensor, matrix: Matrix) -> Tensor:

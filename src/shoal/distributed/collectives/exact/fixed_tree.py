@@ -38,14 +38,13 @@ class TreeSum:
 
     def __init__(self, num_grains: int, like: Tensor) -> None:
         self.num_grains, self._like = num_grains, like
-        self.held: list[int] = []
         self._nodes: dict[Range, Tensor] = {}
         self._spare: list[Tensor] = []
 
     def clear(self) -> None:
         """Forgets the sums and keeps their memory: fresh pages for every grain cost more than the additions."""
         self._spare += self._nodes.values()
-        self._nodes, self.held = {}, []
+        self._nodes = {}
 
     def empty(self) -> Tensor:
         """A vector to fill and `add`."""
@@ -62,7 +61,6 @@ class TreeSum:
 
     def add(self, grain: int, value: Tensor) -> None:
         """Takes the value (a flat tensor, from now on owned and changed here) of one grain."""
-        self.held.append(grain)
         self._nodes[grain, grain + 1] = value
         self._merge(0, self.num_grains, grain)
 

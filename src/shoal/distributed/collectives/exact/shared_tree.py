@@ -31,16 +31,13 @@ class SharedTreeSum(TreeSum):
         self._slots: list[list[Tensor]] = []
 
     def buffers(self) -> list[Tensor]:
-        """As the tree's, and this rank's slot."""
         own = [] if self._own is None else [self._own]
         return [*super().buffers(), *own, *self._collective.buffers()]
 
     def move(self, numbers: Tensor) -> None:
-        """As the tree's, through shared memory."""
         self._collective.all_reduce(numbers)
 
     def close(self) -> None:
-        """Ends the collective."""
         self._collective.close()
 
     def total(self, holders: list[list[int]], rank: int) -> Tensor:

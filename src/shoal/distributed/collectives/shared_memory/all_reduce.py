@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from shoal.distributed.collectives.base import (
-    DTYPES,
-    OPERATIONS,
+    KINDS,
     Collective,
     Handle,
     Operation,
     Team,
+    call_in_words,
+    call_numbers,
     check,
     check_parts,
 )
@@ -39,7 +40,6 @@ from shoal.distributed.collectives.shared_memory.region import SharedRegion, exc
 from shoal.distributed.collectives.shared_memory.staging import CONTROL_BYTES, MAX_CACHED, ONE_SHOT_BYTES, Workplace
 from shoal.errors import LaunchError
 
-_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 _MAILBOX, _STAGED = 0, 1  # where the data are; allocated regions are numbered from 2
 _HEADER = struct.Struct("<8q")
 _Work = Callable[[int], None]  # given the number of its call
@@ -129,7 +129,6 @@ class SharedMemory(Collective):
         self._work.forget()
 
     def all_reduce(self, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False) -> Handle:
-        """In place, in the order of the ranks."""
         # The calls of every step: what was found out about one is kept.
         key = tensor.data_ptr(), tensor.numel(), tensor.dtype, op
         known = self._known.get(key)
@@ -154,7 +153,10 @@ class SharedMemory(Collective):
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
     ) -> Handle:
-        """From `allocate`d memory nothing is copied; else each rank's parts go through its staging area."""
+        """`output` becomes part `rank` of the sum of all `tensor`s, which has `world_size` parts of its length.
+
+        From `allocate`d memory nothing is copied; else each rank's parts go through its staging area.
+        """
         check("reduce_scatter", [output, tensor], op)
         check_parts("reduce_scatter", tensor, output, self.world_size)
         place = self._place(tensor)
@@ -234,8 +236,8 @@ class SharedMemory(Collective):
         return self._call(call, asynchronous)
 
     def barrier(self) -> None:
-        """One exchange of words."""
-        self._call(_SharedCall(_HEADER.pack(_KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
+        """Returns once every rank has come to it: one exchange of words."""
+        self._call(_SharedCall(_HEADER.pack(KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
 
     def settle(self) -> None:
         """Waits until all that was called is done, before the ranks meet in another way. Collective: as the calls."""
@@ -244,7 +246,6 @@ class SharedMemory(Collective):
             self._complete((state.backlog or state.queue)[-1])
 
     def close(self) -> None:
-        """Forgets the memory: it goes with the last tensor in it."""
         self._peers.close()
         self._regions.clear()
         self._known.clear()
@@ -341,8 +342,7 @@ class SharedMemory(Collective):
     @staticmethod
     def _header(kind: str, tensor: Tensor, op: Operation, where: int, *more: int, times: int = 1) -> bytes:
         """Of `times` tensors like that one. `more`: the byte where the data are, and the root of a broadcast."""
-        numbers = _KINDS.index(kind), OPERATIONS.index(op), DTYPES.index(tensor.dtype), times * tensor.numel()
-        return _HEADER.pack(*numbers, where, *more, *[0] * (3 - len(more)))
+        return _HEADER.pack(*call_numbers(kind, tensor, op, times), where, *more, *[0] * (3 - len(more)))
 
     def _place(self, tensor: Tensor) -> tuple[int, SharedRegion, int] | None:
         """Number, region and byte of an allocated tensor."""
@@ -374,15 +374,9 @@ def _gather(values: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 def _describe(header: bytes) -> str:
     """A call in words."""
-    kind, op, dtype, numel, where, offset, root, _ = _HEADER.unpack(header)
-    if not 0 <= kind < len(_KINDS) or not 0 <= dtype < len(DTYPES):
-        return "nothing known"
-    if _KINDS[kind] == "barrier":
-        return "barrier"
-    name = f"{_KINDS[kind]} ({OPERATIONS[op]})" if "reduce" in _KINDS[kind] else _KINDS[kind]
+    *call, where, offset, root, _ = _HEADER.unpack(header)
     place = {_MAILBOX: "", _STAGED: ""}.get(where, f" at byte {offset} of allocation {where - _STAGED}")
-    source = f" from rank {root}" if _KINDS[kind] == "broadcast" else ""
-    return f"{name} of {numel} elements of {str(DTYPES[dtype]).removeprefix('torch.')}{place}{source}"
+    return call_in_words(call) + place + (f" from rank {root}" if call[0] == KINDS.index("broadcast") else "")
 
 
 def apart(places: list[list[int]]) -> list[int]:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from shoal.distributed.collectives.base import DTYPES, Handle, Operation, Team
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory, apart
 from shoal.distributed.collectives.shared_memory.region import places
+from shoal.distributed.mesh import new_group
 from shoal.distributed.traffic_meter import Listener
 
 NAME = "shoal"
@@ -76,20 +77,16 @@ class SharedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         """In place, one after the other."""
-        op = _operation(opts)
-        if self._shared is None or op is None or not _fit(tensors):
-            return self._gloo().allreduce(tensors, opts)
-        return self._reduced(tensors, op, opts)
+        return self._reduced(tensors, opts) or self._gloo().allreduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:  # type: ignore[override]
         """The same; counted as one message, as torch counts it."""
+        return self._reduced(tensors, opts) or self._gloo().allreduce_coalesced(tensors, opts)
+
+    def _reduced(self, tensors: list[Tensor], opts: Any) -> dist.Work | None:
         op = _operation(opts)
         if self._shared is None or op is None or not _fit(tensors):
-            return self._gloo().allreduce_coalesced(tensors, opts)
-        return self._reduced(tensors, op, opts)
-
-    def _reduced(self, tensors: list[Tensor], op: Operation, opts: Any) -> dist.Work:
-        assert self._shared is not None
+            return None
         self._tell("all_reduce", tensors)
         return _GroupWork([self._shared.all_reduce(t, op, asynchronous=opts.asyncOp) for t in _bare(tensors)])
 
@@ -111,20 +108,17 @@ class SharedGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:  # type: ignore[override]
         """Into one tensor."""
-        if self._shared is None or not _fit([output, input]):
-            return self._gloo().all_gather_single(output, input, opts)
-        return self._gathered([output], [input], opts)
+        return self._gathered([output], [input], opts) or self._gloo().all_gather_single(output, input, opts)
 
     def all_gather_single_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Any:
         """Several of these, counted as one message."""
-        if self._shared is None or not _fit([*outputs, *inputs]):
-            return self._gloo().all_gather_single_coalesced(outputs, inputs, opts)
-        return self._gathered(outputs, inputs, opts)
+        return self._gathered(outputs, inputs, opts) or self._gloo().all_gather_single_coalesced(outputs, inputs, opts)
 
-    def _gathered(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
-        assert self._shared is not None
+    def _gathered(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work | None:
+        if self._shared is None or not _fit([*outputs, *inputs]):
+            return None
         self._tell("all_gather", outputs, inputs)
         pairs = zip(_bare(outputs), _bare(inputs), strict=True)
         return _GroupWork([self._shared.all_gather(whole, own, asynchronous=opts.asyncOp) for whole, own in pairs])
@@ -143,22 +137,19 @@ class SharedGroup(dist.ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         """From one tensor."""
-        op = _operation(opts)
-        if self._shared is None or op is None or not _fit([output, input]):
-            return self._gloo().reduce_scatter_single(output, input, opts)
-        return self._scattered([output], [input], op, opts)
+        return self._scattered([output], [input], opts) or self._gloo().reduce_scatter_single(output, input, opts)
 
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> Any:
         """Several of these, counted as one message."""
+        taken = self._scattered(outputs, inputs, opts)
+        return taken or self._gloo().reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def _scattered(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work | None:
         op = _operation(opts)
         if self._shared is None or op is None or not _fit([*outputs, *inputs]):
-            return self._gloo().reduce_scatter_single_coalesced(outputs, inputs, opts)
-        return self._scattered(outputs, inputs, op, opts)
-
-    def _scattered(self, outputs: list[Tensor], inputs: list[Tensor], op: Operation, opts: Any) -> dist.Work:
-        assert self._shared is not None
+            return None
         self._tell("reduce_scatter", outputs, inputs)
         pairs = zip(_bare(outputs), _bare(inputs), strict=True)
         return _GroupWork(
@@ -232,11 +223,7 @@ def open_group(parts: Sequence[Sequence[int]], timeout: timedelta) -> dist.Proce
     Raises: LaunchError, on every rank of a part, where they are on one host and cannot map each other's memory.
     """
     dist.Backend.register_backend(NAME, SharedGroup, devices=["cpu"])
-    found = None
-    for ranks in parts:
-        group = dist.new_group(list(ranks), timeout=timeout, backend=NAME)
-        if dist.get_rank() in ranks:
-            found = group
+    found = new_group(parts, timeout, NAME)
     by_rank = places()
     if isinstance(found, SharedGroup) and found.size() > 1:
         own = [by_rank[rank] for rank in dist.get_process_group_ranks(found)]

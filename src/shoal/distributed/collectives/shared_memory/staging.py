@@ -49,7 +49,7 @@ class Workplace:
         self._chunks: dict[tuple[object, ...], list[list[Tensor]]] = {}
 
     def forget(self) -> None:
-        """Lets go of all views, so that memory that was given back goes."""
+        """Drops all views, so that released memory is freed."""
         self._views.clear()
         self._chunks.clear()
 

@@ -19,11 +19,13 @@ def _copied(layer: Any, memo: dict[int, Any]) -> Any:
     # First as empty shells: layers, their calls in a graph and the symbols between them refer to each other.
     family = {id(each): each for each in _family(layer)}
     memo |= {key: object.__new__(type(each)) for key, each in family.items()}
-    variables = {id(v): v for each in family.values() for v in _variables(each)}
+    kinds = ("_trainable_variables", "_non_trainable_variables")
+    variables = {id(v): v for each in family.values() for kind in kinds for v in getattr(each, kind, ())}
     memo |= {key: copy.copy(variable) for key, variable in variables.items()}
     for each in family.values():
         # Calls from or to what is not copied are the original's history, of which a copy takes no part.
-        memo |= {id(node): node for node in _nodes(each) if not _is_within(node, family)}
+        nodes = (*each._inbound_nodes, *each._outbound_nodes)
+        memo |= {id(node): node for node in nodes if not _is_within(node, family)}
     for key, each in family.items():
         # Keras has wrapped these methods of the original; a copy is built.
         held = {name: value for name, value in vars(each).items() if name not in ("build", "quantize")}
@@ -51,14 +53,6 @@ def _family(layer: Any) -> list[Any]:
             if all(other is not known for known in found):
                 found.append(other)
     return found
-
-
-def _variables(layer: Any) -> list[Any]:
-    return [*getattr(layer, "_trainable_variables", ()), *getattr(layer, "_non_trainable_variables", ())]
-
-
-def _nodes(operation: Any) -> list[Any]:
-    return [*operation._inbound_nodes, *operation._outbound_nodes]
 
 
 def _is_within(node: Any, family: dict[int, Any]) -> bool:

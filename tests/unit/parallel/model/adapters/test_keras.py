@@ -16,7 +16,7 @@ from torch import nn
 from shoal.errors import JobError
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, seed_everything
 from shoal.parallel.model.adapters import adapted
-from shoal.parallel.tensor.trace import twin
+from shoal.parallel.model.function_trace import twin
 from shoal.plans.grains import Grain
 
 pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed: pip install 'shoal[keras]'")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.verification.halves import Halves
+from shoal.verification.reference import Halves
 
 
 def computed(layer: nn.Linear, x: Tensor) -> list[Tensor]:

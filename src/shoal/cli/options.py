@@ -1,0 +1,152 @@
+"""Command-line options: each a field of a frozen value, from which its parser is made and which the command is given.
+
+Loads nothing heavy: `shoal --help` reads this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypeVar
+
+from shoal.errors import CommandError
+
+T = TypeVar("T")
+
+
+def _option(text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any) -> Any:
+    """A field with what argparse is told of it; its name is the flag where there are no `flags`.
+
+    `least`: it is a whole number of at least so much.
+    """
+    told = {"flags": flags, "least": more.pop("least", None)}
+    told["settings"] = {"help": text, **({"metavar": metavar} if metavar else {}), **more}
+    return field(default=default, metadata=told)
+
+
+def _job(**more: Any) -> Any:
+    return _option("a Python file and its job function (default: job)", "JOBFILE[:FUNCTION]", "job", **more)
+
+
+def _switch(text: str, default: bool | None = False) -> Any:
+    return _option(text, default=default, action="store_true")
+
+
+_PRECISION = ("fp32, bf16, bf16-pure or fp16", "P")
+_SET = ("set a parameter of the job function", "K=V")
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Which training is meant, and on what."""
+
+    job: str = _job(default=MISSING)
+    started_at: float = field(default_factory=time.time)  # of the command: no option
+    plan: str | None = _option("a plan (TOML); what it leaves out is filled in", "FILE")
+    devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
+    exact: bool | None = _switch("bit-identical on any number of devices", default=None)
+    precision: str | None = _option(*_PRECISION)
+    set: tuple[str, ...] = _option(*_SET, default=(), action="append")
+    out: str | None = _option("output directory (default: runs/NAME or runs/NAME-verify)", "DIR")
+    max_microbatch: int | None = _option("the most samples in one forward", "N", least=1)
+    workers: int | None = _option("data-loading processes per rank (default: 0)", "N", least=0)
+
+
+@dataclass(frozen=True)
+class RunOptions(TrainingOptions):
+    """Of `shoal run`."""
+
+    steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
+    resume: bool = _switch("go on from the newest good checkpoint in the run directory")
+    checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
+    require_certificate: str | None = _option("train only what `shoal verify` has verified", "FILE")
+    no_telemetry: bool = _switch("no spans and no step records")
+
+
+@dataclass(frozen=True)
+class VerifyOptions(TrainingOptions):
+    """Of `shoal verify`."""
+
+    steps: int = _option("steps to compare (default: 3)", "K", default=3, least=1)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Of `shoal plan`."""
+
+    job: str | None = _job(nargs="?")
+    cluster: str = _option("8xH100, 4x8xA100, FILE.toml or here (default)", "C", default="here")
+    aim: str = _option(
+        "fastest (default); cheapest; deadline=2h: the cheapest that ends the whole job in 2 hours; "
+        "efficiency=0.8: the fewest devices that keep 80%% of the best throughput per device; "
+        "widest=0.8: the most devices that do",
+        "A",
+        default="fastest",
+    )
+    max_devices: int | None = _option("use at most N devices", "N", least=1)
+    precision: str | None = _option(*_PRECISION)
+    set: tuple[str, ...] = _option(*_SET, default=(), action="append")
+    mtbf: str | None = _option("hours between failures of one device, on average", "HOURS")
+    output: str | None = _option("write the plan, for shoal run --plan", "FILE", "-o", "--output")
+    html: str | None = _option("write a page with the curve, the waterfalls and every reason", "FILE")
+    learn: tuple[str, ...] | None = _option("correct the predictions by what these runs took", "RUNDIR", nargs="+")
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Of `shoal bench`."""
+
+    what: str = _option(
+        "machine (default): all that `shoal plan` reads; collectives: every all-reduce side by side, and what "
+        "`auto` chooses by",
+        None,
+        "what",
+        default="machine",
+        nargs="?",
+        choices=["machine", "collectives"],
+    )
+    sizes: str | None = _option("of collectives, in bytes (default: 1K to 256M)", "LIST")
+    out: str | None = _option("write the cluster file here too (TOML)", "FILE", "-o", "--out")
+    quick: bool = _switch("fewer sizes and samples, about 15 s")
+    ranks: str | None = _option("the most processes at once (default: one a GPU, or one a core up to 8)", "N")
+
+
+def _options(kind: Any) -> list[Field[Any]]:
+    return [found for found in fields(kind) if found.metadata]
+
+
+def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
+    """The options of a kind, in their order."""
+    for option in _options(kind):
+        flags = option.metadata["flags"] or (f"--{option.name.replace('_', '-')}",)
+        default = None if option.default is MISSING else option.default
+        default = list(default) if isinstance(default, tuple) else default  # argparse appends
+        parser.add_argument(*flags, default=default, **option.metadata["settings"])
+
+
+def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
+    """What was parsed, as a kind of options. Raises: CommandError for what is no whole number where one is meant."""
+    values = {}
+    for option in _options(kind):
+        value, least = getattr(parsed, option.name), option.metadata["least"]
+        value = tuple(value) if isinstance(value, list) else value
+        values[option.name] = value if least is None else _integer(option.name, value, least)
+    return kind(**values)
+
+
+def _integer(name: str, text: Any, least: int) -> int | None:
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        flag = f"--{name.replace('_', '-')}"
+        raise CommandError(
+            given=f"{flag} {text}",
+            conflict=f"{flag} takes a whole number of at least {least}",
+            remedy=f"write {flag} 2, say",
+        )
+    return value

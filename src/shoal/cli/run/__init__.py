@@ -1,0 +1,1 @@
+"""The `shoal run` command: prepared, trained, and its result written."""

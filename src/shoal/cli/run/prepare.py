@@ -1,0 +1,183 @@
+"""Preparation of a run, to train or to verify: options become a request, and ranks are started, without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shoal.cli.options import RunOptions, VerifyOptions
+from shoal.errors import ExitCode, ShoalError, from_json
+from shoal.launch.environment import REQUEST_FILE, Environment, joined
+from shoal.plans import Plan
+from shoal.plans.legal import World, other_world, refuse
+from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.plans.toml import read
+from shoal.runs.directory import RunDirectory, default_directory, read_json
+from shoal.runs.directory_lock import DirectoryLock
+from shoal.runs.handover import dumped, loaded
+from shoal.runs.job_file import JobRequest, parse_target
+from shoal.runs.request import RunRequest, devices_here
+
+
+def run(options: RunOptions) -> int:
+    """Trains: in this process alone, as a rank of a launcher, or with ranks on this host that it starts."""
+    environment = joined(os.environ)
+    handed_over = os.environ.pop(REQUEST_FILE, None)
+    if environment is not None and handed_over is not None:
+        return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
+    request = requested(options)
+    if environment is not None:
+        world_size = environment.world_size
+        request = request.with_devices(world_size)
+        if environment.single_host:
+            request = request.with_own_sums()
+        refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
+        return _train(request, environment, unprepared=True)
+    with _claimed(request) as (request, lock):
+        if request.num_processes == 1:
+            return _train(request, Environment())
+        for note in request.notes():
+            print(f"note: {note}", file=sys.stderr)
+        try:
+            return _launch(looked_at(request) if request.needs_look else request, lock)
+        except ShoalError as error:
+            return tell(request, error)
+
+
+def verify(options: VerifyOptions) -> int:
+    """Verifies the run that `shoal run` would train with these options."""
+    with _claimed(requested(RunOptions(**vars(options), no_telemetry=True), suffix="-verify")) as (request, _):
+        from shoal.cli.verify import verify  # torch: its import serves the child that looks at the job too
+
+        handlers = {number: signal.signal(number, _leave) for number in _STOPS}  # in order: the traces are removed
+        try:
+            return verify(looked_at(request), options.steps)
+        except ShoalError as error:
+            tell(request, error)
+            return int(ExitCode.USER)  # whatever it was: 1 says that the run diverged
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    for again in _STOPS:
+        signal.signal(again, signal.SIG_IGN)
+    raise SystemExit(ExitCode.INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
+    """A request for ranks on this host, its plan judged by itself and its directory taken for the context."""
+    request = request.with_devices(devices_here()).with_own_sums()
+    request.check_plan()
+    with request.claim() as lock:
+        yield replace(request, out=lock.folder), lock
+
+
+def requested(options: RunOptions, suffix: str = "") -> RunRequest:
+    """The request in options; `suffix` of the directory's name where none is given.
+
+    Raises: JobFileError, SettingError, PlanError.
+    """
+    wishes = Wishes(options.devices, options.exact, options.precision, options.workers, options.max_microbatch)
+    job, steps = parse_target(options.job, options.set), options.steps
+    name = job.name + suffix
+    out = Path(options.out) if options.out else default_directory(name, options.resume)
+    kept = RunDirectory(out)
+    if options.resume:
+        job, steps = _resumed(kept, job, steps)
+    resumed_plan = options.resume and not options.plan and kept.plan.exists()
+    plan = read(kept.plan) if resumed_plan else read(Path(options.plan)) if options.plan else Plan()
+    says_workers = wishes.workers is not None or "workers" in plan.data.model_fields_set
+    if resumed_plan and options.exact and not plan.execution.exact:
+        plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
+    return RunRequest(
+        job=job,
+        plan=apply_wishes(plan, wishes, from_file=bool(options.plan)),
+        wishes=wishes,
+        out=out,
+        started_at=options.started_at,
+        plan_from_file=bool(options.plan) or resumed_plan,
+        resume=options.resume,
+        steps=steps,
+        checkpoint_every=options.checkpoint_every,
+        telemetry=not options.no_telemetry,
+        certificate=Path(options.require_certificate) if options.require_certificate else None,
+        says_workers=says_workers,
+        plan_resumed=resumed_plan,
+        numbered=None if options.out or options.resume else name,
+    )
+
+
+def _resumed(directory: RunDirectory, job: JobRequest, steps: int | None) -> tuple[JobRequest, int | None]:
+    """The settings and the last step of the run that is resumed, where this call does not say."""
+    saved = read_json(directory.job)
+    if not saved:
+        return job, steps
+    settings = {**saved.get("given", {}), **dict(job.settings)}
+    return replace(job, settings=tuple(settings.items())), steps if steps is not None else saved.get("stop_after")
+
+
+def looked_at(request: RunRequest) -> RunRequest:
+    """The request with its plan judged, in a child process that loads the job. Raises: what the job or plan raises."""
+    from shoal.launch.in_child import in_child
+
+    def work() -> dict[str, Any]:
+        from shoal.training.preflight import look
+
+        return look(request)
+
+    found = in_child(work)
+    if "error" not in found:
+        return loaded(RunRequest, found["request"])
+    error = from_json(found["error"])
+    RunDirectory(request.out).keep_traceback("launcher", error)
+    raise error
+
+
+def tell(request: RunRequest, error: ShoalError) -> int:
+    """Prints an error, and where its traceback is kept; the exit code."""
+    errors = RunDirectory(request.out).errors
+    print(error.render(), file=sys.stderr)
+    if error.traceback_text and errors.is_dir():
+        print(f"  traceback:      {errors}", file=sys.stderr)
+    return int(error.exit_code)
+
+
+def _train(request: RunRequest, environment: Environment, *, unprepared: bool = False) -> int:
+    from shoal.launch.signals import Signals
+
+    signals = Signals(impatient=True)
+    with signals.handled():  # before torch is imported, which takes seconds
+        from shoal.cli.run.train import run
+
+        return run(request, environment, signals, unprepared=unprepared)
+
+
+def _launch(request: RunRequest, lock: DirectoryLock) -> int:
+    from shoal.launch.local import LocalRun, launch
+
+    code, error = launch(
+        LocalRun(
+            ["run", str(request.job.path)],
+            request.num_processes,
+            request.threads_per_process,
+            request.out / "logs",
+            request=dumped(request),
+            replaceable=request.plan.worker_ranks,
+            lock=lock.descriptor,
+        )
+    )
+    if error is not None:
+        tell(request, error)
+    return code

@@ -1,0 +1,265 @@
+"""Training of a run on one rank: from a request to a trained model, and the files of the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shoal.checkpoint.keeper import RunState
+from shoal.cli.progress import Pace, choose_reporter
+from shoal.cli.run.write_result import Result
+from shoal.cli.summary import conclude, introduce
+from shoal.data.opened import opened
+from shoal.distributed.agreement import decided_by_rank_0, together
+from shoal.distributed.failures import as_shoal_error
+from shoal.distributed.mesh import Mesh, alone, open_mesh
+from shoal.distributed.process_setup import prepare_process, versions
+from shoal.distributed.worker_process import die_with_launcher, tell
+from shoal.errors import ExitCode, JobMismatchError, ShoalError
+from shoal.hardware.detect import cores
+from shoal.job import Job
+from shoal.launch.environment import Environment
+from shoal.launch.signals import Signals
+from shoal.plans.plan import Plan
+from shoal.plans.resolve import CompletePlan, Judged
+from shoal.plans.toml import write as plan_text
+from shoal.plans.unheeded import unheeded, warn_of
+from shoal.runs.certificate import Certificate
+from shoal.runs.directory import RunDirectory, read_json, write_file
+from shoal.runs.job_file import LoadedJob, load
+from shoal.runs.records import StepRecord
+from shoal.runs.request import RunRequest
+from shoal.training.engine import Engine, Options, build
+from shoal.training.metering import StepMeter
+from shoal.training.preflight import judged, shake_hands
+from shoal.training.step_records import Outcome, Surroundings
+from shoal.training.telemetry import RecordWriter
+
+if TYPE_CHECKING:
+    from shoal.training.parameter_server.members import Members
+
+
+@dataclass(frozen=True)
+class _Call:
+    """This call of `shoal run` on one rank."""
+
+    request: RunRequest
+    loaded: LoadedJob
+    signals: Signals
+    notes: tuple[str, ...] = ()
+
+
+def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
+    """Trains and returns the exit code; errors are printed here, or handed to the launcher that started this rank.
+
+    `unprepared`: no launcher of shoal's has taken the run directory, and told of what has no effect.
+    """
+    die_with_launcher()
+    error: ShoalError | None = None
+    directory = RunDirectory(request.out)
+    with contextlib.ExitStack() as held:  # the lock of the run directory, until its last file is written
+        try:
+            prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
+            call = _Call(request, load(request.job), signals)
+            if request.plan.serves:
+                code = _serve(call, environment)
+            else:
+                with open_mesh(environment, request.plan.degrees) as mesh:
+                    plan, call = _agree(mesh, call, unprepared)
+                    if unprepared:
+                        out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
+                        call = replace(call, request=replace(request, out=out))
+                        directory = RunDirectory(out)
+                    code = _train(mesh, plan, call)
+        except (Exception, SystemExit) as caught:
+            error = as_shoal_error(caught)
+            code = error.exit_code
+            if error.rank is None and environment.world_size > 1:
+                error.rank = environment.rank
+            with contextlib.suppress(OSError):
+                directory.keep_traceback(f"rank-{environment.rank}", error)
+    tell(environment, code, error)
+    return code
+
+
+def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:
+    """The plan that all ranks train by, and the call with its data opened. Collective: all ranks."""
+    request, job = call.request, call.loaded.job
+    most = request.wishes.max_microbatch
+    found = request.judged or decided_by_rank_0(mesh, Judged, lambda: judged(job, request.plan, most))
+    if mesh.rank == 0:
+        _warn(job, request, unprepared)
+    loaded = replace(call.loaded, job=together(mesh, lambda: opened(job)))
+    shake_hands(mesh, loaded, request)
+    return found.plan, replace(call, loaded=loaded, notes=found.notes)
+
+
+def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
+    """Tells of what has no effect in the job, and in a plan as this call gives it."""
+    warn_of(job.without_effect())
+    if unprepared:
+        warn_of(request.without_effect())
+    if not request.plan_resumed:  # what a run keeps was completed by it
+        warn_of(unheeded(request.plan, job.grains, None if job.fuse else "Job(fuse=False)"))
+
+
+def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
+    request = call.request
+    if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
+        warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
+    meter = StepMeter()
+    options = Options(
+        checkpoints=RunDirectory(request.out).checkpoints,
+        checkpoint_every=request.checkpoint_every,
+        telemetry=request.telemetry,
+        take_workers=not request.says_workers,
+        observer=meter,
+    )
+    engine = build(call.loaded.job, plan, mesh, options)
+    try:
+        if request.telemetry:
+            wires = engine.pipeline.groups if engine.pipeline is not None else []
+            meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, wires)
+        return _train_built(engine, call)
+    finally:
+        meter.close()
+        engine.close()
+
+
+def _serve(call: _Call, environment: Environment) -> ExitCode:
+    """What this process is in a run whose parameters are kept by servers; the conductor trains."""
+    from shoal.training.parameter_server.members import Members
+    from shoal.training.parameter_server.part import take_part
+    from shoal.training.parameter_server.peers import identity, key_of
+
+    request, job = call.request, call.loaded.job
+    key_of(environment)  # or it was not shoal's launcher, which has judged the plan
+    assert request.judged is not None, "a request for servers is looked at"
+    plan, call = request.judged.plan, replace(call, notes=request.judged.notes)
+    if environment.rank == 0:
+        _warn(job, request, unprepared=False)
+    if take_part(job, plan, environment):
+        return ExitCode.DONE
+    with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
+        options = Options(RunDirectory(request.out).checkpoints, request.checkpoint_every, request.telemetry)
+        engine = build(job, plan, alone(torch.device("cpu")), options)
+        try:
+            return _train_built(engine, call, crew)
+        finally:
+            engine.close()
+
+
+def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> ExitCode:
+    mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.out)
+    loaded = replace(call.loaded, job=engine.job)  # with its data opened
+    description = _describe(loaded, engine, request)
+    saved = read_json(directory.job) if request.resume else None
+    together(mesh, lambda: _refuse_other_job(saved, description) if saved else None)
+    description["certificate"] = certificate = together(mesh, lambda: _certified(request, loaded, engine.plan))
+    state, complaints = engine.load() if request.resume else (None, [])
+    first = state.step if state else 0
+    result = Result(engine, directory.result, request.started_at, certificate, first if request.resume else None, state)
+    num_steps = request.steps or engine.order.num_steps
+    reporter = choose_reporter(mesh.rank, Pace(first, num_steps, engine.plan.degrees.world_size))
+    try:
+        for complaint in (*complaints, *call.notes):
+            reporter.note(complaint)
+        together(mesh, lambda: _begin(directory, engine.plan, description) if mesh.rank == 0 else None)
+        try:
+            introduce(reporter, engine, loaded, request, state.step if state else None)
+
+            def on_step(record: StepRecord, slowest_rank: int) -> None:
+                result.take(record)
+                reporter.step(record, slowest_rank)
+
+            around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received))
+            if first < num_steps:
+                engine.rehearse()
+            records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
+            outcome, served = _trained(engine, (state, num_steps), around, records, crew)
+            record = result.of(outcome, num_steps, served)
+        except (Exception, SystemExit) as caught:
+            result.write_failed(as_shoal_error(caught))
+            raise
+        unwritten = result.write(record)
+        unsaved = outcome.unsaved or unwritten
+        conclude(reporter, record, f"{request.job.path}:{loaded.function}", request.out)
+        if unsaved is not None:
+            raise unsaved
+    finally:
+        reporter.close()
+    return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+def _trained(
+    engine: Engine,
+    course: tuple[RunState | None, int],
+    around: Surroundings,
+    records: RecordWriter,
+    crew: Members | None,
+) -> tuple[Outcome, dict[str, Any] | None]:
+    """From a state up to a step: how it ended, and with a crew what came of its pushes."""
+    state, num_steps = course
+    if crew is None:
+        return engine.trainer(state, num_steps, around, records).train(), None
+    from shoal.training.parameter_server.conductor import Conductor
+
+    conductor = Conductor(engine, around, state or engine.first_state(), num_steps, records, crew=crew)
+    return conductor.train(), conductor.report()
+
+
+def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[str, Any]:
+    """job.json: what is trained, as far as numbers and names can say it."""
+    shapes = "\n".join(f"{name} {list(shape)}" for name, shape in engine.sharded_model.shapes().items())
+    return {
+        "file": str(request.job.path),
+        "function": loaded.function,
+        "settings": loaded.settings,
+        "given": dict(request.job.settings),
+        "stop_after": request.steps,
+        **loaded.job.describe(),
+        "train_samples": engine.num_train_samples,
+        "parameters": engine.num_parameters,
+        "shapes_sha256": hashlib.sha256(shapes.encode()).hexdigest(),
+        "versions": versions(),
+    }
+
+
+# A resume may change how long and what happens at a bad step; everything else is what was trained.
+_MAY_CHANGE = ("file", "given", "stop_after", "length", "on_nonfinite", "versions", "certificate")
+
+
+def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
+    """The SHA-256 of the certificate that was demanded. Raises: CertificateError where it is not of this run."""
+    if request.certificate is None:
+        return None
+    certificate = Certificate.read(request.certificate)
+    certificate.check(loaded.describe(), plan.to_mapping(), versions())
+    return certificate.sha256
+
+
+def _refuse_other_job(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises: JobMismatchError where another job was trained; an entry that an older version left out is not compared.
+
+    A checkpoint whose tensors have other shapes is refused when it is read.
+    """
+    now = json.loads(json.dumps(now))
+    differing = [n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]]
+    if differing:
+        raise JobMismatchError(
+            given="\n".join(f"{name} = {now[name]}" for name in differing),
+            conflict="the run to resume has " + ", ".join(f"{name} = {saved.get(name)}" for name in differing),
+            remedy="resume with the job and settings that the run began with, or start anew with another --out",
+        )
+
+
+def _begin(directory: RunDirectory, plan: Plan, description: dict[str, Any]) -> None:
+    directory.path.mkdir(parents=True, exist_ok=True)
+    write_file(directory.plan, plan_text(plan))
+    write_file(directory.job, json.dumps(description, indent=2) + "\n")

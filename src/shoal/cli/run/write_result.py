@@ -1,0 +1,165 @@
+"""The result of a run, `result.json`: what its steps came to, however it ended."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+import warnings
+from collections import deque
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.checkpoint.keeper import RunState
+from shoal.checkpoint.state import sha256_of
+from shoal.distributed.failures import to_json
+from shoal.distributed.process_setup import versions
+from shoal.errors import ShoalError, StorageError
+from shoal.hardware.values import kind_of
+from shoal.parallel.model_sums import whole_tensors
+from shoal.planner.calibrate.comparison import MeasuredStep, beside
+from shoal.plans.plan import Plan
+from shoal.runs.directory import write_file
+from shoal.runs.records import RunRecord, StepRecord
+from shoal.training.computation import MicrobatchPolicy
+from shoal.training.engine import Engine
+from shoal.training.metering import Shares, StepMeter, blocks, describe, predicted
+from shoal.training.step_records import Outcome
+
+_RECENT = 1000  # steps whose times are compared with the prediction
+
+
+@dataclass
+class Result:
+    """The result of this call, as its steps go by. `last`: the last finished step, of this call or a checkpoint."""
+
+    engine: Engine
+    path: Path
+    started_at: float
+    certificate: str | None
+    resumed_from: int | None
+    last: RunState | StepRecord | None
+    first_step_at: float | None = None
+    recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    peak_bytes: int | None = None
+
+    def take(self, record: StepRecord) -> None:
+        """Counts a finished step."""
+        self.last = record
+        self.recent.append(MeasuredStep(record.seconds, record.spans))
+        self.peak_bytes = int(record.ranks["memory_bytes"].max) if "memory_bytes" in record.ranks else None
+        self.first_step_at = self.first_step_at or time.time()
+
+    def of(self, outcome: Outcome, num_steps: int, served: dict[str, Any] | None) -> RunRecord:
+        """The record of a training that has ended as it should, up to `num_steps`. Collective: all ranks."""
+        engine, state = self.engine, outcome.state
+        seconds = np.array(outcome.step_seconds or [math.nan])
+        median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
+        predicted = {} if served is not None else engine.plan.prediction  # the planner knows no servers
+        compression = engine.strategy.compression
+        record = RunRecord(
+            status="failed" if outcome.unsaved else outcome.status,
+            error=_error_fields(outcome.unsaved, engine.mesh.rank) if outcome.unsaved else None,
+            steps=state.step,
+            samples=state.samples,
+            world_size=engine.plan.degrees.world_size,
+            train_loss=state.loss,
+            metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
+            eval_samples=outcome.eval_samples,
+            weights_sha256=sha256_of(
+                whole for _, whole in whole_tensors(engine.sharded_model, engine.sharded_model.state_dict())
+            ),
+            sample_digest=state.digest,
+            step_seconds={"median": median, "p10": p10, "p90": p90} if outcome.step_seconds else {},
+            wall_seconds=time.time() - self.started_at,
+            first_step_seconds=self.first_step_at - self.started_at if self.first_step_at else None,
+            resumed_from=self.resumed_from,
+            skipped_steps=state.skipped_steps,
+            compression=compression.to_json() if compression is not None else None,
+            certificate=self.certificate,
+            computation=state.computation,
+            versions=versions(),
+            server=served,
+            ended_early=_ended_early(engine, outcome, num_steps),
+        )
+        kind = kind_of(engine.mesh.device.type)
+        compared = beside(predicted, self.recent, self.peak_bytes, kind) if predicted.get("terms") else None
+        return replace(record, prediction=compared, **_measured(engine, outcome))
+
+    def write(self, record: RunRecord) -> StorageError | None:
+        """Writes the file, on rank 0; the error where that could not be."""
+        try:
+            if self.engine.mesh.rank == 0:
+                write_file(self.path, record.to_json())
+        except OSError as error:
+            return StorageError(
+                given=str(self.path),
+                conflict=f"it could not be written: {error}",
+                remedy="mend the disk; --resume goes on from the newest checkpoint that is there",
+            )
+        return None
+
+    def write_failed(self, error: ShoalError) -> None:
+        """Writes the file of a training that has ended with an error, on rank 0, as far as that is possible."""
+        at = self.last or RunState()
+        self.write(
+            RunRecord(
+                status="failed",
+                steps=at.step,
+                samples=at.samples,
+                world_size=self.engine.plan.degrees.world_size,
+                train_loss=at.loss,
+                metrics={},
+                eval_samples=0,
+                weights_sha256=None,
+                sample_digest=at.digest if self.last else None,
+                step_seconds={},
+                wall_seconds=time.time() - self.started_at,
+                resumed_from=self.resumed_from,
+                error=_error_fields(error, self.engine.mesh.rank),
+                versions=versions(),
+            )
+        )
+
+
+def _error_fields(error: ShoalError, rank: int) -> dict[str, Any]:
+    return {k: v for k, v in to_json(error, rank, platform.node()).items() if k != "traceback"}
+
+
+def _ended_early(engine: Engine, outcome: Outcome, num_steps: int) -> dict[str, int] | None:
+    """What the run's length wanted of a stream and what it gave, where that is less; a dataset always has it."""
+    wanted, state = engine.order.samples_before(num_steps), outcome.state
+    if engine.num_train_samples is not None or outcome.status != "completed" or state.samples >= wanted:
+        return None
+    return {"steps": state.step, "wanted_steps": num_steps, "samples": state.samples, "wanted_samples": wanted}
+
+
+def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
+    """The blocks `traffic` and `memory` of the result. Collective: all ranks, a JSON gather."""
+    meter, mesh = engine.observer, engine.mesh
+    if not isinstance(meter, StepMeter) or not meter.attached:
+        return {}
+    found = meter.to_json()
+    if found is not None:
+        computation = MicrobatchPolicy.from_json(
+            outcome.state.computation or {"grains_per_microbatch": 1, "buffers": ()}
+        )
+        grains = engine.order.grains(found["step"] - 1)
+        shares = Shares(engine.job.grains, grains, computation.effective_grains, computation.buffers)
+        try:
+            step = describe(engine.sharded_model, engine.updater.optimizer, engine.plan, engine.precision, shares)
+            found["predicted"] = predicted(_plan_at(engine, found["step"]), step, mesh.rank)
+        except Exception as error:  # what formulas cannot say must not cost a finished run its result
+            found["predicted"] = None
+            warnings.warn(f"no prediction of traffic and memory: {error}", RuntimeWarning, stacklevel=2)
+    return blocks(mesh.gather_json(found))
+
+
+def _plan_at(engine: Engine, step: int) -> Plan:
+    """The plan as a step sent by it: without its compression where that had ended."""
+    compression = engine.strategy.compression
+    ended = compression.fell_back if compression is not None else None
+    return engine.plan.uncompressed if ended is not None and ended["step"] < step else engine.plan

@@ -1,0 +1,105 @@
+"""Function tracing: a loss runs once on a copy of its model, and torch functions are seen with their tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.numerics.operators import replace_leaves, tensors_in
+
+DROPOUTS = (F.dropout, torch.dropout)
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a torch function: its arguments, the tensors among them, and the tensors that it returned."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: list[Tensor]
+    made: list[Tensor]
+
+    @property
+    def name(self) -> str:
+        """The function's name, as Python has it."""
+        return str(getattr(self.func, "__name__", self.func))
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """An argument by its place or its name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+
+def dropout_arguments(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
+) -> tuple[Tensor, float, bool, bool]:
+    """Of a call of dropout: the tensor, the share, whether anything is dropped, and whether in place."""
+    return input, p, (training if train is None else train) and p > 0.0, inplace
+
+
+class FunctionTrace(TorchFunctionMode):
+    """A context that sees calls of torch functions; their tensors live as long, and so an id is that of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: list[Tensor] = []
+        self._handles: list[Any] = []
+
+    def seen(self, call: FunctionCall) -> None:
+        """Takes note of a call that has returned."""
+        raise NotImplementedError
+
+    def hook(self, module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> None:
+        """Calls `before(module, args, kwargs)` and `after(module, args, output)` around a module's forward."""
+        if before is not None:
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        self._handles.append(module.register_forward_hook(after))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        call = FunctionCall(func, args, kwargs, tensors_in((args, kwargs)), tensors_in(result))
+        self._alive += call.made
+        self.seen(call)
+        return result
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+        self._alive.clear()
+
+
+def twin(model: nn.Module, values: Callable[[str], Tensor] | None) -> nn.Module:
+    """A copy on the meta device, or on the CPU with `values`; what is shared stays shared."""
+
+    def shown(name: str, tensor: Tensor) -> Tensor:
+        if values is None:
+            return tensor.detach().to("meta")
+        return values(name).detach().to("cpu", tensor.dtype, copy=True)
+
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        memo[id(parameter)] = nn.Parameter(shown(name, parameter), requires_grad=parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        memo[id(buffer)] = shown(name, buffer)
+    return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def on_copies(model: nn.Module, batch: Any, values: Callable[[str], Tensor] | None) -> Iterator[tuple[nn.Module, Any]]:
+    """A context for a run of a loss on copies of a model and a batch, on the meta device or with `values` by name.
+
+    No random number of the caller's is drawn.
+    """
+    device = "meta" if values is None else "cpu"
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        yield twin(model, values), replace_leaves(batch, Tensor, lambda leaf: leaf.detach().to(device))

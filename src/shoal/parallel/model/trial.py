@@ -1,0 +1,101 @@
+"""Numeric trials: a module in float64 on random numbers, so that two ways to compute it can be compared."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.parallel.model.function_trace import DROPOUTS
+
+# In float64 both agree to some 1e-13, and where the user's code goes through float32 to some 1e-6. What is cut at a
+# wrong place differs in the first digits.
+TOLERANCE = 1e-4
+# A gradient that is zero but for rounding (of a bias before a softmax) is compared on the scale of the largest.
+_FLOOR = 1e-2
+# Initial values are often zeros and ones, behind which an error would hide.
+_NOISE = 0.05
+SEED = 20205198
+
+Values = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class ModelTrial:
+    """A whole model, on the meta device too, with its loss, a small batch for it, and the initial values by name."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Any]
+    batch: Any
+    values: Values
+
+
+def materialised(model: nn.Module, owner: str, values: Values, generator: torch.Generator) -> nn.Module:
+    """A copy of one module of the model in float64, with the model's values and some noise."""
+    module = model.get_submodule(owner)
+    named = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        value = values(named[id(parameter)]).detach().to("cpu", torch.float64)
+        noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
+        scale = _NOISE + float(value.std()) * _NOISE if value.numel() > 1 else _NOISE
+        memo[id(parameter)] = nn.Parameter(value + scale * noise)
+    for buffer in module.buffers():
+        value = values(named[id(buffer)]).detach().to("cpu")
+        memo[id(buffer)] = value.double() if value.is_floating_point() else value.clone()
+    return copy.deepcopy(module, memo)
+
+
+class WithoutDropout(TorchFunctionMode):
+    """A context in which nothing is dropped; `inside_attention`: nor are weights of fused attention."""
+
+    def __init__(self, *, inside_attention: bool = False) -> None:
+        super().__init__()
+        self._inside_attention = inside_attention
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention and self._inside_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, {**kwargs}
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+
+def gradients(outputs: Sequence[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of a sum of the outputs with random weights, by the leaves' names; zeros where a leaf has no part in it."""
+    generator = torch.Generator().manual_seed(SEED)
+    total: Any = 0.0
+    for output in outputs:
+        total = total + (output * torch.randn(output.shape, dtype=torch.float64, generator=generator).to(output)).sum()
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    pairs = zip(leaves.items(), found, strict=True)
+    return {name: torch.zeros_like(leaf) if g is None else g.contiguous() for (name, leaf), g in pairs}
+
+
+def floor_of(found: Iterable[Tensor]) -> float:
+    """The size below which a gradient is compared as if it were as large."""
+    return _FLOOR * max(float(gradient.norm()) for gradient in found)
+
+
+def is_same(found: Tensor, wanted: Tensor, floor: float = 0.0) -> bool:
+    """Whether they agree but for rounding; what is smaller than `floor` is compared on that scale."""
+    if found.shape != wanted.shape:
+        return False
+    if not found.is_floating_point():
+        return bool(torch.equal(found, wanted))
+    distance, size = float((found.double() - wanted.double()).norm()), float(wanted.double().norm())
+    return math.isfinite(distance) and distance <= TOLERANCE * max(size, floor)
+
+
+def first_line(error: Exception, length: int = 200) -> str:
+    """The first line of an error's words."""
+    return next(iter(str(error).strip().splitlines()), "")[:length]

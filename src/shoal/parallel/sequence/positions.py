@@ -1,0 +1,244 @@
+"""Positions: blocks of which each rank computes some positions of every sequence, whichever axis divides them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.errors import JobError, ShoalError
+from shoal.parallel.axis_collectives import TensorAxis, gather, slice_of
+from shoal.parallel.model.function_trace import DROPOUTS, dropout_arguments
+from shoal.parallel.tensor.layers import with_base
+from shoal.plans.accounting.partition import num_positions
+
+# Of the hidden state [batch, positions, ...].
+SEQUENCE = 1
+# A part carries its span: what computes a block again in the backward hands it the same tensor.
+_MARK = "_shoal_span"
+
+# Where a tensor is in the arguments [args, kwargs] of a call.
+Path = tuple[Any, ...]
+
+
+def tensors_by_path(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """The tensors in tuples, lists and dicts, with their places; not those within other objects."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif type(value) in (tuple, list):
+        for i, item in enumerate(value):
+            yield from tensors_by_path(item, (*path, i))
+    elif type(value) is dict:
+        for key, item in value.items():
+            yield from tensors_by_path(item, (*path, key))
+
+
+def with_tensors(value: Any, found: dict[Path, Tensor], path: Path = ()) -> Any:
+    """The same with other tensors at the places in `found`."""
+    if isinstance(value, Tensor):
+        return found.get(path, value)
+    if type(value) in (tuple, list):
+        return type(value)(with_tensors(item, found, (*path, i)) for i, item in enumerate(value))
+    if type(value) is dict:
+        return {key: with_tensors(item, found, (*path, key)) for key, item in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Span:
+    """The positions of a sequence of `length` that the rank at `place` has: `size`, from `start`."""
+
+    length: int
+    degree: int
+    place: int
+
+    @property
+    def size(self) -> int:
+        """Positions on each rank; those behind the sequence's end are copies of its last."""
+        return num_positions(self.length, self.degree)
+
+    @property
+    def start(self) -> int:
+        """The first of them."""
+        return self.place * self.size
+
+    def padded(self, tensor: Tensor, dim: int) -> Tensor:
+        """`tensor`, of `length` along `dim`, with its last position repeated so that all ranks have as many."""
+        missing = self.size * self.degree - self.length
+        if not missing:
+            return tensor
+        shape = [missing if d == dim % tensor.ndim else -1 for d in range(tensor.ndim)]
+        return torch.cat([tensor, tensor.narrow(dim, self.length - 1, 1).expand(shape)], dim)
+
+    def own(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's positions of a whole tensor."""
+        return self.padded(tensor, dim).narrow(dim, self.start, self.size)
+
+    def scatter(self, tensor: Tensor, dim: int, axis: TensorAxis) -> Tensor:
+        """This rank's positions, a copy. Collective in the backward: the axis, an all-gather of its gradient."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return self.own(tensor, dim).clone()
+        return slice_of(self.padded(tensor, dim), axis, dim % tensor.ndim, (self.size,) * self.degree)
+
+
+class Stream:
+    """The sequence that blocks which follow each other are computing; `span` says which positions are here."""
+
+    def __init__(self, axis: TensorAxis) -> None:
+        self.axis = axis
+        self.span: Span | None = None
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """A new one: a copied model computes other sequences."""
+        return memo.setdefault(id(self), type(self)(self.axis))  # type: ignore[no-any-return]
+
+    def refusal(self, block: str, conflict: str, remedy: str) -> ShoalError:
+        """The error for a block that is used otherwise than in the first batch."""
+        return refusal(block, conflict, remedy)
+
+    def open(self, hidden: Tensor) -> Span:
+        """Begins a sequence."""
+        self.span = Span(hidden.shape[SEQUENCE], self.axis.degree, self.axis.place)
+        return self.span
+
+    def resume(self, hidden: Tensor, block: str) -> Span:
+        """The span of a part that comes from the block before."""
+        span = getattr(hidden, _MARK, None) or self.span
+        if span is None or hidden.shape[SEQUENCE] != span.size:
+            raise self.refusal(
+                block,
+                f"its hidden state of shape {list(hidden.shape)} is not what the block before it gave",
+                "call the blocks one after the other, in evaluation as in training, or use context = 1",
+            )
+        self.span = span
+        self.mark(hidden)
+        return self.span
+
+    def mark(self, hidden: Tensor) -> None:
+        """Says of which positions a part is that goes from block to block."""
+        setattr(hidden, _MARK, self.span)
+
+    def whole(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
+        """All positions from the ranks' parts. Collective: the axis, an all-gather."""
+        assert self.span is not None
+        found = gather(part, self.axis, dim, (self.span.size,) * self.axis.degree)
+        return found.narrow(dim, 0, self.span.length)
+
+    def whole_output(self, dim: int = SEQUENCE) -> Callable[[Tensor], Tensor]:
+        """Function from a module's output inside of a block to that of the whole model, while the model computes."""
+
+        def whole(tensor: Tensor) -> Tensor:
+            with torch.no_grad():
+                return self.whole(tensor, dim)
+
+        return whole
+
+
+def refusal(block: str, conflict: str, remedy: str) -> ShoalError:
+    """The error for a block whose sequence cannot be divided."""
+    return JobError(given=f"a context axis with the block {block}", conflict=conflict, remedy=remedy)
+
+
+# ------------------------------------------------------------------------------------------------------------ blocks
+
+
+class Surrounded:
+    """The first base of the class of a module around whose forward something is done."""
+
+    sequence_role: Any
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the role says, around the module's own."""
+        return self.sequence_role(super().forward, args, kwargs)  # type: ignore[misc]
+
+
+def surround(module: nn.Module, role: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+    """Makes a module compute as `role` says around its own forward."""
+    with_base(module, Surrounded)
+    module.sequence_role = role  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class BlockEnds:
+    """Places of a block's hidden state and result; `opens`: it comes in whole, `closes`: it goes out whole."""
+
+    opens: bool
+    closes: bool
+    hidden: Path
+    result: Path
+
+
+@dataclass
+class BlockRole:
+    """A block of which each rank computes some positions of the sequence that a stream has."""
+
+    name: str
+    plan: BlockEnds
+    stream: Stream
+
+    def argument(self, path: Path, tensor: Tensor, span: Span) -> Tensor:
+        """Argument of the block in the place of a tensor beside the hidden state."""
+        return tensor
+
+    def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:
+        """The context of the block's forward, whose hidden state has so many dims."""
+        raise NotImplementedError
+
+    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Cuts what comes in whole, computes, and puts together what has to go out whole.
+
+        Collective: the axis, as what is inside; an all-gather of the output where it `closes`.
+        """
+        stream, plan = self.stream, self.plan
+        given = dict(tensors_by_path([args, kwargs]))
+        hidden = given.pop(plan.hidden, None)
+        if hidden is None:
+            raise stream.refusal(
+                self.name,
+                "its hidden state is not where it was in the first batch",
+                "call it with the same arguments in training and in evaluation",
+            )
+        span = stream.open(hidden) if plan.opens else stream.resume(hidden, self.name)
+        found = {path: self.argument(path, tensor, span) for path, tensor in given.items()}
+        found[plan.hidden] = span.scatter(hidden, SEQUENCE, stream.axis) if plan.opens else hidden
+        args, kwargs = with_tensors([args, kwargs], found)
+        with self.dropouts(span, hidden.ndim):
+            result = forward(*args, **kwargs)
+        outputs = dict(tensors_by_path(result))
+        if outputs.keys() != {plan.result}:
+            raise stream.refusal(
+                self.name,
+                f"it returned {len(outputs)} tensors, other than in the first batch",
+                "return the same in training and in evaluation, the hidden state alone",
+            )
+        if plan.closes:
+            return with_tensors(result, {plan.result: stream.whole(outputs[plan.result])})
+        stream.mark(outputs[plan.result])
+        return result
+
+
+class PartDropout(TorchFunctionMode):
+    """A context in which dropout of a part drops what it would of the whole; `dim` says along which it is a part."""
+
+    def __init__(self, span: Span, dim: Callable[[Tensor], int | None]) -> None:
+        super().__init__()
+        self._span, self._dim = span, dim
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            input, p, active, in_place = dropout_arguments(*args, **kwargs)
+            dim = self._dim(input) if active else None
+            if dim is not None:
+                shape = list(input.shape)
+                shape[dim] = self._span.length
+                # A copy: autograd keeps no more of the mask than the part needs.
+                mask = self._span.own(F.dropout(input.new_ones(shape), p, True), dim).clone()
+                return input.mul_(mask) if in_place else input * mask
+        return func(*args, **kwargs)

@@ -1,0 +1,110 @@
+"""Numeric trials of a block: whole, and as it is divided over an axis; output and gradients by name."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.trial import SEED, Values, WithoutDropout, floor_of, gradients, is_same, materialised
+from shoal.parallel.sequence.positions import tensors_by_path, with_tensors
+from shoal.parallel.sequence.trace import BlockTrace, copied
+
+OUTPUT = "what it returns"
+OF_PARAMETER = "the gradient of parameter "
+
+
+@dataclass(frozen=True)
+class BlockResult:
+    """The output and the gradients of a block by name; `shapes` of what the modules inside gave, by theirs."""
+
+    values: dict[str, Tensor]
+    shapes: dict[str, list[torch.Size]]
+
+
+@dataclass(frozen=True)
+class BlockTrial:
+    """A block on random numbers, computed whole, and an equal one that is to be divided."""
+
+    whole: BlockResult
+    floor: float  # gradients that are smaller are compared on this scale
+    divided: nn.Module
+    arguments: Any
+
+    @classmethod
+    def of(cls, model: nn.Module, name: str, values: Values, trace: BlockTrace, device: torch.device) -> BlockTrial:
+        """Trial of a block of the model, in float64 if it computes so. Raises: what the block raises."""
+        generator = torch.Generator().manual_seed(SEED)
+        module = materialised(model, name, values, generator).to(device)
+        arguments = _numbers(trace, generator, device)
+        divided = copy.deepcopy(module)  # before a forward, which may leave in it what cannot be copied
+        try:
+            whole = computed(module, arguments)
+        except Exception:  # what makes float32 of its own does not compute in float64
+            divided, arguments = divided.float(), _narrowed(arguments)
+            whole = computed(module.float(), arguments)
+        floor = floor_of(gradient for key, gradient in whole.values.items() if key != OUTPUT)
+        return cls(whole, floor, divided, arguments)
+
+    def is_same(self, key: str, found: Tensor, wanted: Tensor) -> bool:
+        """Whether what was found under a name is what is wanted, but for rounding."""
+        return is_same(found, wanted, 0.0 if key == OUTPUT else self.floor)
+
+
+def _numbers(trace: BlockTrace, generator: torch.Generator, device: torch.device) -> Any:
+    """The arguments of the traced call with random numbers in them."""
+
+    def numbers(path: Any, tensor: Tensor) -> Tensor:
+        shape, dtype = tensor.shape, tensor.dtype
+        if dtype == torch.bool:
+            found = torch.rand(shape, generator=generator) < 0.7
+            found[..., :1] = True  # a mask that hides everything from a position makes no sense
+        elif dtype.is_complex:
+            found = torch.randn(shape, dtype=torch.complex128, generator=generator)
+        elif dtype.is_floating_point:
+            found = torch.randn(shape, dtype=torch.float64, generator=generator)
+        else:
+            found = (torch.arange(tensor.numel()) % trace.length).view(shape).to(dtype)
+        return found.to(device).requires_grad_(path == trace.hidden or tensor.requires_grad)
+
+    found = {path: numbers(path, tensor) for path, tensor in tensors_by_path(trace.arguments)}
+    return with_tensors(trace.arguments, found)
+
+
+def _narrowed(arguments: Any) -> Any:
+    """The same in float32."""
+    doubles = {path: t for path, t in tensors_by_path(arguments) if t.dtype == torch.float64}
+    return with_tensors(
+        arguments, {path: t.detach().float().requires_grad_(t.requires_grad) for path, t in doubles.items()}
+    )
+
+
+def computed(module: nn.Module, arguments: Any) -> BlockResult:
+    """Output and gradients of a module by name; the module and its arguments stay as they are."""
+    leaves = {path: t.detach().clone().requires_grad_(t.requires_grad) for path, t in tensors_by_path(arguments)}
+    devices = [d for d in {t.device for t in leaves.values()} if d.type == "cuda"]
+    # Clones: a leaf that requires a gradient cannot be changed in place.
+    args, kwargs = copied(with_tensors(arguments, {path: leaf.clone() for path, leaf in leaves.items()}))
+    shapes: dict[str, list[torch.Size]] = {}
+    handles = [m.register_forward_hook(_noting(shapes, name)) for name, m in module.named_modules() if name]
+    try:
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), WithoutDropout():
+            torch.manual_seed(SEED)
+            _, output = next(tensors_by_path(module(*args, **kwargs)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    wanted = {f"the gradient of argument {path}": t for path, t in leaves.items() if t.requires_grad}
+    wanted |= {f"{OF_PARAMETER} {name}": p for name, p in module.named_parameters() if p.requires_grad}
+    return BlockResult({OUTPUT: output.detach(), **gradients([output], wanted)}, shapes)
+
+
+def _noting(shapes: dict[str, list[torch.Size]], name: str) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        shapes.setdefault(name, []).extend(t.shape for t in tensors_in(output))
+
+    return hook

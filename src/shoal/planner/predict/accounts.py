@@ -1,0 +1,65 @@
+"""What the accounts (shoal.plans.accounting) read of a rank, from the units that it has in a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.planner.predict.roofline import ITEMSIZE
+from shoal.planner.predict.stage_split import Held
+from shoal.planner.profile.values import Body, Unit
+from shoal.plans.accounting.collectives import Array, Gradients, Sharding
+from shoal.plans.plan import Plan
+
+
+class Accounts:
+    """The arrays of ranks, made once for all plans that give a rank the same units."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[tuple[Held, int, str, bool], Gradients] = {}
+        self._of_bodies: dict[tuple[Body, int], tuple[Array, ...]] = {}
+        self._units: dict[tuple[Held, int], tuple[tuple[Array, ...], ...]] = {}
+
+    def _arrays(self, body: Body, tensor: int) -> tuple[Array, ...]:
+        """The largest parts of a body's weights."""
+        key = body, tensor
+        if key not in self._of_bodies:
+            self._of_bodies[key] = tuple(
+                Array(w.shape_of(tensor), w.itemsize, trainable=w.trainable) for w in body.weights
+            )
+        return self._of_bodies[key]
+
+    def gradients(self, plan: Plan, held: Held, *, on_cpu: bool) -> Gradients:
+        """What a rank with these units sums."""
+        tensor, reduce = plan.layout.tensor, plan.precision.reduce
+        key = held, tensor, reduce, on_cpu
+        if key not in self._gradients:
+            arrays = (a for unit in held.units for a in self._arrays(unit.body, tensor) if a.trainable)
+            self._gradients[key] = Gradients(tuple(arrays), ITEMSIZE[reduce], on_cpu)
+        return self._gradients[key]
+
+    def sharding(self, plan: Plan, held: Held, microbatches: int = 1) -> Sharding:
+        """How fully_shard divides what a rank has of a model: each block, and as one unit all the rest."""
+        layout, precision = plan.layout, plan.precision
+        key = held, layout.tensor
+        if key not in self._units:
+            arrays = [(unit.body.repeated, self._arrays(unit.body, layout.tensor)) for unit in held.units]
+            blocks = (own for repeated, own in arrays if repeated)
+            self._units[key] = (*blocks, tuple(a for repeated, own in arrays if not repeated for a in own))
+        units = self._units[key]
+        return Sharding(
+            units,
+            degree=layout.shard,
+            replicas=layout.data,
+            microbatches=microbatches,
+            kept=frozenset(range(len(units))) if plan.shard.level == "gradients" else frozenset(),
+            gather_itemsize=ITEMSIZE[precision.parameters],
+            reduce_itemsize=ITEMSIZE[precision.reduce],
+            reduce_every=plan.shard.reduce == "every_microbatch",
+            root_early=_behind_blocks(held.units, layout.tensor),
+        )
+
+
+def _behind_blocks(units: Sequence[Unit], tensor: int) -> int:
+    """Elements behind the last block, whose gradients are there first."""
+    last = max((place for place, unit in enumerate(units) if unit.body.repeated), default=-1)
+    return sum(w.numel_of(tensor) for unit in units[last + 1 :] for w in unit.body.weights if w.trainable)

@@ -1,0 +1,107 @@
+"""Forward and backward passes: a step's microbatches on this rank, whoever computes their losses, and their sums."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shoal.data.microbatch import Microbatch
+from shoal.distributed.mesh import Mesh
+from shoal.numerics.batch_statistics import StepBuffers
+from shoal.numerics.precision import Precision
+from shoal.parallel.base import NUM_SUMS, Flags, StepSums, Strategy, buffer_sums, microbatch_sums
+from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.training.computation import LossComputer, check_gradient
+from shoal.training.observer import Observer
+from shoal.training.telemetry import StepClock
+
+if TYPE_CHECKING:
+    from shoal.parallel.pipeline.pipeline import Pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """What the microbatches of a step are computed with."""
+
+    mesh: Mesh
+    precision: Precision
+    sharded_model: ShardedModel
+    pipeline: Pipeline | None = None
+    strategy: Strategy
+    computer: LossComputer
+    buffers: StepBuffers
+    clock: StepClock
+    observer: Observer
+
+
+@dataclass(frozen=True)
+class LoadedMicrobatch:
+    """A microbatch that was read; `batch` waits for it to be on the device."""
+
+    microbatch: Microbatch
+    batch: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """One computation of a step, whose loss totals are multiplied by `factor` before the backward."""
+
+    parts: StepParts
+    factor: float
+
+    def begin(self, step: int) -> None:
+        """Starts the step, perhaps again: no gradients, no sums."""
+        self.parts.strategy.begin(step, self.factor)
+        self.parts.buffers.begin()
+
+    @contextlib.contextmanager
+    def microbatch(self, loaded: LoadedMicrobatch) -> Iterator[Any]:
+        """A context for the forward and the backward of one microbatch, of which it gives the batch.
+
+        Raises: RedoError where it has to be computed more carefully.
+        """
+        parts = self.parts
+        parts.clock.mark("host_to_device")
+        batch = loaded.batch()
+        parts.clock.mark("forward")
+        parts.observer.microbatch(loaded.microbatch, batch)
+        with parts.computer.scope(loaded.microbatch):
+            yield batch
+        parts.observer.computed()
+        parts.buffers.restore()
+
+    def weighted_buffers(self, microbatch: Microbatch) -> Tensor:
+        """The buffers as this microbatch's forward has left them, times its samples. Raises: RedoError."""
+        self.parts.computer.check_buffers(self.parts.buffers)
+        return self.parts.buffers.weighted(microbatch.num_samples)
+
+    def loss(
+        self, microbatch: Microbatch, total: Tensor, weight: Tensor | float, buffers: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The loss to begin the backward with, and what the microbatch adds to the step's sums. Raises: LossError."""
+        check_gradient(total)
+        counts_loss = self.parts.mesh.counts_loss
+        sums = microbatch_sums(microbatch, total, weight, buffers) if counts_loss else buffer_sums(buffers)
+        self.parts.observer.loss(total.detach(), weight)
+        return total * self.factor if self.factor != 1.0 else total, sums
+
+    def finish(self, flags: Flags, row: list[float]) -> StepSums:
+        """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""
+        return self.parts.strategy.finish(flags, NUM_SUMS + self.parts.buffers.num_values, row)
+
+    def updated(self, sums: StepSums, skipped: str | None) -> str | None:
+        """Ends the step after its update, or after it was `skipped`: sets the buffers that forwards change.
+
+        Gives a line for people where the guard of compressed sums ends the compression.
+        """
+        parts, compression = self.parts, self.parts.strategy.compression
+        if skipped is None:
+            parts.buffers.assign(sums.buffers, sums.num_samples)
+        parts.observer.updated(skipped)
+        if skipped is not None or compression is None or sums.compared is None:
+            return None
+        return compression.said(sums.compared)

@@ -1,0 +1,150 @@
+"""Step records: what a training says of each of its steps, of its evaluations, and of its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shoal.checkpoint.keeper import Keeper, RunState
+from shoal.data.loader import Loader
+from shoal.data.order import Order
+from shoal.distributed.agreement import Agreement
+from shoal.distributed.failures import as_shoal_error
+from shoal.errors import StorageError
+from shoal.job import Job
+from shoal.parallel.base import StepSums
+from shoal.runs.records import StepRecord
+from shoal.training.evaluation import Evaluator
+from shoal.training.forward_backward import StepParts
+from shoal.training.optimizer_step import Parameters, Update, Updater
+from shoal.training.telemetry import RecordWriter
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingParts(StepParts):
+    """What a training works with."""
+
+    job: Job
+    model: nn.Module
+    parameters: Parameters
+    loader: Loader
+    updater: Updater
+    order: Order
+    evaluator: Evaluator
+    keeper: Keeper
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a training tells and asks: a line for people, a finished step, and whether a stop was requested."""
+
+    note: Callable[[str], None]
+    on_step: Callable[[StepRecord, int], None]
+    stop_requested: Callable[[], bool]
+
+
+@dataclass
+class Outcome:
+    """How a training ended: completed or preempted, after which state; `unsaved` where that was not written."""
+
+    status: str
+    state: RunState
+    metrics: dict[str, float]
+    eval_samples: int
+    step_seconds: list[float] = field(default_factory=list)
+    unsaved: StorageError | None = None
+
+
+class StepRecords:
+    """Writes the record of a step once every rank's measures of it, and the evaluation after it, are known."""
+
+    def __init__(self, parts: TrainingParts, around: Surroundings, writer: RecordWriter) -> None:
+        self._parts, self._around, self._writer = parts, around, writer
+        self._waiting: StepRecord | None = None
+        self._slowest = parts.mesh.rank
+        self._step_seconds: list[float] = []
+        # The step after which the model was last evaluated, the metrics, and of how many samples they are.
+        self._evaluated: tuple[int, dict[str, float], int] | None = None
+
+    def forget_after(self, step: int) -> None:
+        """Leaves out what was recorded of later steps: they are about to be trained again."""
+        self._waiting = self._evaluated = None
+        self._writer.forget_after(step)
+
+    def add(
+        self, state: RunState, sums: StepSums, update: Update, found: dict[str, Any] | None, **own: Any
+    ) -> StepRecord:
+        """The record of the step that `state` has counted last, with what is `own` to it; ends the step's time."""
+        clock = self._parts.clock
+        seconds, spans = clock.end()
+        self._waiting = StepRecord(
+            step=state.step,
+            samples=state.samples,
+            num_samples=sums.num_samples,
+            loss=state.loss,
+            weight=sums.weight if math.isfinite(sums.weight) else None,
+            grad_norm=update.grad_norm if math.isfinite(update.grad_norm) else None,
+            learning_rate=update.learning_rate if math.isfinite(update.learning_rate) else 0.0,
+            loss_scale=state.loss_scale.scale if state.loss_scale.active else None,
+            seconds=seconds,
+            spans=spans,
+            memory_bytes=clock.peak_memory_bytes(),
+            digest=state.digest,
+            skipped=update.skipped,
+            nonfinite=found,
+            **own,
+        )
+        self._step_seconds.append(seconds)
+        return self._waiting
+
+    def ends_epoch(self, state: RunState) -> bool:
+        """Whether the step that was added last has ended a pass over the data."""
+        order = self._parts.order
+        return self._waiting is not None and order.epoch(state.step) != order.epoch(state.step - 1)
+
+    def evaluate(self, state: RunState) -> None:
+        """Evaluates the model, outside the step's time. Collective: all ranks."""
+        metrics, count = self._parts.evaluator.evaluate(self._parts.model)
+        self._parts.strategy.rest()
+        self._evaluated = state.step, metrics, count
+        if count and self._waiting is not None:
+            self._waiting = self._waiting.evaluated(metrics)
+
+    def write(self, agreement: Agreement | None = None) -> None:
+        """Writes the record that waits, with what all ranks have measured where they agree on that."""
+        record, slowest, self._waiting = self._waiting, self._slowest, None
+        if record is None:
+            return
+        if agreement is not None:
+            record, slowest = record.with_ranks(agreement.spreads), agreement.slowest_rank
+        self._writer.write(record)
+        self._around.on_step(record, slowest)
+
+    def conclude(self, state: RunState, status: str) -> Outcome:
+        """Saves the last state, and evaluates it unless that was done. Collective: all ranks."""
+        keeper = self._parts.keeper
+        unsaved: StorageError | None = None
+        try:
+            keeper.save(state, wait=True)
+        except StorageError as error:
+            unsaved = error
+        if status != "completed":
+            return Outcome(status, state, {}, 0, self._step_seconds, unsaved)
+        if self._evaluated is None or self._evaluated[0] != state.step:
+            try:
+                self.evaluate(state)
+            except Exception as error:
+                told = as_shoal_error(error)
+                if unsaved is None:
+                    keeper.rescue(told, state)
+                raise told from error
+        assert self._evaluated is not None, "just now, or before"
+        return Outcome(status, state, *self._evaluated[1:], self._step_seconds, unsaved)
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()

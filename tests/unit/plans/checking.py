@@ -1,0 +1,21 @@
+"""All that is said of a plan, at once: it is refused, warned of, and noted."""
+
+from __future__ import annotations
+
+import warnings
+
+from shoal.errors import SettingWarning
+from shoal.plans import Plan
+from shoal.plans.conflicts import idle
+from shoal.plans.legal import ModelFacts, World, conflicts, idle_reduction, notes, refuse
+
+
+def check(plan: Plan, facts: ModelFacts | None = None, world: World | None = None) -> list[str]:
+    """Warns of settings without effect and returns notes; without facts, or a world, what needs them is not judged.
+
+    Raises: PlanError with every conflict at once, each with the nearest legal values.
+    """
+    refuse(conflicts(plan, facts, world))
+    for sentence in (*idle(plan), *(idle_reduction(plan, facts) if facts is not None else ())):
+        warnings.warn(sentence, SettingWarning, stacklevel=2)
+    return list(notes(plan, facts)) if facts is not None else []
