@@ -1,4 +1,7 @@
-"""Commands under test run as users run them: own session, hard time limit, and not one of their processes left over."""
+"""Commands under test run as users run them: own session, hard time limit, and not one of their processes left over.
+
+Python commands are forks of one process, see forks.py; `fresh` asks for a real interpreter.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+
+from tests import forks
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +33,7 @@ GONE_WITHIN_SECONDS = 2.0
 AT_ONCE = 2
 
 _MARK = "SHOAL_TEST_MARK"
-# What a launcher or an outer run may have set: a command under test must not believe that it is one of its ranks.
+# A command under test must not believe that it is one of an outer run's ranks.
 _SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 _SCRUBBED_PREFIXES = (
     "SHOAL_LISTEN",
@@ -41,6 +46,11 @@ _SCRUBBED_PREFIXES = (
     "PMI_",
     "OMPI_",
 )
+
+
+def unlaunched(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without what a launcher or an outer run may have set."""
+    return {k: v for k, v in variables.items() if k not in _SCRUBBED and not k.startswith(_SCRUBBED_PREFIXES)}
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,7 @@ class Run:
     environment: dict[str, str] = field(default_factory=dict)
     cwd: Path | None = None
     launcher: tuple[str, ...] = ("-m", "shoal")
+    fresh: bool = False
 
     @property
     def command(self) -> list[str]:
@@ -119,24 +130,27 @@ def run_all(wanted: Sequence[Run]) -> list[Ended]:
 @contextlib.contextmanager
 def start(wanted: Run) -> Iterator[Started]:
     """A running command; whatever is left of it when the context ends is killed, by process id."""
-    yield from _started(wanted.command, wanted.out, wanted.environment, wanted.cwd)
+    with start_command(wanted.command, wanted.out, wanted.environment, cwd=wanted.cwd, fresh=wanted.fresh) as started:
+        yield started
 
 
 @contextlib.contextmanager
-def start_command(command: list[str], out: Path, environment: dict[str, str] | None = None) -> Iterator[Started]:
+def start_command(
+    command: list[str],
+    out: Path,
+    environment: dict[str, str] | None = None,
+    *,
+    cwd: Path | None = None,
+    fresh: bool = False,
+) -> Iterator[Started]:
     """As `start`, for a command that is not `shoal run`."""
-    yield from _started(command, out, environment or {}, None)
-
-
-def _started(command: list[str], out: Path, environment: dict[str, str], cwd: Path | None) -> Iterator[Started]:
     mark = uuid.uuid4().hex
-    variables = {k: v for k, v in os.environ.items() if k not in _SCRUBBED and not k.startswith(_SCRUBBED_PREFIXES)}
-    variables |= {**environment, _MARK: mark}
+    variables = {**unlaunched(os.environ), **(environment or {}), _MARK: mark}
     out.parent.mkdir(parents=True, exist_ok=True)
     # Files, not pipes: a process left over would hold a pipe open, and a full one would stop the run.
     paths = [out.parent / f".{out.name}-{mark[:8]}.{name}" for name in ("stdout", "stderr")]
     with paths[0].open("wb") as stdout, paths[1].open("wb") as stderr:
-        process = subprocess.Popen(
+        process = (subprocess.Popen if fresh else forks.Popen)(
             command,
             env=variables,
             cwd=cwd,

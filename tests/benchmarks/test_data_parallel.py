@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.published import data_parallel, modules
 from benchmarks.published.describe import UnknownError
+from tests.usual import parametrize
 
 from shoal.planner.profile.profiles import profile
 from shoal.planner.profile.values import Phase
@@ -58,7 +59,7 @@ def test_batches_are_read_as_their_sources_mean_them() -> None:
     assert data_parallel.samples({**big, "precision": "fp32"}) == pytest.approx(2560, rel=0.01)
 
 
-@pytest.mark.parametrize("name", PRINTED)
+@parametrize("name", PRINTED, usual=["resnet50", "transformer_xl_base"])
 def test_modules_have_the_sizes_that_are_printed(name: str) -> None:
     products, parameters = PRINTED[name]
     found = profile(*data_parallel.RECIPES[name]())

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from tests.docs.test_readme import ROOT, blocks
+from tests.forks import run
 
 
 def shoal(folder: Path, *words: str, at: Path | None = None) -> str:
     """What a command prints; it runs in `at`, or in the folder that has its cache."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, "-m", "shoal", *words]
-    done = subprocess.run(
-        command, cwd=at or folder, env=variables, capture_output=True, text=True, timeout=110, check=False
-    )
+    done = run(command, cwd=at or folder, env=variables, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -6,11 +6,11 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.forks import run
 
 # A fixture runs all the commands of the README, one after the other, each in a second or more of imports.
 pytestmark = pytest.mark.timeout(400)
@@ -35,9 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert [words.split()[1] for words in commands] == ["run", "run", "run", "plan", "verify", "run"]
     for line in commands:
         words = line.split("#")[0].split()
-        done = subprocess.run(
-            [sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True, timeout=100, check=False
-        )
+        done = run([sys.executable, "-m", *words], cwd=folder, timeout=100)
         assert done.returncode == 0, done.stderr
     return folder
 
@@ -101,9 +99,7 @@ def build():
         [sys.executable, "own.py"],
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "own.py"],
     ):
-        done = subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100, check=False
-        )
+        done = run(command, cwd=tmp_path, env=variables, timeout=100)
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout)
     assert len(json.loads(printed[1])) == 12

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import shutil
 import socket
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tests.launching import AT_ONCE, JOBS, Ended, Run, run
+from tests.launching import JOBS, Run, run
+from tests.sharing import Shared
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
@@ -176,12 +176,46 @@ CASES = [
 ]
 NAMES = [f"{case.name}{f' on {case.devices}' if case.devices else ''}" for case in CASES]
 
-
-@dataclass(frozen=True)
-class Outcome:
-    ended: Ended
-    before: dict[str, str]
-    after: dict[str, str]
+# One of each kind of mistake; where only the value differs, what is said is tested without a process too.
+USUAL = (
+    "plan typo",
+    "plan value",
+    "plan broken",
+    "plan missing",
+    "plan stages",
+    "plan and other devices on 3",
+    "unknown option",
+    "devices in words",
+    "set an unknown name",
+    "set a wrong type",
+    "no job file",
+    "syntax error",
+    "no job function",
+    "out holds a run",
+    "out holds a run, two devices on 2",
+    "resume of nothing",
+    "RANK alone",
+    "MASTER_PORT in use on 2",
+    "a plan for 2 in a world of 1",
+    "returns_nothing",
+    "raises",
+    "wrong_fields",
+    "empty_data",
+    "data_raises",
+    "data_ragged",
+    "wrong_shape",
+    "total_per_sample",
+    "without_gradient",
+    "lbfgs",
+    "model_raises",
+    "nothing_to_train",
+    "metric_raises",
+    "schedule_nan",
+    "three_grains on 4",
+    "bare_mean on 2",
+    "resume with another model",
+    "resume with a bad plan",
+)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -191,8 +225,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def old_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run(Run(BAD, tmp_path_factory.mktemp("old") / "run", 1)).expect(0).out
+def old_run(shared: Shared) -> Path:
+    return shared.run(Run(BAD, Path(), 1)).out
 
 
 @pytest.fixture(scope="module")
@@ -203,49 +237,27 @@ def busy_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, old_run: Path, busy_port: int, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Outcome]]]:
-    """The selected cases, a few at once, in the order of the tests that wait for them."""
-    halt = threading.Event()
-
-    def attempt(case: Case) -> Outcome:
-        assert not halt.is_set(), "not run: the tests ended before"
-        here = tmp_path_factory.mktemp("here")
-        shutil.copytree(old_run, here / "old")
-        for name, content in FILES.items():
-            (here / name).write_text(content, encoding="utf-8")
-
-        def fill(text: str) -> str:
-            return text.format(here=here, busy=busy_port)
-
-        wanted = Run(
-            fill(case.job),
-            Path(fill(case.out)),
-            case.devices,
-            arguments=tuple(map(fill, case.arguments)),
-            environment={name: fill(value) for name, value in case.environment.items()},
-            cwd=here,
-        )
-        before = digests(here)
-        return Outcome(run(wanted), before, digests(here))
-
-    chosen = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if "outcomes" in getattr(item, "fixturenames", ())
-    }  # type: ignore[attr-defined]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {name: pool.submit(attempt, case) for name, case in zip(NAMES, CASES, strict=True) if name in chosen}
-        halt.set()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_three_beats_and_exit_code_2(name: str, outcomes: dict[str, Future[Outcome]]) -> None:
+@parametrize("name", NAMES, usual=USUAL)
+def test_three_beats_and_exit_code_2(name: str, old_run: Path, busy_port: int, tmp_path: Path) -> None:
     case = CASES[NAMES.index(name)]
-    outcome = outcomes[name].result()
-    ended = outcome.ended.expect(2)
+    here = tmp_path / "here"
+    shutil.copytree(old_run, here / "old")
+    for file, content in FILES.items():
+        (here / file).write_text(content, encoding="utf-8")
+
+    def fill(text: str) -> str:
+        return text.format(here=here, busy=busy_port)
+
+    wanted = Run(
+        fill(case.job),
+        Path(fill(case.out)),
+        case.devices,
+        arguments=tuple(map(fill, case.arguments)),
+        environment={variable: fill(value) for variable, value in case.environment.items()},
+        cwd=here,
+    )
+    before = digests(here)
+    ended = run(wanted).expect(2)
     for beat in BEATS:
         assert ended.stderr.count(beat) == 1, (beat, ended.stderr)
     given, rest = ended.stderr.split("you gave:")[1].split("conflicts with:")
@@ -257,7 +269,7 @@ def test_three_beats_and_exit_code_2(name: str, outcomes: dict[str, Future[Outco
     if name.startswith("metric_"):  # found before the first step, not after the first epoch
         assert "step 1" not in ended.output
     # New files may appear where a run had begun; what was there stays as it was.
-    assert outcome.before.items() <= outcome.after.items()
+    assert before.items() <= digests(here).items()
 
 
 def test_the_cases_are_many_and_apart() -> None:

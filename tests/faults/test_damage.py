@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from tests.launching import JOBS, Ended, Run, newest_checkpoint, run, spoil
+from tests.sharing import Shared
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
@@ -16,15 +18,15 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.j
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run(Run(JOB, tmp_path_factory.mktemp("whole") / "run", 1, exact=True)).expect(0)
+def undisturbed(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cut(shared: Shared) -> Path:
     """A run that ended after step 9, with checkpoints after 3, 6 and 9."""
     arguments = ("--steps", "9", "--checkpoint-every", "3")
-    return run(Run(JOB, tmp_path_factory.mktemp("cut") / "run", 1, True, arguments)).expect(0).out
+    return shared.run(Run(JOB, Path(), 1, True, arguments)).out
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def resume(out: Path, devices: int = 1) -> Ended:
     return run(Run(JOB, out, devices, arguments=("--resume", "--steps", "16")))
 
 
-@pytest.mark.parametrize("name", FILES)
+@parametrize("name", FILES, usual=["model.safetensors", "manifest.json"])
 def test_a_flipped_bit_in_the_newest(name: str, out: Path, undisturbed: Ended) -> None:
     newest = newest_checkpoint(out)
     spoil(newest / name, random.Random(name).randrange(10**6))
@@ -57,7 +59,7 @@ def test_a_missing_file_and_two_bad_ones(out: Path, undisturbed: Ended) -> None:
     assert ended.result["weights_sha256"] == undisturbed.result["weights_sha256"]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@parametrize("devices", [1, 2], usual=["2"])
 def test_all_damaged(devices: int, out: Path) -> None:
     folders = sorted((out / "checkpoints").iterdir())
     for folder in folders:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 from tests.launching import JOBS, Ended, Run, run
 from tests.ranks.test_fast import FAST_TOLERANCE, furthest
+from tests.sharing import Shared
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
@@ -15,13 +18,15 @@ MODELS = ("job", "dropout", "contrastive")
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    folder = tmp_path_factory.mktemp("roomy")
-    return {m: run(Run(f"{JOB}:{m}", folder / m, 1)).expect(0) for m in MODELS}
+def roomy(shared: Shared) -> dict[str, Ended]:
+    return {m: shared.run(Run(f"{JOB}:{m}", Path(), 1)) for m in MODELS}
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("devices", "rows", "memory"), [(2, 4, "host"), (1, 2, "device")])
+@parametrize(
+    ("devices", "rows", "memory", "model"),
+    [(*simulated, model) for simulated in [(2, 4, "host"), (1, 2, "device")] for model in MODELS],
+    usual=["2-4-host-dropout"],
+)
 def test_goes_on_with_smaller_microbatches(
     devices: int, rows: int, model: str, memory: str, roomy: dict[str, Ended], tmp_path: Path
 ) -> None:
@@ -33,8 +38,7 @@ def test_goes_on_with_smaller_microbatches(
     assert ended.result["sample_digest"] == roomy[model].result["sample_digest"]
 
 
-@pytest.mark.parametrize("memory", ["host", "device"])
-@pytest.mark.parametrize("devices", [1, 2])
+@parametrize(("devices", "memory"), product([1, 2], ["host", "device"]), usual=["2-host"])
 def test_one_grain_does_not_fit(devices: int, memory: str, tmp_path: Path) -> None:
     variables = {"TEST_MAX_ROWS": "1", "TEST_MEMORY_OF": memory}
     ended = run(Run(JOB, tmp_path / "run", devices, environment=variables)).expect(2)

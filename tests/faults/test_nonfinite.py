@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.launching import JOBS, Ended, Run, run, run_all
+from tests.usual import SLOW
 
 pytestmark = pytest.mark.faults
 
@@ -43,7 +44,7 @@ def assert_named(found: dict[str, Any]) -> None:
     assert (found["rank"], found["grains"], found["samples"]) == (RANK, GRAINS, NAN_SAMPLES)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fast", "exact"])
+@pytest.fixture(scope="module", params=[pytest.param(False, id="fast", marks=SLOW), pytest.param(True, id="exact")])
 def skipped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run(poisoned(tmp_path_factory.mktemp("skip") / "run", "skip", request.param)).expect(0)
 

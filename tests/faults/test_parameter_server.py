@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.faults.test_preempted import wait_until_handed_on
 from tests.launching import JOBS, Ended, Run, Started, run, start
+from tests.sharing import Shared
 
 pytestmark = pytest.mark.faults
 
@@ -24,9 +25,9 @@ def plan(folder: Path, mode: str, workers: int, exact: bool = False) -> tuple[st
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def undisturbed(shared: Shared) -> Ended:
     """By data parallelism on one process, without servers."""
-    return run(Run(JOB, tmp_path_factory.mktemp("undisturbed") / "run", 1, exact=True)).expect(0)
+    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 def holder(started: Started, folder: Path, sample: int) -> int:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from tests.launching import GONE_WITHIN_SECONDS, JOBS, Ended, Gate, Run, Started, run, start
+from tests.sharing import Shared
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
@@ -25,8 +27,8 @@ def random_step(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run(Run(JOB, tmp_path_factory.mktemp("undisturbed") / "run", 1, exact=True)).expect(0)
+def undisturbed(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
 def at_the_gate(out: Path, gate: Gate, devices: int) -> Run:
@@ -46,10 +48,11 @@ def assert_same(resumed: Ended, undisturbed: Ended) -> None:
     assert mine == theirs
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("number", "devices", "then"),
     [(signal.SIGTERM, 2, 3), (signal.SIGTERM, 1, 2), (signal.SIGINT, 3, 1), (signal.SIGINT, 1, 2)],
     ids=["SIGTERM-2-3", "SIGTERM-1-2", "SIGINT-3-1", "SIGINT-1-2"],
+    usual=["SIGTERM-2-3"],
 )
 def test_asked_to_stop(number: int, devices: int, then: int, undisturbed: Ended, tmp_path: Path) -> None:
     step = random_step(f"stop {number} {devices}")
@@ -84,7 +87,7 @@ def context_switches(pid: int) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches")))
 
 
-@pytest.mark.parametrize(("devices", "then"), [(3, 2), (1, 3)])
+@parametrize(("devices", "then"), [(3, 2), (1, 3)], usual=["3-2"])
 def test_killed_altogether(devices: int, then: int, undisturbed: Ended, tmp_path: Path) -> None:
     step = random_step(f"kill {devices}")
     gate, out = Gate(tmp_path / "gate", step), tmp_path / "run"
@@ -101,7 +104,7 @@ def test_killed_altogether(devices: int, then: int, undisturbed: Ended, tmp_path
     assert_same(resumed, undisturbed)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@parametrize("victim", [0, 1], usual=["0"])
 def test_one_worker_killed(victim: int, undisturbed: Ended, tmp_path: Path) -> None:
     """The others wait for it in a collective: its death is the root, not their lost connection."""
     step = random_step(f"worker {victim}")
@@ -127,6 +130,7 @@ def test_the_launcher_killed(undisturbed: Ended, tmp_path: Path) -> None:
     assert_same(resume(out, 1), undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_twice_it_stops_at_once(number: int, undisturbed: Ended, tmp_path: Path) -> None:
     """The gate stays shut: the step in hand never ends, and a second signal does not wait for it."""
@@ -155,6 +159,7 @@ def test_one_process_asked_twice_stops_at_once(tmp_path: Path) -> None:
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "devices"), [(signal.SIGTERM, 2), (signal.SIGINT, 1)])
 def test_asked_to_stop_before_it_has_begun(number: int, devices: int, undisturbed: Ended, tmp_path: Path) -> None:
     """While torch is being imported, the longest part of a start: the first step is then not begun."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 from tests.launching import JOBS, Run, run
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
@@ -14,8 +16,9 @@ JOB = JOBS / "faulty.py"
 SAMPLES = {"first": 10, "later": 3 * 16 + 10}
 
 
-@pytest.mark.parametrize("when", SAMPLES)
-@pytest.mark.parametrize("place", ["data", "forward", "backward"])
+@parametrize(
+    ("place", "when"), product(["data", "forward", "backward"], SAMPLES), usual=["data-later", "backward-later"]
+)
 def test_one_rank_raises(place: str, when: str, tmp_path: Path) -> None:
     variables = {"TEST_RAISE": f"{place}:{SAMPLES[when]}"}
     ended = run(Run(JOB, tmp_path / "run", 2, environment=variables)).expect(2)
@@ -36,7 +39,7 @@ def test_one_rank_raises(place: str, when: str, tmp_path: Path) -> None:
         assert f"sample {SAMPLES[when]}" in ended.stderr
 
 
-@pytest.mark.parametrize("place", ["data", "backward"])
+@parametrize("place", ["data", "backward"], usual=["backward"])
 def test_exact_mode_on_three_ranks(place: str, tmp_path: Path) -> None:
     """Grains 5 to 7 are rank 2's of three."""
     variables = {"TEST_RAISE": f"{place}:{2 * 16 + 12}"}
@@ -46,6 +49,7 @@ def test_exact_mode_on_three_ranks(place: str, tmp_path: Path) -> None:
     assert "rank 1" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["data", "forward", "backward"])
 def test_where_the_others_wait_in_the_same_forward(place: str, tmp_path: Path) -> None:
     """Sharded parameters: rank 1 ends at once, and rank 0 with it."""
@@ -60,6 +64,7 @@ def test_where_the_others_wait_in_the_same_forward(place: str, tmp_path: Path) -
     assert said in ended.stderr
 
 
+@pytest.mark.slow
 def test_the_run_goes_on_once_it_is_mended(tmp_path: Path) -> None:
     out = tmp_path / "run"
     variables = {"TEST_RAISE": "data:58"}

@@ -80,6 +80,7 @@ def test_what_the_plan_alone_tells(
     assert not ended.out.exists()
 
 
+@pytest.mark.slow
 def test_a_layout_that_fits_is_not_looked_at_twice(tmp_path: Path) -> None:
     run(Run(written(tmp_path), tmp_path / "out", 2)).expect(0)
     assert sorted(line.split()[1] for line in loads(tmp_path)) == ["0", "1"]

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from tests.launching import JOBS, Gate, Run, run, start
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.faults
 
 JOB = f"{JOBS / 'tiny.py'}:job"
 
 
-@pytest.mark.parametrize(("stop", "devices"), [(False, 2), (True, 1)], ids=["to the end", "preempted"])
+@parametrize(("stop", "devices"), [(False, 2), (True, 1)], ids=["to the end", "preempted"], usual=["to the end"])
 def test_the_last_checkpoint_cannot_be_written(stop: bool, devices: int, tmp_path: Path) -> None:
     gate, out = Gate(tmp_path / "gate", 9), tmp_path / "run"
     with start(Run(JOB, out, devices, environment=gate.environment)) as started:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.forks import run
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -31,9 +31,7 @@ CASES = {
 def test_trajectory(name: str, tmp_path: Path) -> None:
     """Losses, gradient norms and the digest of ten exact steps on one process are the kept ones."""
     command = [sys.executable, "-m", "shoal", "run", *CASES[name], "--exact", "--devices", "1", "--steps", "10"]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run([*command, "--out", str(tmp_path / "run")], cwd=ROOT, timeout=100)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
     found = {key: [record[key] for record in records] for key in ("loss", "grad_norm", "digest", "weight")}

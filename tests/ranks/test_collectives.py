@@ -7,14 +7,17 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
+from tests.forks import Popen
 from tests.launching import ROOT
+from tests.usual import parametrize
 
 from shoal.hardware.fastest_all_reduce import ALGORITHMS
 
@@ -23,7 +26,7 @@ TIME_LIMIT_SECONDS = 250.0
 
 
 @contextlib.contextmanager
-def ranks(world_size: int, *arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+def ranks(world_size: int, *arguments: str) -> Iterator[list[Popen]]:
     """So many processes in one scenario; none is left when the context ends."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -31,12 +34,12 @@ def ranks(world_size: int, *arguments: str) -> Iterator[list[subprocess.Popen[st
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
     common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.jobs.collective_rank", *arguments],
             cwd=ROOT,
             env={**os.environ, **common, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
             text=True,
         )
         for rank in range(world_size)
@@ -50,7 +53,7 @@ def ranks(world_size: int, *arguments: str) -> Iterator[list[subprocess.Popen[st
             process.communicate()
 
 
-def results(processes: list[subprocess.Popen[str]]) -> list[list[object]]:
+def results(processes: list[Popen]) -> list[list[object]]:
     """What each rank printed. Raises: AssertionError where one failed."""
     told = [process.communicate(timeout=TIME_LIMIT_SECONDS) for process in processes]
     for process, (_, stderr) in zip(processes, told, strict=True):
@@ -58,7 +61,7 @@ def results(processes: list[subprocess.Popen[str]]) -> list[list[object]]:
     return [[json.loads(line) for line in stdout.splitlines()] for stdout, _ in told]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@parametrize("world_size", [1, 2, 3, 4], usual=["3"])
 def test_every_algorithm(world_size: int) -> None:
     """Values are right, bits are the same on all ranks, messages and bytes are the formula's."""
     with ranks(world_size, "all") as processes:
@@ -72,7 +75,7 @@ def test_groups_side_by_side() -> None:
         assert results(processes) == [["ok"]] * 4
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@parametrize("world_size", [2, 3], usual=["3"])
 def test_the_fixed_tree_has_the_same_bits_through_shared_memory(world_size: int) -> None:
     """And others than a sum in the order of the grains, without which the comparison would show nothing."""
     with ranks(world_size, "tree") as processes:
@@ -90,7 +93,9 @@ def survivors(world_size: int, *scenario: str) -> list[dict[str, object]]:
     return [own[1] for own in lines]
 
 
-@pytest.mark.parametrize("name", ["shared_memory", "ring", "tree", "recursive_doubling", "hierarchical"])
+@parametrize(
+    "name", ["shared_memory", "ring", "tree", "recursive_doubling", "hierarchical"], usual=["shared_memory", "tree"]
+)
 def test_a_rank_that_dies_is_named(name: str) -> None:
     for said in survivors(3, "fault", name, "killed"):
         text = str(said["text"])
@@ -109,8 +114,11 @@ def test_a_rank_that_stops_is_named() -> None:
         assert "within 3 s: it is stopped" in str(said["text"])
 
 
-@pytest.mark.parametrize("fault", ["shape", "dtype"])
-@pytest.mark.parametrize("name", ["shared_memory", "ring"])
+@parametrize(
+    ("name", "fault"),
+    product(["shared_memory", "ring"], ["shape", "dtype"]),
+    usual=["shared_memory-shape", "ring-dtype"],
+)
 def test_a_rank_with_another_call_is_named(name: str, fault: str) -> None:
     wrong = "399999 elements of float32" if fault == "shape" else "400000 elements of float64"
     said = survivors(2 if name == "ring" else 3, "fault", name, fault)
@@ -120,7 +128,7 @@ def test_a_rank_with_another_call_is_named(name: str, fault: str) -> None:
         assert "of 400000 elements of float32" in str(own["text"])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@parametrize("world_size", [2, 3], usual=["3"])
 def test_a_process_group_gives_what_gloo_gives(world_size: int) -> None:
     """Bit for bit, whichever way torch is asked, and counts the same; what shared memory does not take is Gloo's."""
     with ranks(world_size, "group") as processes:

@@ -13,6 +13,7 @@ import torch
 from tests.conformance.cases import classify, vectors
 from tests.conformance.cases import job as small
 from tests.ranks.test_counters import Normed, measured
+from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
@@ -52,7 +53,7 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("plan", COUNTED.values(), ids=COUNTED.keys())
+@parametrize("plan", COUNTED.values(), ids=COUNTED, usual=["int8, native", "topk, ring on 3", "powersgd, halving on 3"])
 def test_a_step_sends_and_holds_what_the_formulas_say(plan: dict[str, Any], tmp_path: Path) -> None:
     """Three buckets, the last of which carries the sums of the step and of the batch statistics."""
     for told in measured(small(model=Normed), plan, tmp_path / "ranks"):
@@ -128,7 +129,7 @@ LEARNT: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "options"), LEARNT, ids=[scheme for scheme, _ in LEARNT])
+@parametrize(("scheme", "options"), LEARNT, ids=[scheme for scheme, _ in LEARNT], usual=["bfloat16", "powersgd"])
 def test_replicas_stay_equal_and_a_resume_changes_nothing(scheme: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Uneven shares: 8 grains on 3 ranks."""
     plan, made = sections(scheme, ranks=3, **options | {"guard_every": 3}), small(length=shoal.Steps(12))
@@ -177,7 +178,7 @@ def spiked(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return total, weight
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@parametrize("scheme", SCHEMES, usual=["int8"])
 def test_a_gradient_that_is_not_finite_is_seen(scheme: str, tmp_path: Path) -> None:
     """The step is skipped and named; what was held back is as if it had not been, and the run goes on."""
     data = partial(with_outlier, 1e30)

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from examples.models import GPT
 from tests.conformance.cases import language as small
+from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
@@ -203,8 +205,7 @@ def check(case: Case, tolerance: float, padded: bool) -> Callable[[TensorAxis], 
     return work
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@parametrize(("name", "world_size"), product(CASES, [2, 3]), usual=["gpt-2", "masks and rotations-3"])
 def test_the_gradient_of_one_process(name: str, world_size: int, tmp_path: Path) -> None:
     case, tolerance = CASES[name]
     case()  # imports here what each rank would import for itself
@@ -313,7 +314,7 @@ MIXING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MIXING)
+@parametrize("name", MIXING, usual=["convolution", "keeping", "attention dropout", "few heads"])
 def test_what_cannot_be_divided_is_refused(name: str, tmp_path: Path) -> None:
     how, said = MIXING[name]
 
@@ -348,7 +349,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@parametrize("name", LAYOUTS, usual=["with data"])
 def test_the_run_of_one_process(name: str) -> None:
     model = partial(GPT, layers=2, width=32, heads=4, block=16, dropout=0.1)
     job = small(model=model)

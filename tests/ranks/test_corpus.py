@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tests.forks import run
 
 pytestmark = [
     pytest.mark.ranks,
@@ -29,6 +29,6 @@ def test_this_weeks_models_are_verified() -> None:
     year, week, _ = date.today().isocalendar()
     seed = f"{year}-W{week:02}"
     command = [sys.executable, "-m", "benchmarks.corpus", "--sample", str(NUM_ROWS), "--seed", seed, "--cells", *KINDS]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = run(command, cwd=ROOT, timeout=590)
     assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
     assert ended.stdout.count(": verified") >= 2 * NUM_ROWS - 2, ended.stdout

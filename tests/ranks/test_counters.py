@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.conformance.cases import job as small
 from tests.launching import JOBS, Run, run
 from tests.unit.planner.made import cluster, predict
 from tests.unit.planner.worlds import Case, Transformer, backward, shard, sharding
+from tests.usual import parametrize
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -140,8 +142,12 @@ def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int 
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(plan.degrees.world_size)]
 
 
-@pytest.mark.parametrize("job", JOBS_TO_COUNT.values(), ids=JOBS_TO_COUNT.keys())
-@pytest.mark.parametrize("sections", PLANS.values(), ids=PLANS.keys())
+@parametrize(
+    ("sections", "job"),
+    product(PLANS.values(), JOBS_TO_COUNT.values()),
+    ids=map("-".join, product(PLANS, JOBS_TO_COUNT)),
+    usual=["fast-several buckets", "exact-small", "zero 1-small", "zero 3-transformer", "zero 3, hybrid-small"],
+)
 def test_a_step_sends_and_holds_what_the_formulas_say(job: Any, sections: dict[str, Any], tmp_path: Path) -> None:
     for told in measured(job(), sections, tmp_path / "ranks"):
         found, wanted = told["measured"], told["predicted"]
@@ -177,7 +183,9 @@ SLICED: dict[str, dict[str, Any]] = {
 STAGED |= SLICED
 
 
-@pytest.mark.parametrize("sections", STAGED.values(), ids=STAGED.keys())
+@parametrize(
+    "sections", STAGED.values(), ids=STAGED, usual=["1f1b", "zero 2", "zero 3, late", "context", "context, pipeline"]
+)
 def test_stages_send_and_hold_what_the_formulas_say(sections: dict[str, Any], tmp_path: Path) -> None:
     for told in measured(transformer(optimizer=adamw, model=partial(Transformer, blocks=4)), sections, tmp_path / "r"):
         found, wanted = told["measured"], told["predicted"]
@@ -201,8 +209,12 @@ def gpt() -> shoal.Job:
     return replace(transformer(optimizer=adamw), model=made)
 
 
-@pytest.mark.parametrize("job", [small, gpt], ids=["small", "gpt"])
-@pytest.mark.parametrize("sections", TENSOR.values(), ids=TENSOR.keys())
+@parametrize(
+    ("sections", "job"),
+    product(TENSOR.values(), [small, gpt]),
+    ids=map("-".join, product(TENSOR, ["small", "gpt"])),
+    usual=["tensor-small", "tensor on 3-gpt", "tensor, two microbatches-gpt", "tensor, by positions on 3-gpt"],
+)
 def test_a_divided_model_sends_what_the_formulas_say(job: Any, sections: dict[str, Any], tmp_path: Path) -> None:
     for told in measured(job(), sections, tmp_path / "ranks"):
         found, wanted = told["measured"], told["predicted"]
@@ -267,7 +279,7 @@ PLANNED: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@parametrize("name", PLANNED, usual=["1f1b, zero 3"])
 def test_what_autograd_keeps_is_what_the_plan_said(name: str, tmp_path: Path) -> None:
     sections, off = PLANNED[name]
     # A tensor axis takes the GPT's attention for a pair, the transformer's not.
@@ -296,7 +308,7 @@ def test_the_result_of_a_run_has_them_for_each_rank(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- fully_shard
 
 
-@pytest.mark.parametrize(("replicas", "degree"), [(1, 2), (1, 4), (2, 2)])
+@parametrize(("replicas", "degree"), [(1, 2), (1, 4), (2, 2)], usual=["1-2"])
 def test_fully_shard_sends_and_holds_what_the_formulas_say(replicas: int, degree: int, tmp_path: Path) -> None:
     def work(environment: Environment) -> None:
         with open_mesh(environment, Layout(data=replicas * degree)) as own:

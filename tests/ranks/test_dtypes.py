@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.conformance.cases import classify
 from tests.conformance.cases import job as small
+from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
@@ -97,13 +98,14 @@ def verify(name: str, layout: str) -> shoal.Verdict:
         return shoal.verify(small(**MODELS[name], clip_norm=0.1), plan, steps=2)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "layout"),
     [
         *(("float64", layout) for layout in ("data", "exact", "zero 1", "zero 3", "server")),
         *(("mixed", layout) for layout in ("data", "exact")),
         *(("rotary", layout) for layout in ("data", "exact", "narrow")),
     ],
+    usual=["float64-data", "float64-exact", "mixed-data", "rotary-data", "rotary-narrow"],
 )
 def test_is_verified(name: str, layout: str) -> None:
     verdict = verify(name, layout)

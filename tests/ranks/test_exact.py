@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
-from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all, start_command
+from tests.launching import EXAMPLES, JOBS, Ended, Run, run, run_all
+from tests.sharing import Shared
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.ranks
 
@@ -39,11 +39,11 @@ def assert_one_run(ends: list[Ended]) -> None:
 
 
 @pytest.fixture(scope="module")
-def mlp_alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run(Run(JOBS / "tiny.py", tmp_path_factory.mktemp("alone") / "run", 1, exact=True)).expect(0)
+def mlp_alone(shared: Shared) -> Ended:
+    return shared.run(Run(JOBS / "tiny.py", Path(), 1, exact=True))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@parametrize("model", MODELS, usual=["gpt"])
 def test_one_hash_on_any_number_of_devices(model: str, tmp_path: Path) -> None:
     ends = run_all([Run(f"{JOBS / 'tiny.py'}:{model}", tmp_path / str(n), n, exact=True) for n in DEVICES])
     assert_one_run(ends)
@@ -52,6 +52,7 @@ def test_one_hash_on_any_number_of_devices(model: str, tmp_path: Path) -> None:
     assert losses[-1] < losses[0], "a run that learns nothing proves nothing"
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_hash(mlp_alone: Ended, tmp_path: Path) -> None:
     """The hashes above could all be those of the initial values, or of nothing."""
     other = run(Run(JOBS / "tiny.py", tmp_path / "run", 1, exact=True, settings={"lr": 0.11})).expect(0)
@@ -80,26 +81,3 @@ def test_data_workers_change_no_bit(tmp_path: Path) -> None:
         ]
     )
     assert_one_run(ends)
-
-
-def test_joins_what_torchrun_started(mlp_alone: Ended, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shoal")
-    ended = run(Run(JOBS / "tiny.py", tmp_path / "run", None, exact=True, launcher=torchrun)).expect(0)
-    assert_one_run([mlp_alone, ended])
-    assert ended.result["world_size"] == 2
-
-
-def test_a_session_under_torchrun_is_the_session_alone(tmp_path: Path) -> None:
-    script = str(JOBS / "own_loop.py")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    told = []
-    for name, arguments in (("alone", []), ("two", torchrun)):
-        with start_command([sys.executable, *arguments, script], tmp_path / name) as started:
-            ended = started.wait().expect(0)
-        lines = [line for line in ended.stdout.splitlines() if line.startswith("told: ")]
-        assert len(lines) == 1, ended.output
-        told.append(json.loads(lines[0].removeprefix("told: ")))
-    assert told[0] == told[1]
-    assert told[0]["count"] == 33
-    # The last step holds 4 samples, too few to compare; the one before is whole.
-    assert told[0]["losses"][-2] < told[0]["losses"][0]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.launching import JOBS, Ended, Run, newest_checkpoint, run, run_all
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.ranks
 
@@ -37,7 +38,7 @@ def furthest(one: Ended, other: Ended) -> float:
     return max(abs(a - b) for a, b in pairs) / abs(losses(one)[0])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@parametrize("model", MODELS, usual=["gpt"])
 def test_losses_within_rounding(model: str, tmp_path: Path) -> None:
     job = f"{JOBS / 'tiny.py'}:{model}"
     ends = [e.expect(0) for e in run_all([Run(job, tmp_path / str(n), n) for n in (1, 3)])]
@@ -49,7 +50,7 @@ def test_losses_within_rounding(model: str, tmp_path: Path) -> None:
             assert value == pytest.approx(ends[0].result["metrics"][name], rel=FAST_TOLERANCE), name
 
 
-@pytest.mark.parametrize("model", ["convnet", "contrastive"])
+@parametrize("model", ["convnet", "contrastive"], usual=["convnet"])
 def test_fast_is_the_exact_run_within_rounding(model: str, tmp_path: Path) -> None:
     """Fused grains keep their own statistics, masks and pairs: exact mode computes each grain alone."""
     job = f"{JOBS / 'tiny.py'}:{model}"
@@ -64,7 +65,7 @@ def test_the_tolerance_tells_a_wrong_learning_rate(tmp_path: Path) -> None:
     assert furthest(ends[0].expect(0), ends[1].expect(0)) > FAST_TOLERANCE
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@parametrize("precision", ["bf16", "fp16"], usual=["bf16"])
 def test_narrow_precisions(precision: str, tmp_path: Path) -> None:
     wanted = ("--precision", precision)
     job = JOBS / "tiny.py"
@@ -84,7 +85,7 @@ def test_narrow_precisions(precision: str, tmp_path: Path) -> None:
     assert one.result["sample_digest"] == two.result["sample_digest"] == full.result["sample_digest"]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@parametrize("devices", [1, 2], usual=["1"])
 def test_float16_skips_steps_until_its_scale_fits(devices: int, tmp_path: Path) -> None:
     job = f"{JOBS / 'tiny.py'}:overflowing"
     ended = run(Run(job, tmp_path / "run", devices, arguments=("--precision", "fp16"))).expect(0)
@@ -101,6 +102,7 @@ def test_float16_skips_steps_until_its_scale_fits(devices: int, tmp_path: Path) 
     assert saved_scale(ended.out) == scales[-1]
 
 
+@pytest.mark.slow
 def test_the_loss_scale_survives_a_resume(tmp_path: Path) -> None:
     job, wanted = f"{JOBS / 'tiny.py'}:overflowing", ("--precision", "fp16")
     whole = run(Run(job, tmp_path / "whole", 1, arguments=wanted)).expect(0)

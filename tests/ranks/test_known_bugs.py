@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tests.bugs.zoo import ZOO
 from tests.conformance.cases import CASES, IGNORED
+from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
@@ -379,7 +380,7 @@ def assert_same(found: Trained, wanted: Trained) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", LAYOUTS)
+@parametrize("name", LAYOUTS, usual=["zero 3 on 3", "tensor 2 x zero 3", "context 2"])
 def test_the_training_of_plain_torch(name: str, wanted: Trained, tmp_path: Path) -> None:
     assert_same(in_ranks(job(), LAYOUTS[name], tmp_path / "ranks"), wanted)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.launching import EXAMPLES
+from tests.usual import parametrize
 
 import shoal
 from shoal.runs.job_file import load, parse_target
@@ -30,7 +31,7 @@ def keras_on_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("target", "settings", "exact"),
     [
         pytest.param("hugging_face.py:llama", TINY_TEXT, False, marks=HUGGING_FACE, id="llama"),
@@ -42,6 +43,7 @@ def keras_on_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         pytest.param("keras_cnn.py", TINY_IMAGES, True, marks=KERAS, id="keras-exact"),
         pytest.param("keras_cnn.py", (*TINY_IMAGES, "normalize=true"), False, marks=KERAS, id="keras-batch-norm"),
     ],
+    usual=["llama", "keras-batch-norm"],
 )
 def test_verified_on_two_ranks(target: str, settings: tuple[str, ...], exact: bool) -> None:
     """Also with dropout, fused; by bits in exact mode."""
@@ -52,6 +54,7 @@ def test_verified_on_two_ranks(target: str, settings: tuple[str, ...], exact: bo
     assert not any("grain by grain" in note or "float64" in note for note in verdict.notes), verdict.notes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed: pip install 'shoal[keras]'")
 @pytest.mark.parametrize(
     "sections",

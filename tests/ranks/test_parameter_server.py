@@ -11,6 +11,7 @@ import torch
 import torch._dynamo  # which a first optimizer imports: once here, not in each forked rank
 from tests.conformance.cases import adamw, classify, convolutions, images, vectors
 from tests.conformance.cases import job as small
+from tests.usual import parametrize
 
 import shoal
 from shoal.checkpoint import weights_sha256
@@ -19,7 +20,7 @@ from shoal.errors import NonFiniteError, UserCodeError
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision
 from shoal.parallel.data.pushed import Push, ServerShard
-from shoal.plans.accounting.parameter_server import task_bytes
+from shoal.plans.accounting.partition import pieces
 from shoal.plans.grains import divide, share
 from shoal.plans.plan import PrecisionSection
 from shoal.plans.resolve import complete
@@ -99,7 +100,7 @@ def by_one_process(
         engine.close()
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@parametrize("exact", [False, True], usual=["True"])
 def test_synchronous_is_verified(exact: bool, tmp_path: Path) -> None:
     job = normalised()
     verdict = verdict_on(job, planned(job, "synchronous", execution={"exact": exact}), tmp_path / "traces")
@@ -140,7 +141,7 @@ def test_a_server_that_counts_a_push_twice_is_caught(tmp_path: Path, monkeypatch
     assert verdict.failed[0].phase == "reduction", verdict.render()
 
 
-@pytest.mark.parametrize(("mode", "staleness"), [("asynchronous", 0), ("bounded", 1)])
+@parametrize(("mode", "staleness"), [("asynchronous", 0), ("bounded", 1)], usual=["bounded-1"])
 def test_ahead_of_each_other_every_sample_counts_once(mode: str, staleness: int, tmp_path: Path) -> None:
     job = normalised()
     found = trained(job, planned(job, mode, staleness=staleness), tmp_path / "run")
@@ -172,7 +173,7 @@ def spoilt() -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, labels
 
 
-@pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
+@parametrize("mode", ["synchronous", "asynchronous"], usual=["asynchronous"])
 def test_a_step_that_is_not_finite_is_left_out_on_all_servers(mode: str, tmp_path: Path) -> None:
     job = small(train_data=spoilt, shuffle=False, on_nonfinite="skip", length=shoal.Steps(5))
     found = trained(job, planned(job, mode), tmp_path / "run")
@@ -197,7 +198,7 @@ def test_a_worker_that_raises_is_named(tmp_path: Path) -> None:
     assert caught.value.rank in (3, 4, 5), "conductor and two servers come before"
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@parametrize("exact", [False, True], usual=["True"])
 def test_a_worker_sends_and_gets_what_the_formula_says(exact: bool, tmp_path: Path) -> None:
     """In steps of eight grains; parts are given to whoever asks, so that the sum over workers is what is known."""
     job = small(length=shoal.Steps(6))
@@ -207,14 +208,17 @@ def test_a_worker_sends_and_gets_what_the_formula_says(exact: bool, tmp_path: Pa
     arrays = [array(p) for p in model.parameters()]
     grains = divide(16, 16, 8)
     of = [[g.index for g in share(grains, part, 3)] for part in range(3)]
-    parts = [task_bytes(arrays, held, 8, reduce_itemsize=4, exact=exact) for held in of]
+    # A gradient of every parameter once, in exact mode once for each node of the tree that a part's grains fill; and
+    # the parameters once, whenever a newer version is there.
+    whole = sum(a.bytes for a in arrays)
+    nodes = [len(pieces(held, 8)) if exact else 1 for held in of]
     pushed = sum(worker["pushed_bytes"] for worker in found["workers"].values())
     pulled = sum(worker["pulled_bytes"] for worker in found["workers"].values())
     assert sum(worker["tasks"] for worker in found["workers"].values()) == 18
-    assert pushed == 6 * sum(p for p, _ in parts)
+    assert pushed == 6 * sum(nodes) * whole
     # Who computes two parts of a step has its parameters already.
-    assert pulled <= 6 * sum(p for _, p in parts)
-    assert pulled % parts[0][1] == 0
+    assert pulled <= 6 * len(of) * whole
+    assert pulled % whole == 0
 
 
 class Treacherous(torch.optim.SGD):

@@ -214,6 +214,7 @@ def assert_same(ranks: list[dict[str, Tensor]], wanted: dict[str, Tensor], toler
         assert (found - value).abs().max().item() <= tolerance * scale, (what, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_ranks"), [*((name, 2) for name in CASES), ("gpt", 4), ("llama", 4)])
 @pytest.mark.timeout(300)
 def test_gradients_are_those_of_one_process(name: str, num_ranks: int, tmp_path: Path) -> None:

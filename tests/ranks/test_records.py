@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.launching import JOBS, Ended, Gate, Run, Started, run, start
+from tests.sharing import Shared
 
 pytestmark = pytest.mark.ranks
 
@@ -41,9 +42,8 @@ LISTEN = "0A"  # TCP_LISTEN in /proc/net/tcp
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    out = tmp_path_factory.mktemp("records") / "run"
-    return run(Run(JOBS / "tiny.py", out, 3, arguments=("--checkpoint-every", "4"))).expect(0)
+def three(shared: Shared) -> Ended:
+    return shared.run(Run(JOBS / "tiny.py", Path(), 3, arguments=("--checkpoint-every", "4")))
 
 
 def test_spans_sum_to_the_step(three: Ended) -> None:

@@ -51,6 +51,7 @@ def test_metrics_are_those_of_one_process_to_the_bit(tmp_path: Path) -> None:
     assert ends[0]["weights_sha256"] == ends[1]["weights_sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("samples", "batch"),
     [(21, 2), (17, 16), (3, 16)],

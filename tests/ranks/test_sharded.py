@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.conformance.cases import job as small
 from tests.launching import JOBS, Ended, Run, run, run_all
+from tests.sharing import Shared
 from torch import Tensor, nn
 
 import shoal
@@ -39,10 +40,11 @@ def plan(folder: Path, data: int, shard: int) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    return run(Run(JOB, tmp_path_factory.mktemp("alone") / "run", 1, exact=True)).expect(0)
+def alone(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
 
 
+@pytest.mark.slow
 def test_parameters_kept_on_the_host_change_nothing(tmp_path: Path) -> None:
     ended = []
     for offload in ("false", "true"):
@@ -64,6 +66,7 @@ def test_one_hash_under_any_layout(alone: Ended, tmp_path: Path) -> None:
         assert_same(ended, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [((1, 2), (3, 1)), ((3, 1), (1, 2)), ((2, 2), (1, 3))])
 def test_resumed_under_another_layout(
     before: tuple[int, int], after: tuple[int, int], alone: Ended, tmp_path: Path

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 from tests.launching import JOBS, Run, run, run_all
+from tests.usual import parametrize
 
 pytestmark = pytest.mark.ranks
 
 KINDS = ("job", "sharded")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize("kind", KINDS, usual=["sharded"])
 def test_one_process_or_three_and_a_resume_in_the_middle(kind: str, tmp_path: Path) -> None:
     job = f"{JOBS / 'streams.py'}:{kind}"
     one, three, cut = (

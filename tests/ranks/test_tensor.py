@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from tests.conformance.cases import Stacked
 from tests.conformance.cases import language as language_job
 from tests.launching import JOBS, Run, run
+from tests.usual import parametrize
 from torch import Tensor, nn
 
 import shoal
@@ -293,8 +295,7 @@ def check(case: Case, tolerance: float, sequence: bool = False) -> Callable[[Ten
     return work
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@parametrize(("name", "world_size"), product(CASES, [2, 3]), usual=["gpt-3", "perceptron-2", "stubborn-2", "llama-2"])
 def test_the_training_of_one_process(name: str, world_size: int, tmp_path: Path) -> None:
     case, pairs, tolerance = CASES[name]
     if case not in (gpt, lenet, resnet, perceptron, stubborn, mixed):
@@ -621,7 +622,7 @@ SEQUENCE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SEQUENCE)
+@parametrize("name", SEQUENCE, usual=["3"])
 def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path: Path) -> None:
     def model() -> nn.Module:
         return GPT(layers=2, width=32, heads=4, block=16, dropout=0.2)
@@ -633,7 +634,7 @@ def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path
     assert verdict.verified, verdict.render()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@parametrize("name", EXAMPLES, usual=["gpt"])
 def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     job = EXAMPLES[name]()
@@ -659,7 +660,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@parametrize("name", LAYOUTS, usual=["2 x shard 2, parameters"])
 def test_verified_with_other_axes(name: str, tmp_path: Path) -> None:
     job = language_job(dropout=0.2)
     plan = complete(shoal.Plan().with_sections(**LAYOUTS[name]), job.grains, job.grain_size)
@@ -679,6 +680,7 @@ def weights(out: Path) -> dict[str, Tensor]:
     return load_file(sorted((out / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [({"tensor": 2}, {"data": 2}), ({"data": 2}, {"tensor": 3})])
 def test_resumed_under_another_layout(before: dict[str, int], after: dict[str, int], tmp_path: Path) -> None:
     out, alone = tmp_path / "run", tmp_path / "alone"

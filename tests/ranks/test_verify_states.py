@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tests.forks import run
 
 pytestmark = pytest.mark.ranks
 
@@ -60,5 +60,5 @@ else:
 @pytest.mark.parametrize("script", [AFTER_A_LOOP, AFTER_A_DEEP_BACKWARD], ids=["a loop", "a deep backward"])
 def test_after(script: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = run(command, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from tests.settings.laboratory import Laboratory
+from tests.sharing import Shared
 
 
 @pytest.fixture(scope="session")
-def laboratory() -> Iterator[Laboratory]:
+def laboratory(shared: Shared) -> Laboratory:
     """Makes calls, each once."""
-    made = Laboratory()
-    yield made
-    made.close()
+    return Laboratory(shared)

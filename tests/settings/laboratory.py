@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import shutil
 import sys
-import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
+from tests.launching import JOBS, start_command
+from tests.sharing import Shared
 
 HERE = Path(__file__).resolve().parent
 SUBJECT = HERE / "subject.py"
-# What an outer launcher may have set.
-_SCRUBBED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One command, or one loop of one's own: on so many forked ranks, in a folder of its own.
+    """One command, or one loop of one's own: on so many ranks, in a folder of its own.
 
     `arguments` follow the command and its job; `plan` is written as a file and given; `after` is a call whose run
     directory this one finds as its own. `{folder}` stands for the folder, `{out}` for the run directory.
@@ -103,60 +101,38 @@ class Ended:
 
 
 class Laboratory:
-    """Makes calls, each once: a process that has loaded torch forks for every one of them."""
+    """Makes calls, each once."""
 
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="settings-")
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
         self._found: dict[str, Ended] = {}
-        variables = {k: v for k, v in os.environ.items() if k not in _SCRUBBED and not k.startswith("SHOAL_")}
-        variables |= {"XDG_CACHE_HOME": f"{self._folder.name}/cache", "PYTHONDONTWRITEBYTECODE": "1"}
-        self._log = Path(self._folder.name, "log")
-        with self._log.open("w", encoding="utf-8") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "forked.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=variables,
-                text=True,
-                start_new_session=True,
-            )
-        assert self._answer() == "ready"
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().strip()
-        assert line, self._log.read_text(encoding="utf-8")
-        return line
+        self._variables = {"XDG_CACHE_HOME": f"{shared.root}/cache", "PYTHONPATH": str(JOBS)}
 
     def __call__(self, call: Call) -> Ended:
         """How it ended; of an equal call that was made before."""
         if call.key not in self._found:
-            self._found[call.key] = self._made(call)
+            folder = self._shared.once(call.key, lambda folder: self._make(call, folder))
+            codes = json.loads((folder / "codes.json").read_text(encoding="utf-8"))
+            self._found[call.key] = Ended(tuple(codes), folder)
         return self._found[call.key]
 
-    def _made(self, call: Call) -> Ended:
-        folder = Path(self._folder.name, f"call-{len(self._found)}")
-        if call.after is not None:
-            before = self(call.after)
-            folder = Path(self._folder.name, f"call-{len(self._found)}")
-            folder.mkdir()
-            if before.out.exists():
-                subprocess.run(["cp", "-r", str(before.out), str(folder / "out")], check=True)
-        else:
-            folder.mkdir()
+    def _make(self, call: Call, folder: Path) -> None:
+        before = self(call.after) if call.after is not None else None
+        if before is not None and before.out.exists():
+            shutil.copytree(before.out, folder / "out")
         for name, text in call.files.items():
             (folder / name).write_text(text, encoding="utf-8")
-        request = {
-            "ranks": call.ranks,
-            "loop": call.loop,
-            "argv": self._argv(call, folder),
-            "folder": str(folder),
-            "environment": dict(call.environment),
-        }
-        assert self._process.stdin is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return Ended(tuple(json.loads(self._answer())), folder)
+        command = [str(SUBJECT), call.loop] if call.loop is not None else ["-m", "shoal", *self._argv(call, folder)]
+        launcher = [str(HERE / "launcher.py"), str(call.ranks), str(int(call.launched))]
+        started = start_command(
+            [sys.executable, *launcher, sys.executable, *command],
+            folder.with_suffix(".launcher"),
+            {**self._variables, **call.environment},
+            cwd=folder,
+        )
+        with started as process:
+            ended = process.wait().expect(0)
+        (folder / "codes.json").write_text(ended.stdout, encoding="utf-8")
 
     def _argv(self, call: Call, folder: Path) -> list[str]:
         argv = [call.command]
@@ -168,15 +144,6 @@ class Laboratory:
         if call.command in ("run", "verify") and "--out" not in call.arguments:
             argv += ["--out", "out"]
         return argv + list(call.arguments)
-
-    def close(self) -> None:
-        """Ends the process and removes what was left."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._process.stdout.close()
-        self._folder.cleanup()
 
 
 See = Callable[[Ended], Any]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 import shoal
+from shoal.errors import ShoalError
 
 
 def note(name: str, text: object) -> None:
@@ -247,3 +249,17 @@ def loop(name: str) -> None:
             told = {"weights_sha256": shoal.weights_sha256(model.state_dict()), "steps": losses}
             told["learning_rates"] = rates
             Path("out/result.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+def main(name: str) -> int:
+    """The loop as a program; what shoal refuses is told as the command does."""
+    try:
+        loop(name)
+    except ShoalError as error:
+        print(error.render(), file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

@@ -7,6 +7,7 @@ import argparse
 import pytest
 from tests.settings.command_rows import BENCH_OPTIONS, PLAN_OPTIONS, RUN_OPTIONS, SLOW, VERIFY_OPTIONS
 from tests.settings.laboratory import Laboratory, Table, of_field
+from tests.usual import parametrize
 
 from shoal.cli.main import _parser
 
@@ -18,14 +19,10 @@ TABLES: dict[str, Table] = {
     "plan": PLAN_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
-CASES = [
-    pytest.param(command, key, marks=pytest.mark.slow if command == "bench" and key in SLOW else ())
-    for command, table in TABLES.items()
-    for key in table
-]
+CASES = [(command, key) for command, table in TABLES.items() for key in table]
 
 
-@pytest.mark.parametrize(("command", "key"), CASES)
+@parametrize(("command", "key"), CASES, rare=[f"bench-{key}" for key in SLOW])
 def test_of_a_command(command: str, key: str, laboratory: Laboratory) -> None:
     TABLES[command][key].observe(laboratory)
 

@@ -8,13 +8,14 @@ import pytest
 from pydantic import BaseModel
 from tests.settings.laboratory import Laboratory, of_field
 from tests.settings.plan_rows import PLAN, SLOW
+from tests.usual import parametrize
 
 import shoal
 
 pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize("key", [pytest.param(key, marks=pytest.mark.slow if key in SLOW else ()) for key in PLAN])
+@parametrize("key", PLAN, rare=SLOW)
 def test_of_a_plan(key: str, laboratory: Laboratory) -> None:
     PLAN[key].observe(laboratory)
 

@@ -1,4 +1,4 @@
-"""Engine: the parts of a run put together for one rank, from a Job, a complete Plan and a Mesh."""
+"""Engine: construction of a run's parts on one rank, from a Job, a complete Plan and a Mesh."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine(TrainingParts):
-    """What a rank trains with."""
+    """Parts of a run on one rank."""
 
     plan: CompletePlan
     store: Store | None
@@ -100,7 +100,7 @@ class Engine(TrainingParts):
 
 @dataclass(frozen=True)
 class Options:
-    """What surrounds a training and changes nothing in it.
+    """Options of a run that do not change its results.
 
     `checkpoints` is their directory, None for none; `eval_samples` the most that an evaluation reads, None for all;
     `take_workers`: a DataLoader's num_workers becomes the plan's data.workers.
@@ -227,7 +227,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
 
 
 def make_model(job: Job) -> nn.Module:
-    """What the job's `model` gives on one thread: the same bits wherever. Raises: UserCodeError, JobError."""
+    """Module of the job's `model`, constructed on one thread: the same bits. Raises: UserCodeError, JobError."""
     try:
         with one_thread():
             model = adapted(job.model())

@@ -1,7 +1,6 @@
 """The command: help at once, mistakes in three beats without a traceback, exit code 2."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,30 +24,6 @@ def failed(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> str:
         "write instead:",
     ]
     return err
-
-
-def modules_after(arguments: list[str]) -> set[str]:
-    code = (
-        "import sys\nfrom shoal.cli.main import main\n"
-        f"try: code = main({arguments!r})\nexcept SystemExit as stop: code = stop.code or 0\n"
-        "print('\\n', code, *(m for m in ('torch', 'numpy', 'pydantic', 'rich') if m in sys.modules))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    code_text, *loaded = run.stdout.splitlines()[-1].split()
-    assert code_text in ("0", "2")
-    return set(loaded)
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
-def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
-    assert modules_after(arguments) == set()
-
-
-def test_a_mistake_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / "a_job.py").write_text("")
-    assert not {"torch", "numpy"} & modules_after(["run", str(tmp_path / "a_job.py"), "--precision", "fp8"])
-    assert not {"torch", "numpy"} & modules_after(["run", str(tmp_path / "nowhere.py")])
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
@@ -111,26 +86,6 @@ def test_an_error_of_a_worker_is_built_again() -> None:
     assert type(error) is shoal.errors.DataError
     assert error.render().startswith("error on rank 1 (h): DataError\n  you gave:       a\n")
     assert type(from_json({**document, "kind": "Nowhere"})) is shoal.errors.InternalError
-
-
-def test_a_setting_without_effect_is_told_in_one_line(tmp_path: Path) -> None:
-    plan = tmp_path / "plan.toml"
-    plan.write_text('[layout]\ndata = 2\n[server]\nmode = "asynchronous"\nstaleness = 3\n', encoding="utf-8")
-    job = tmp_path / "job.py"
-    job.write_text("def job():\n    raise SystemExit(3)\n", encoding="utf-8")
-    command = [sys.executable, "-m", "shoal", "run", str(job), "--plan", str(plan), "--out", str(tmp_path / "out")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "warning: server.staleness = 3: no effect" in found.stderr
-    assert "SettingWarning" not in found.stderr
-
-
-def test_a_closed_pipe_is_no_traceback() -> None:
-    code = (
-        "import sys, shoal.cli.main, shoal.cli.run.prepare\ndef broken(*a): raise BrokenPipeError\n"
-        "shoal.cli.run.prepare.run = broken\nsys.exit(shoal.cli.main.main(['run', 'a.py']))"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == (1, "")
 
 
 def test_the_public_names_are_there_one_by_one() -> None:

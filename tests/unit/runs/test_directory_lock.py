@@ -20,60 +20,7 @@ import pytest
 from shoal.runs.directory_lock import NAME, DirectoryLock, Holder, Patience, claim
 from shoal.errors import InUseError, RunDirectoryError
 
-# Reads a directory a line, tries to take it, says how that went, and gives it back at the next line.
-_TAKER = """
-import sys
-from pathlib import Path
-from shoal.runs.directory_lock import Patience, claim
-from shoal.errors import InUseError
-for line in sys.stdin:
-    try:
-        lock = claim(Path(line.strip()), lambda text: None)
-    except InUseError:
-        lock = None
-    print("refused" if lock is None else "won", flush=True)
-    sys.stdin.readline()
-    if lock is not None:
-        lock.release()
-    print("released", flush=True)
-"""
 QUICK = Patience(beat_seconds=0.05, missed_beats=6, ending_seconds=0.3, settling_seconds=0.0, poll_seconds=0.01)
-
-
-class Taker:
-    """A process that runs `_TAKER`."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _TAKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def say(self, text: str) -> None:
-        stdin: IO[str] | None = self.process.stdin
-        assert stdin is not None
-        stdin.write(text + "\n")
-        stdin.flush()
-
-    def hear(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
-@contextlib.contextmanager
-def takers(number: int) -> Iterator[list[Taker]]:
-    found = [Taker() for _ in range(number)]
-    try:
-        yield found
-    finally:
-        for taker in found:
-            taker.end()
 
 
 def quietly(text: str) -> None:
@@ -93,46 +40,6 @@ def elsewhere() -> Holder:
     return replace(Holder.here(), host="node7", boot="another", pid=4321, token="theirs", command="shoal run a.py")
 
 
-def test_of_many_at_the_same_moment_exactly_one_wins(tmp_path: Path) -> None:
-    with takers(4) as all_of_them:
-        for number in range(50):
-            folder = tmp_path / f"run-{number % 7}"  # new ones, and ones that were given back
-            for taker in all_of_them:
-                taker.say(str(folder))
-            heard = [taker.hear() for taker in all_of_them]
-            assert sorted(heard) == ["refused", "refused", "refused", "won"], number
-            for taker in all_of_them:
-                taker.say("release")
-            assert {taker.hear() for taker in all_of_them} == {"released"}
-            assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
-
-
-def test_of_many_after_a_kill_exactly_one_wins(tmp_path: Path) -> None:
-    for _ in range(6):
-        with takers(1) as (killed,):
-            killed.say(str(tmp_path))
-            assert killed.hear() == "won"
-        assert (tmp_path / NAME).exists()
-        with takers(3) as others:
-            for taker in others:
-                taker.say(str(tmp_path))
-            assert sorted(taker.hear() for taker in others) == ["refused", "refused", "won"]
-
-
-def test_who_has_it_is_named(tmp_path: Path) -> None:
-    with takers(1) as (holder,):
-        holder.say(str(tmp_path))
-        assert holder.hear() == "won"
-        with pytest.raises(InUseError) as caught:
-            claim(tmp_path, quietly)
-        pid = holder.process.pid
-        assert f"it is in use by pid {pid} on {os.uname().nodename} since 20" in caught.value.conflict
-        assert "UTC (-c)" in caught.value.conflict, "its command line"
-        assert f"kill {pid}" in caught.value.remedy
-    claim(tmp_path, quietly).release()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_a_process_has_it_cannot_take_again(tmp_path: Path) -> None:
     with claim(tmp_path, quietly) as lock:
         with pytest.raises(InUseError, match="close the Session of this process"):
@@ -149,29 +56,6 @@ def test_a_directory_is_made_in_its_mode_and_taken_away_only_where_it_is_empty(t
     with claim(folder, quietly):
         (folder / "job.json").touch()
     assert [path.name for path in folder.iterdir()] == ["job.json"]
-
-
-def test_it_lasts_as_long_as_a_process_that_inherited_it(tmp_path: Path) -> None:
-    """A launcher that was killed, and a rank that still runs."""
-    script = f"{_TAKER}\n"
-    child = (
-        "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], pass_fds=(lock.descriptor,)).pid, flush=True)"
-    )
-    script = script.replace('    print("refused" if', f'    {child}\n    print("refused" if')
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process:
-        process.stdin.write(f"{tmp_path}\n")
-        process.stdin.flush()
-        child_pid = int(process.stdout.readline())
-        assert process.stdout.readline().strip() == "won"
-        process.kill()
-        process.wait()
-    with pytest.raises(InUseError, match=f"pid {process.pid}"):
-        claim(tmp_path, lambda text: None, patience=QUICK)
-    os.kill(child_pid, signal.SIGKILL)
-    claim(tmp_path, lambda text: None).release()
 
 
 def test_a_holder_elsewhere_that_gives_signs_of_life_keeps_it(tmp_path: Path) -> None:
@@ -242,26 +126,6 @@ def test_where_nothing_can_be_written_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirectoryError, match="nothing can be written there"):
         claim(tmp_path / "file", quietly)
-
-
-def test_who_has_lost_it_ends(tmp_path: Path) -> None:
-    """A host that stood still for long enough to be given up."""
-    code = f"""
-import sys, time
-from pathlib import Path
-from shoal.runs.directory_lock import Patience, claim
-claim(Path({str(tmp_path)!r}), print, patience=Patience(beat_seconds=0.02))
-print("won", flush=True)
-time.sleep(60)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "won\n"
-        left_by(tmp_path, elsewhere())
-        said = process.communicate(timeout=50)[1]
-    assert process.returncode == 69
-    assert "was taken over by pid 4321 on node7: this run ends" in said
 
 
 def test_it_renews_its_sign_of_life(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from tests.conformance.cases import CASES, job, tokens
+from tests.usual import parametrize
 from torch import nn
 
 import shoal
@@ -12,7 +12,17 @@ from shoal.planner.profile.jobs import profile_job
 from shoal.plans.plan import Plan
 
 
-@pytest.mark.parametrize("name", CASES)
+@parametrize(
+    "name",
+    CASES,
+    usual=[
+        "frozen, unused, conditional",
+        "pure bf16",
+        "reentrant checkpointing",
+        "a loss over pairs",
+        "blocks computed again",
+    ],
+)
 def test_each_case_of_the_conformance_suite(name: str) -> None:
     case = CASES[name]
     made = case.job()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.unit.planner.made import cluster, predict
-from tests.unit.planner.worlds import LARGE, Case, Transformer, backward, shard, sharding, tokens, world
+from tests.unit.planner.worlds import Case, Transformer, backward, shard, sharding, tokens, world
 from tests.unit.plans.accounting.test_collectives import MODELS, Shapes, ignore, one_step, parameters, tree, undivided
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,16 +18,14 @@ from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.profiles import profile
-from shoal.plans.accounting.collectives import Array, Gradients, owned
+from shoal.plans.accounting.collectives import Array, Gradients, Volumes, fully_sharded, owned
 from shoal.plans.accounting.memory import (
     StateShape,
     bucketed,
     cut,
     exact,
-    gathered_parameters,
     optimizer_state,
     scattered_gradients,
-    sharded_parameters,
     state_shape,
     whole,
 )
@@ -130,29 +128,27 @@ def test_zero_1_divides_the_state() -> None:
 # --------------------------------------------------------------------------------------------------------- fully_shard
 
 
-@pytest.mark.parametrize(("replicas", "degree", "case"), LARGE)
-def test_fully_shard_in_large_worlds(replicas: int, degree: int, case: Case) -> None:
+def test_what_is_not_trained_is_gathered_and_not_scattered() -> None:
     model = Transformer()
-    rank = 5
-    with world(Layout(data=replicas, shard=degree), rank):
-        expected = sharding(model, case, degree, replicas)
-        mesh = init_device_mesh("cpu", (replicas, degree), mesh_dim_names=("data", "shard"))
-        shard(model, case, mesh if replicas > 1 else mesh["shard"])
-        optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in (*model.blocks[0].parameters(), model.blocks[1].get_parameter("mix.weight")):
+        parameter.requires_grad_(False)
+    with world(Layout(shard=8), rank=5):
+        expected, mesh = sharding(model, Case(), 8, 1), init_device_mesh("cpu", (8,), mesh_dim_names=("shard",))
+        shard(model, Case(), mesh)
+        optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
         meter = MemoryMeter(model, optimizer)
         for _ in range(2):
-            with Traffic(listener=meter.collective):
+            with Traffic({"shard": mesh.get_group("shard")}, meter.collective) as traffic:
                 meter.start()
-                backward(model, case)
+                backward(model, Case())
                 meter.summed()
                 optimizer.step()
                 found = meter.stop()
             optimizer.zero_grad()
-    state = [cut(a, rank % degree, degree) for unit in expected.units for a in unit]
-    assert found.parameters == sharded_parameters(expected)
-    assert found.gathered == gathered_parameters(expected)
+    assert traffic.volumes == Volumes.of(fully_sharded(expected))
     assert found.gradients == scattered_gradients(expected)
-    assert found.optimizer == optimizer_state(state, StateShape(2, 4))
+    rows = [cut(array, 5, 8) for unit in expected.units for array in unit if array.trainable]
+    assert found.optimizer == optimizer_state(rows, StateShape(2, 4))
 
 
 # --------------------------------------------------------------------------------------------------------- activations

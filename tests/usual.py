@@ -1,0 +1,68 @@
+"""Which cases of a table every run of the tests takes; the others are marked slow, for `scripts/test --all`.
+
+Said where the table becomes parameters, by the cases' ids. A test that is slow as a whole has the mark itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+SLOW = pytest.mark.slow
+
+
+def parametrize(
+    names: str | tuple[str, ...],
+    values: Iterable[Any],
+    *,
+    usual: Collection[str] | None = None,
+    rare: Collection[str] = (),
+    ids: Callable[[Any], str] | Iterable[str] | None = None,
+) -> pytest.MarkDecorator:
+    """As pytest.mark.parametrize; only cases with an id in `usual` are not slow, or all but the `rare`.
+
+    Raises: ValueError where these name a case that is not there.
+    """
+    found = list(values)
+    texts = [_text(value, ids or str) for value in found] if ids is None or callable(ids) else list(ids)
+    usual = set(texts) - set(rare) if usual is None else usual
+    gone = {*usual, *rare} - set(texts)
+    if gone:
+        raise ValueError(f"no cases {sorted(gone)} of {names}: {texts}")
+    cases = []
+    for text, value in zip(texts, found, strict=True):
+        marks = () if text in usual else (SLOW,)
+        if isinstance(value, type(pytest.param())):
+            cases.append(pytest.param(*value.values, id=text, marks=(*value.marks, *marks)))
+        else:
+            cases.append(pytest.param(*(value if isinstance(names, tuple) else (value,)), id=text, marks=marks))
+    return pytest.mark.parametrize(names, cases)
+
+
+def _text(value: Any, text: Callable[[Any], str]) -> str:
+    if isinstance(value, type(pytest.param())):
+        return str(value.id)
+    return "-".join(map(text, value)) if isinstance(value, tuple) else text(value)
+
+
+def pairs(rows: Sequence[tuple[Any, ...]], among: Collection[tuple[Any, ...]] | None = None) -> set[tuple[Any, ...]]:
+    """A few of the rows in which any two values that stand together in some row of `among` (all) do so again.
+
+    Greedy, and always the same few: the row with most pairs that are new comes next, the first of equals.
+    """
+
+    def of(row: tuple[Any, ...]) -> set[Any]:
+        return {((i, row[i]), (j, row[j])) for i, j in combinations(range(len(row)), 2)}
+
+    left = set().union(*(of(row) for row in (rows if among is None else among)))
+    chosen: set[tuple[Any, ...]] = set()
+    while left:
+        best = max(rows, key=lambda row: len(of(row) & left))
+        if not of(best) & left:
+            break
+        chosen.add(best)
+        left -= of(best)
+    return chosen
