@@ -224,7 +224,7 @@ class SharedMemory(Collective):
         return self._call(call, asynchronous)
 
     def barrier(self) -> None:
-        """One exchange of words."""
+        """Returns once every rank has come to it: one exchange of words."""
         self._call(_SharedCall(_HEADER.pack(KINDS.index("barrier"), *[0] * 7), _nothing, _nothing, False), False)
 
     def settle(self) -> None:
