@@ -1,4 +1,4 @@
-"""Peak bytes of one rank by category, from what its stage holds and how many microbatches are in flight."""
+"""Peak memory of one rank by category, from its stage's size and its microbatches in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs of plans on a cluster, as a search asks for them: predictions, and lower bounds of many plans at once."""
+"""Cost functions of a search: predictions of plans on a cluster, and lower bounds of many plans at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.plans.plan import Plan
 
 
 class ScheduleFamily(NamedTuple):
-    """Schedules that differ only in the order of their microbatches."""
+    """Microbatch schedules that differ only in the order of their microbatches."""
 
     grains: int
     recompute: Recompute
@@ -30,7 +30,7 @@ class ScheduleFamily(NamedTuple):
 
 
 class LayoutClass(NamedTuple):
-    """Places that differ in replicas alone, and leave a rank as many grains: what bounds their plans is the same.
+    """Degrees that differ in replicas alone and leave a rank as many grains, so that their bounds are equal.
 
     `replicas`: in order, the fewest first. `first`: the place with fewest. `fewest`, `most`: devices. `beside`: seconds
     of any plan of all of these places that no other bound has.
@@ -46,7 +46,7 @@ class LayoutClass(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A family where a rank has all stages: seconds of a microbatch, and least bytes."""
+    """Schedule family on one rank with all stages: seconds of a microbatch, and least bytes."""
 
     group: ScheduleFamily
     seconds: float

@@ -37,7 +37,7 @@ class ForwardRecorder:
         outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None,
         is_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`outputs` and `is_elsewhere` of a divided model, as Division has them."""
+        """`outputs` and `is_elsewhere` of a divided model, as ModelDivision has them."""
         self._is_elsewhere = is_elsewhere
         self.found: dict[str, dict[int, list[float]]] = {}
         self._outputs = outputs or {}
