@@ -1,4 +1,4 @@
-"""Forward and backward passes over a step's microbatches on this rank, and their sums."""
+"""Forward and backward passes of a step's microbatches on this rank, whoever computes their losses, and their sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Parts of a step's forwards and backwards."""
+    """Model, strategy, policy and observers that the microbatches of a step are computed with."""
 
     mesh: Mesh
     precision: Precision

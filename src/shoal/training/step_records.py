@@ -1,4 +1,4 @@
-"""Step records of a training: one of each step, with its evaluation, and the outcome at the end."""
+"""Step records, evaluations and the outcome of a training, on one process or beside parameter servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.training.telemetry import RecordWriter
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingParts(StepParts):
-    """Parts of a training."""
+    """All parts of a training: those of its steps, the data, the optimizer, evaluation and checkpoints."""
 
     job: Job
     model: nn.Module

@@ -33,7 +33,7 @@ from shoal.training.trace.recorder import TraceRecorder
 
 @dataclass(frozen=True)
 class BatchPass:
-    """Pass over a step (from 0), for some optimizers, and its number in the step."""
+    """One pass: of which step (from 0), for which optimizers, and its number in the step."""
 
     step: int
     chosen: Chosen
