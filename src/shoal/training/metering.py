@@ -53,11 +53,11 @@ class StepMeter(Observer):
         sharded_model: ShardedModel,
         optimizer: torch.optim.Optimizer,
         strategy: Strategy,
-        wires: Iterable[dist.ProcessGroup] = (),
+        stage_groups: Iterable[dist.ProcessGroup] = (),
     ) -> None:
-        """Attaches the meters to a run's parts, before the first step; `wires` carry messages between stages."""
+        """Attaches the meters before the first step; `stage_groups` carry messages between stages."""
         self._memory, self._strategy = MemoryMeter(sharded_model.model, optimizer), strategy
-        self._traffic = Traffic(sharded_model.mesh.groups, self._memory.collective, wires)
+        self._traffic = Traffic(sharded_model.mesh.groups, self._memory.collective, stage_groups)
         self._left = MEASURED_STEPS
 
     @property

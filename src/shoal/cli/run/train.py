@@ -122,8 +122,8 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     engine = build(call.loaded.job, plan, mesh, options)
     try:
         if request.telemetry:
-            wires = engine.pipeline.groups if engine.pipeline is not None else []
-            meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, wires)
+            stage_groups = engine.pipeline.groups if engine.pipeline is not None else []
+            meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, stage_groups)
         return _train_built(engine, call)
     finally:
         meter.close()

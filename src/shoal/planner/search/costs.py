@@ -15,8 +15,9 @@ from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_time import Passes
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Prediction, Program, Workload
-from shoal.planner.search.space import Degrees, ModelDegrees, Recompute, divisors
+from shoal.planner.search.space import Degrees, ModelDegrees, Recompute
 from shoal.plans.accounting.collectives import REPLICAS
+from shoal.plans.layout import divisors
 from shoal.plans.plan import Plan
 
 

@@ -161,7 +161,7 @@ class Search:
         costs, share, pipeline = self.costs(place.devices), self.space.share(place), place.cut.pipeline
         alone, memory = place.cut._replace(pipeline=1), costs.memory_bytes
         known = self._whole.setdefault((id(costs), alone), {})
-        found = []
+        found, floor = [], self.floor(place)
         for kind in product(self.space.recomputes, self.space.sequences(place.cut)):
             for grains in reversed(self.space.sizes(share)):
                 one = known.get((grains, *kind))
@@ -170,7 +170,7 @@ class Search:
                 # A microbatch of one grain is kept, so that what it lacks is told; larger ones need more.
                 if one.bytes / pipeline > memory and grains > 1:
                     break
-                found.append((-(-share // grains) * one.seconds / pipeline, one))
+                found.append((max(floor, -(-share // grains) * one.seconds / pipeline), one))
         found.sort(key=itemgetter(0))
         return iter(found)
 
