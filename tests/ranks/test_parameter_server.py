@@ -20,7 +20,7 @@ from shoal.errors import NonFiniteError, UserCodeError
 from shoal.launch.environment import Environment
 from shoal.numerics.precision import Precision
 from shoal.parallel.data.pushed import Push, ServerShard
-from shoal.plans.accounting.parameter_server import task_bytes
+from shoal.plans.accounting.partition import pieces
 from shoal.plans.grains import divide, share
 from shoal.plans.plan import PrecisionSection
 from shoal.plans.resolve import complete
@@ -208,14 +208,17 @@ def test_a_worker_sends_and_gets_what_the_formula_says(exact: bool, tmp_path: Pa
     arrays = [array(p) for p in model.parameters()]
     grains = divide(16, 16, 8)
     of = [[g.index for g in share(grains, part, 3)] for part in range(3)]
-    parts = [task_bytes(arrays, held, 8, reduce_itemsize=4, exact=exact) for held in of]
+    # A gradient of every parameter once, in exact mode once for each node of the tree that a part's grains fill; and
+    # the parameters once, whenever a newer version is there.
+    whole = sum(a.bytes for a in arrays)
+    nodes = [len(pieces(held, 8)) if exact else 1 for held in of]
     pushed = sum(worker["pushed_bytes"] for worker in found["workers"].values())
     pulled = sum(worker["pulled_bytes"] for worker in found["workers"].values())
     assert sum(worker["tasks"] for worker in found["workers"].values()) == 18
-    assert pushed == 6 * sum(p for p, _ in parts)
+    assert pushed == 6 * sum(nodes) * whole
     # Who computes two parts of a step has its parameters already.
-    assert pulled <= 6 * sum(p for _, p in parts)
-    assert pulled % parts[0][1] == 0
+    assert pulled <= 6 * len(of) * whole
+    assert pulled % whole == 0
 
 
 class Treacherous(torch.optim.SGD):

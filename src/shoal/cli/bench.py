@@ -29,7 +29,7 @@ _BUSY_SHARE, _USELESS_SHARE = 0.1, 0.3
 
 
 def bench(options: BenchOptions) -> int:
-    """Measures this machine, prints what it found and writes it; as a rank, measures and hands over.
+    """Measures this machine, prints and writes the result; as a rank, measures and hands over.
 
     Raises: CommandError, or what went wrong on a rank.
     """
@@ -88,15 +88,17 @@ def _refuse_unread(options: BenchOptions) -> None:
 
 
 def _rank(what: str, task: dict[str, Any], environment: Environment) -> int:
+    from shoal.distributed.worker_process import as_rank
+
     task = {**task, "folder": Path(task["folder"])}
     if what == "collectives":
         from shoal.planner.measure.collectives_worker import Sampling
         from shoal.planner.measure.collectives_worker import measure as compare
 
-        return int(compare(Sampling(**task), environment))
+        return as_rank(environment, lambda: compare(Sampling(**task), environment))
     from shoal.planner.measure.worker import MeasureTask, measure
 
-    return int(measure(MeasureTask(**task), environment))
+    return as_rank(environment, lambda: measure(MeasureTask(**task), environment))
 
 
 def _ranks(text: str | None, num_gpus: int) -> int:

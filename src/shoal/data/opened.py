@@ -43,7 +43,7 @@ def open_data(
 
 
 def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
-    """As `open_data`, for what an evaluation reads."""
+    """Source of evaluation data, opened as in `open_data`."""
     found = open_data(name, data, collate)
     if not found.workers or not isinstance(found.source, MapSource):
         return found

@@ -8,9 +8,10 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from shoal.distributed.failures import to_json
+from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import ExitCode, PeerError, ShoalError
 from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, Environment
 from shoal.runs.directory import write_file
@@ -29,11 +30,21 @@ def die_with_launcher() -> None:
             os._exit(ExitCode.RANK_LOST)
 
 
-def tell(environment: Environment, code: ExitCode, error: ShoalError | None) -> None:
-    """Tells the launcher how this rank ended; where there is none, an error is printed."""
+def as_rank(environment: Environment, work: Callable[[], ExitCode | None]) -> ExitCode:
+    """Exit code of `work`, done as a rank; the launcher is told how it ended, or an error is printed without one."""
+    die_with_launcher()
+    error: ShoalError | None = None
+    try:
+        code = work() or ExitCode.DONE
+    except (Exception, SystemExit) as caught:
+        error = as_shoal_error(caught)
+        if error.rank is None and environment.world_size > 1:
+            error.rank = environment.rank
+        code = error.exit_code
     report = os.environ.get(REPORT_FILE)
     if report:
         told = to_json(error, environment.rank, platform.node()) if error else None
         write_file(Path(report), json.dumps({"exit_code": int(code), "error": told}))
     elif error is not None and not isinstance(error, PeerError):
         print(error.render(), file=sys.stderr)
+    return code

@@ -1,1 +1,1 @@
-"""The step loop and the parts that it is made of."""
+"""Training loop and its parts."""

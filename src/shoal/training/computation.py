@@ -1,6 +1,6 @@
-"""Computation: how a rank computes its grains, found out on the first batch and agreed among the ranks.
+"""Microbatch policy of a run (grain by grain, or several in one forward), from its first batch.
 
-It is only ever made more careful, and decides how a result is reached, never which result.
+It only ever becomes more careful, and decides how a result is reached, never which result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FUSION_TOLERANCE_UNITS = 64
 
 @dataclass(frozen=True)
 class MicrobatchPolicy:
-    """`fuse`: neighbouring grains may share a forward. `buffers`: names of those that the forward changes.
+    """Microbatch policy. `fuse`: neighbouring grains may share a forward. `buffers`: those that the forward changes.
 
     `coupled`: why they may not, in words, as far as that was found.
     """
@@ -54,7 +54,7 @@ class MicrobatchPolicy:
         return self.grains_per_microbatch if self.fuse and self.randomness != "opaque" else 1
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
+        """JSON value of the policy."""
         return asdict(self)
 
     @classmethod
@@ -75,7 +75,7 @@ class MicrobatchPolicy:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What one batch showed of how to compute; not `conclusive` where its loss was not finite.
+    """Microbatch policy by the evidence of one batch; not `conclusive` where its loss was not finite.
 
     `too_large`: memory ran out, and fewer grains are to be asked about.
     """
@@ -86,7 +86,7 @@ class ProbeResult:
 
 
 class RedoError(Exception):
-    """This step has to be computed again, more carefully; nothing has been changed by it."""
+    """A step must be computed again, more carefully; nothing has been changed by it."""
 
     def __init__(self, proposal: MicrobatchPolicy, reason: str) -> None:
         super().__init__(reason)
@@ -95,7 +95,7 @@ class RedoError(Exception):
 
 @dataclass(frozen=True)
 class LossPair:
-    """The checked pair that a loss or metric gives, in a precision; equal for equal ones."""
+    """Checked (total, weight) pair of a loss or metric, in a precision; equal for equal functions."""
 
     function: Callable[[Any, Any], Any]
     precision: Precision
@@ -134,7 +134,7 @@ Evaluate = Callable[[LossPair, Any], tuple[float, float]]
 
 
 class LossComputer:
-    """Computes the loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
+    """Loss of microbatches of one job on one device; through `evaluate` where that is a pipeline's.
 
     `cut`: ranks gather each other's parts of the parameters, which have no copy in another dtype. `divided`: no rank
     has the whole model.

@@ -1,7 +1,7 @@
-"""Coupling: where the samples of a batch are mixed, so that its loss is not the sum of its grains'.
+"""Coupled samples: detection of the module that mixes a batch's samples, so that its loss is no sum over grains.
 
-Each call of a module is compared with itself, for a batch together and grain by grain: the first whose inputs are the
-same rows and whose outputs are not is where. Of each row two numbers are kept, whatever its size.
+Each call of a module is compared with itself, for a batch together and grain by grain: the first with equal rows as
+inputs and other rows as outputs is the cause. Two numbers are kept of each row, whatever its size.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _mixed(together: _Calls, apart: list[_Calls], rounding: float) -> str:
 
 
 def meaning(coupled: str, grains: int, grain_size: int) -> str:
-    """What that means for the result, and what to write for another, of a job of such grains."""
+    """Consequence for the result, and how to write the job for another, of a job of such grains."""
     if MIXES not in coupled:
         return (
             "what a step learns depends on Job(grains=...), not on devices; return sums over samples, and their weight"

@@ -1,4 +1,4 @@
-"""Engine: the parts of a run put together for one rank, from a Job, a complete Plan and a Mesh."""
+"""Engine: construction of a run's parts on one rank, from a Job, a complete Plan and a Mesh."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Engine(TrainingParts):
-    """What a rank trains with."""
+    """Parts of a run on one rank."""
 
     plan: CompletePlan
     store: Store | None
@@ -100,7 +100,7 @@ class Engine(TrainingParts):
 
 @dataclass(frozen=True)
 class Options:
-    """What surrounds a training and changes nothing in it.
+    """Options of a run that do not change its results.
 
     `checkpoints` is their directory, None for none; `eval_samples` the most that an evaluation reads, None for all;
     `take_workers`: a DataLoader's num_workers becomes the plan's data.workers.
@@ -119,11 +119,10 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
     job = together(mesh, lambda: opened(job))
     data: Opened = job.train_data
-    source = data.source
     together(mesh, lambda: _judge(data, plan, mesh))
     plan, notes = _with_workers(plan, data, options)
     sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
-    model = sharded_model.model
+    model, divided = sharded_model.model, sharded_model.divided
     together(mesh, lambda: _refuse_dtypes(sharded_model))
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
@@ -150,9 +149,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         pipeline=pipeline,
         parameters=parameters,
         strategy=strategy,
-        computer=LossComputer(
-            job, model, precision, policy, evaluate, cut=plan.shards_model, divided=sharded_model.divided
-        ),
+        computer=LossComputer(job, model, precision, policy, evaluate, cut=plan.shards_model, divided=divided),
         buffers=StepBuffers(model, sharded_model.counts_buffer),
         updater=updater,
         loader=loader,
@@ -165,7 +162,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
             {"loss": job.loss, **job.metrics},
             most_samples=options.eval_samples,
             collate=evaluation.collate if evaluation is not None else None,
-            divided=sharded_model.divided,
+            divided=divided,
             syncs_every_microbatch=strategy.syncs_every_microbatch,
             evaluate=evaluate,
         ),
@@ -173,7 +170,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         clock=clock,
         observer=options.observer,
         store=store,
-        num_train_samples=order.num_samples if isinstance(source, MapSource) else None,
+        num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
         notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
     )
 
@@ -230,7 +227,7 @@ def build_model(job: Job, precision: Precision) -> nn.Module:
 
 
 def make_model(job: Job) -> nn.Module:
-    """What the job's `model` gives on one thread: the same bits wherever. Raises: UserCodeError, JobError."""
+    """Module of the job's `model`, constructed on one thread: the same bits. Raises: UserCodeError, JobError."""
     try:
         with one_thread():
             model = adapted(job.model())

@@ -32,7 +32,7 @@ SAMPLED_CHUNK = 4
 
 
 class Evaluator:
-    """Evaluates a job's loss and metrics on its evaluation data."""
+    """Evaluation of a job's loss and metrics on its evaluation data."""
 
     def __init__(
         self,

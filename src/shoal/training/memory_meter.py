@@ -1,6 +1,6 @@
-"""Memory: the peak bytes that this rank holds, by category, measured on the tensors themselves.
+"""Memory meter: the peak bytes of this rank by category, measured on the tensors themselves.
 
-Storages are counted, each once, so that a view costs nothing and a parameter cut by fully_shard counts what lies here.
+Storages are counted, each once, so that a view costs nothing and a parameter cut by fully_shard counts as its shard.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Saved:
 
 
 class SavedTensors:
-    """A context in which the bytes are counted that autograd keeps for the backward; `peak` is the most at once.
+    """Context that counts the bytes that autograd saves for the backward; `peak` is the most at once.
 
     Each storage once; not those of `excluded` keys (see `keys`), the parameters. Regions that recompute have hooks of
     their own: of them their inputs are counted here, and what they recompute is not.
@@ -63,7 +63,7 @@ class SavedTensors:
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
 
     def exclude(self, tensors: Iterable[Any]) -> None:
-        """Leaves out what is kept of these."""
+        """Leaves saved tensors on these storages out of the count."""
         self.excluded |= {s._cdata for t in tensors if (s := _storage(t)) is not None}
 
     def start(self) -> None:
@@ -107,7 +107,7 @@ class SavedTensors:
         return saved.tensor
 
     def release(self, key: int) -> None:
-        """One holder less of a storage."""
+        """Counts one reference less to a storage."""
         held = self._holders[key]
         held[0] -= 1
         if not held[0]:
@@ -116,7 +116,7 @@ class SavedTensors:
 
 
 class GatheredBytes:
-    """Parameters that fully_shard has gathered, of all units of a model; `peak` is the most bytes seen by `look`."""
+    """Bytes of parameters that fully_shard has gathered, in all units of a model; `peak` is the most seen by `look`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: list[Any] = [m for m in model.modules() if hasattr(m, "_get_fsdp_state")]
@@ -166,7 +166,7 @@ _OF_ACTIVATIONS = ("tensor", "context", "pipeline")
 
 
 class MemoryMeter:
-    """Measures a step of one model: peak bytes by category between `start` and `stop`.
+    """Memory meter of one model's step: peak bytes by category between `start` and `stop`.
 
     Gradients are those that are there when a reduce_scatter begins and at `summed`; state and parameters at `stop`.
     """

@@ -1,4 +1,4 @@
-"""Metering: the first steps of a run, counted and measured, beside what the planner's formulas say of them."""
+"""Measured traffic and memory of a run's first steps, beside the formulas' predictions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MEASURED_STEPS = 2
 
 
 class StepMeter(Observer):
-    """Counts traffic and measures memory in the first steps that update; those after them are left alone.
+    """Meter of traffic and memory in the first steps that update.
 
     What is counted lies between a step's agreement and the end of its update: agreements that do not travel with the
     sums, checkpoints and evaluations are not part of it.
@@ -55,14 +55,14 @@ class StepMeter(Observer):
         strategy: Strategy,
         wires: Iterable[dist.ProcessGroup] = (),
     ) -> None:
-        """What is measured, before the first step; `wires` carry messages between stages."""
+        """Attaches the meters to a run's parts, before the first step; `wires` carry messages between stages."""
         self._memory, self._strategy = MemoryMeter(sharded_model.model, optimizer), strategy
         self._traffic = Traffic(sharded_model.mesh.groups, self._memory.collective, wires)
         self._left = MEASURED_STEPS
 
     @property
     def attached(self) -> bool:
-        """Whether it was told what to measure."""
+        """Whether the meters are attached."""
         return self._traffic is not None
 
     def begin(self, step: int, factor: float) -> None:
@@ -120,7 +120,7 @@ def predicted(plan: Plan, described: Described, rank: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shares:
-    """The grains of the measured step, of a job of `num_grains`, and how many of them share a forward.
+    """Grains of the measured step, of a job of `num_grains`, and how many of them share a forward.
 
     `buffers` names those that the forward changes.
     """
@@ -178,7 +178,7 @@ def describe(
 
 
 def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
-    """What autograd keeps on `rank` as the plan's maker traced it; None by hand, or for another kind of device.
+    """Saved activations on `rank` by the plan's own trace; None for a hand-written plan or another kind of device.
 
     None too where recomputation is selective: what it keeps is no autograd's, and is not measured.
     """

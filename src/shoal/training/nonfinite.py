@@ -1,4 +1,4 @@
-"""Non-finite steps: who brought the NaN, down to the samples."""
+"""Search for the samples whose loss or gradient is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class NonFiniteStep:
 
 
 class NonFiniteSearch:
-    """Computes grains, then samples, alone, and sees which loss or gradient is not finite."""
+    """Search for non-finite losses and gradients, by computing grains, then samples, alone."""
 
     def __init__(self, computer: LossComputer, precision: Precision, parameters: Sequence[Tensor]) -> None:
         self._computer, self._precision, self._parameters = computer, precision, list(parameters)

@@ -1,4 +1,4 @@
-"""Observation: what the engine shows of a step to whoever wants to see that it computes the right thing."""
+"""Observer hooks of a step, for tracing and verification."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.data.microbatch import Microbatch
 
 
 class Observer:
-    """Is told of each moment of a step, on every rank; this one looks at nothing. It must change nothing.
+    """Interface of a step's hooks, called on every rank; this class does nothing. An observer must change nothing.
 
     A step that has to be computed again begins again. Gradients are read off the parameters' `.grad`.
     """

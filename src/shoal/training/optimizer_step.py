@@ -1,4 +1,4 @@
-"""Update: from summed gradients to new parameters. Weight, loss scale, clipping, schedule, optimizer; once a step."""
+"""Optimizer step from summed gradients: weight, loss scale, clipping, schedule, update; once a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLIP_EPSILON = 1e-6
 
 
 class Parameters(list[nn.Parameter]):
-    """The trainable parameters that a rank holds, each once; `named` gives them with their names, in the same order.
+    """Trainable parameters of a rank, each once; `named` gives them with their names, in the same order.
 
     None on a rank whose stages of a pipeline are frozen.
     """
@@ -133,7 +133,7 @@ def refuse_on_parts(optimizer: torch.optim.Optimizer, sharded_model: ShardedMode
 
 @dataclass(frozen=True)
 class Update:
-    """What came of a step: the mean gradient's norm before clipping, the learning rate, and why it was skipped.
+    """Result of an update: the mean gradient's norm before clipping, the learning rate, and why it was skipped.
 
     weightless: nothing had a weight; overflow: a smaller loss scale may mend it; nonfinite: the loss or gradient is.
     """
@@ -144,7 +144,7 @@ class Update:
 
 
 class Stepper:
-    """Steps one optimizer at the rates of the job's schedule. `exact`: with the kernels of its own defaults."""
+    """Optimizer with the rates of the job's schedule. `exact`: with the kernels of its own defaults."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, job: Job, *, exact: bool = False) -> None:
         self._optimizer, self._job, self._exact = optimizer, job, exact
@@ -188,7 +188,7 @@ class Stepper:
             seed_everything(random_key(self._job.seed, "optimizer", step))
 
     def step(self, *, refuse_noise: bool = False) -> None:
-        """One step. Raises: UserCodeError; JobError where it drew random numbers that it is not to draw."""
+        """Steps the optimizer. Raises: UserCodeError; JobError where it drew random numbers that it is not to draw."""
         before = all_generators() if refuse_noise else None
         try:
             with contextlib.nullcontext() if self._exact else fused(self._optimizer):
@@ -209,7 +209,7 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Updater:
-    """Steps one optimizer. Every input is the same on all ranks, and so is what it decides."""
+    """Update of the parameters by one optimizer. Inputs and decisions are the same on all ranks."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ def judged(loss: float, norm: float, scale: float, loss_scale: LossScale) -> str
 
 
 def clipping(limit: float | None, norm: float) -> float:
-    """What a gradient of that norm is multiplied by so that it has `limit` at most."""
+    """Factor that clips a gradient of that norm to `limit`."""
     return 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPSILON))
 
 

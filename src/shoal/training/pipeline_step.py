@@ -1,4 +1,4 @@
-"""One step of a rank that computes some stages of the model: all microbatches, in the order of the schedule."""
+"""Step of a pipeline rank: all microbatches through its stages, in the order of the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step: the gradient and the sums of one step on this rank, computed as carefully as the ranks have found needful."""
+"""Step execution: gradients and sums of one step on this rank, under the current microbatch policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telemetry: where a step's time went. It never waits for anything and never raises into the training."""
+"""Telemetry: time spans of a step, and its records. It never waits for anything and never raises into the training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEMORY_SECONDS = 0.05
 
 
 class StepClock:
-    """Wall time divided among the spans of a step: one span runs at a time, so that they sum to the step.
+    """Clock that divides wall time among the spans of a step: one span runs at a time, so that they sum to the step.
 
     On a CUDA device the marks are events on the current stream, read after the step's one synchronisation: a span is
     then the stream's time, idle time included, and not the time to enqueue the work.
@@ -64,7 +64,7 @@ class StepClock:
         return total, dict(zip(self._seconds, spans, strict=True))
 
     def peak_memory_bytes(self) -> int:
-        """As the function of that name says; on CPUs up to 50 ms ago: short steps share a reading."""
+        """Peak memory of this process as `peak_memory_bytes`; on CPUs up to 50 ms ago: short steps share a reading."""
         if self._cuda:
             return peak_memory_bytes(self._device)
         now = time.monotonic()
@@ -85,7 +85,7 @@ class StepClock:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held, to float32's 24 bits: of the GPU's allocator, or resident."""
+    """Peak memory of this process, to float32's 24 bits: of the GPU's allocator, or resident."""
     if device.type == "cuda":
         return int(np.float32(torch.cuda.max_memory_allocated(device)))
     return int(np.float32(_peak_resident_bytes()))
@@ -101,7 +101,7 @@ def _peak_resident_bytes() -> int:
 
 
 class RecordWriter:
-    """Appends step records to a file, a line each; a full or vanished disk warns once and changes nothing else."""
+    """Writer of step records, a line each; a full or vanished disk warns once and changes nothing else."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Trainer: the step loop. Everything is given to it; it looks nothing up."""
+"""Trainer: the step loop of a run."""
 
 from __future__ import annotations
 

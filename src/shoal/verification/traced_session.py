@@ -54,10 +54,8 @@ def _train(train: Callable[[], object], world_size: int, replay: Replay) -> None
         os.environ.update(replay.variables())
         try:
             train()
-        except ShoalError:
+        except (ShoalError, SystemExit):
             raise
-        except SystemExit as error:
-            raise user_error("a sys.exit()", error) from error
         except Exception as error:
             raise user_error("the loop", error) from error
 

@@ -135,6 +135,19 @@ def test_what_was_trained_before_an_error_is_saved(kind: str, tmp_path: Path) ->
     assert trained(job(**changes), checkpoints=tmp_path, resume=2)[0] == trained(job(**changes))[0]
 
 
+def spread(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+    """How far a batch's outputs are from their mean: of several grains at once it is another number."""
+    found = model(batch[0])
+    return (found - found.mean()).square().sum(), len(found)
+
+
+def test_a_loss_that_compares_samples_goes_on_grain_by_grain(tmp_path: Path) -> None:
+    """Also in the first step after a resume, which knows how the model is computed before it reads a batch."""
+    changes = {"optimizer": sgd, "loss": spread}
+    ended(job(**changes, schedule=after(2, lambda progress: 1.0)), tmp_path)
+    assert trained(job(**changes), checkpoints=tmp_path, resume=2)[0] == trained(job(**changes))[0]
+
+
 def test_what_was_trained_before_an_evaluation_that_raises_is_saved(tmp_path: Path) -> None:
     mean = lambda model, batch: (batch[1].sum(), len(batch[1]))  # noqa: E731
     for calls, step in ((0, 3), (3, 5)):  # the evaluation after an epoch, that of the end: of three chunks each

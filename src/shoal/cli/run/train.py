@@ -20,8 +20,8 @@ from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh, alone, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
-from shoal.distributed.worker_process import die_with_launcher, tell
-from shoal.errors import ExitCode, JobMismatchError, ShoalError
+from shoal.distributed.worker_process import as_rank
+from shoal.errors import ExitCode, JobMismatchError
 from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.launch.environment import Environment
@@ -60,32 +60,30 @@ def run(request: RunRequest, environment: Environment, signals: Signals, *, unpr
 
     `unprepared`: no launcher of shoal's has taken the run directory, and told of what has no effect.
     """
-    die_with_launcher()
-    error: ShoalError | None = None
+    return as_rank(environment, lambda: _run(request, environment, signals, unprepared))
+
+
+def _run(request: RunRequest, environment: Environment, signals: Signals, unprepared: bool) -> ExitCode:
+    """Trains. Raises: one of shoal's errors, whose traceback is kept in the run directory."""
     directory = RunDirectory(request.out)
     with contextlib.ExitStack() as held:  # the lock of the run directory, until its last file is written
         try:
             prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
             call = _Call(request, load(request.job), signals)
             if request.plan.serves:
-                code = _serve(call, environment)
-            else:
-                with open_mesh(environment, request.plan.degrees) as mesh:
-                    plan, call = _agree(mesh, call, unprepared)
-                    if unprepared:
-                        out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
-                        call = replace(call, request=replace(request, out=out))
-                        directory = RunDirectory(out)
-                    code = _train(mesh, plan, call)
+                return _serve(call, environment)
+            with open_mesh(environment, request.plan.degrees) as mesh:
+                plan, call = _agree(mesh, call, unprepared)
+                if unprepared:
+                    out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
+                    call = replace(call, request=replace(request, out=out))
+                    directory = RunDirectory(out)
+                return _train(mesh, plan, call)
         except (Exception, SystemExit) as caught:
             error = as_shoal_error(caught)
-            code = error.exit_code
-            if error.rank is None and environment.world_size > 1:
-                error.rank = environment.rank
             with contextlib.suppress(OSError):
                 directory.keep_traceback(f"rank-{environment.rank}", error)
-    tell(environment, code, error)
-    return code
+            raise error from None
 
 
 def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:

@@ -112,11 +112,11 @@ class ShardedModel:
         return cls(mesh, model, division, by_rank=mesh.gather_json(parts))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Name and parameter of each that is held, once however many names it has."""
+        """Name and parameter of each on this rank, once however many names a parameter has."""
         return ((name, p) for name, p in self.model.named_parameters() if not p.is_meta)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and buffer of each that is held."""
+        """Name and buffer of each on this rank."""
         return ((name, b) for name, b in self.model.named_buffers() if not b.is_meta)
 
     def part(self, name: str, tensor: Tensor) -> TensorSlice:
@@ -124,7 +124,7 @@ class ShardedModel:
         return cut_of(tensor, self.division.parts.get(name) or TensorSlice.whole(tensor.shape))
 
     def tensors(self) -> TensorSlices:
-        """Parameters and buffers that are held, this rank's own memory of them."""
+        """Parameters and buffers on this rank, in this rank's own memory."""
         named = [*self.parameters(), *self.buffers()]
         return {name: (self.part(name, tensor), local(tensor)) for name, tensor in named}
 
@@ -139,7 +139,7 @@ class ShardedModel:
         }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The logical shape of every parameter of the model, held here or not."""
+        """Logical shape of every parameter of the model, on this rank or not."""
         parts = self.division.parts
         return {n: parts[n].shape if n in parts else tuple(p.shape) for n, p in self.model.named_parameters()}
 

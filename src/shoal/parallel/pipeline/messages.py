@@ -1,4 +1,4 @@
-"""Wires: the messages between the stages of a pipeline. Sends return at once, receives wait."""
+"""Messages between pipeline stages: sends return at once, receives wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.parallel.pipeline.stage_trace import Blank
 
 
 class StageMessages:
-    """This rank's place among `ranks`, which hold the stages in turn: the stage s is on ranks[s % P]."""
+    """Messages of this rank to others of `ranks`, which hold the stages in turn: stage s is on ranks[s % P]."""
 
     def __init__(self, ranks: Sequence[int], place: int, groups: dict[str, dist.ProcessGroup | None]) -> None:
         self._ranks, self._place, self._groups = list(ranks), place, groups
@@ -36,7 +36,7 @@ class StageMessages:
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """Those that carry its messages."""
+        """Process groups of the messages."""
         return [group for group in self._groups.values() if group is not None]
 
     @property

@@ -1,7 +1,7 @@
-"""Pipeline: this rank's stages, run for a step's microbatches in the order of a schedule.
+"""Pipeline execution: this rank's stages, run for a step's microbatches in the order of a schedule.
 
-A failure on one rank leaves the others in step: what is left of the schedule is done with values without meaning, and
-the failure is told at its end.
+A failure on one rank leaves the others in step: the rest of the schedule runs with values without meaning, and the
+failure is raised at its end.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _ForwardState:
 
 @dataclass(eq=False)
 class Pipeline:
-    """One rank of a pipeline.
+    """Pipeline of one rank.
 
     `units` where parameters are cut over the shard axis. `alone`: no other rank computes in these stages with this
     one, so that a failure here leaves the others in step; else it is raised at once.
@@ -93,7 +93,7 @@ class Pipeline:
         return replace(self, alone=False, units=units)
 
     def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
-        """As Stages.compile."""
+        """Compiles the stages, as in Stages.compile."""
         return self.stages.compile(compiled)
 
     @property
@@ -123,7 +123,7 @@ class Pipeline:
 
     @property
     def held(self) -> set[str]:
-        """Those of all of them."""
+        """Parameters and buffers of all stages of this rank."""
         return set().union(*self.used.values())
 
     @property

@@ -1,4 +1,4 @@
-"""A backward in two: first the gradients of the inputs, which the stage before waits for, later those of the weights.
+"""Split backward of zero-bubble schedules: first the gradients of the inputs, later those of the weights.
 
 The second part begins where the paths of the weights meet that of the inputs, with the gradients kept from the first,
 so that no gradient of an activation is computed twice. After Qi et al., arXiv 2401.10241; torch's own
@@ -30,7 +30,7 @@ class _Group:
 
 @dataclass
 class Weights:
-    """What is left of a backward after the inputs'."""
+    """Second half of a backward: the gradients of the weights."""
 
     groups: list[_Group]
     roots: list[tuple[GradientEdge, Tensor]]  # outputs that depend on weights alone

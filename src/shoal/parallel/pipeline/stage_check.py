@@ -15,7 +15,7 @@ from shoal.parallel.pipeline.stage_trace import Forward, written_by
 
 
 class LeakError(Exception):
-    """A value of the stages before crosses into the stage that `begins` with a module, other than as its argument."""
+    """A value of earlier stages crosses into the stage that `begins` with a module, other than as its argument."""
 
     def __init__(self, begins: str, how: str) -> None:
         super().__init__(how)
@@ -23,7 +23,7 @@ class LeakError(Exception):
 
 
 class Followed(Protocol):
-    """A forward through a stage."""
+    """Interface of a forward through a stage."""
 
     begun: bool
 
@@ -32,7 +32,7 @@ class Followed(Protocol):
 
 
 class StubWatch(FunctionTrace):
-    """Follows what stubs give, and what is computed from that, through one trial."""
+    """Tracker of stubs' outputs, and of all values computed from them, through one dry run."""
 
     def __init__(self, named: dict[str, Tensor]) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 
 class StageShapes:
-    """The outlines of modules' outputs, found by running them without data once for each kind of arguments."""
+    """Output shapes of modules, from a run without data, once for each kind of arguments."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._modules = dict(model.named_modules())

@@ -1,7 +1,7 @@
-"""The trace of a model for cutting it into stages: which module is called when, and which values depend on which.
+"""Trace of a model for its division into stages: the order of module calls, and the dependences of values.
 
 The user's own function runs once on tensors without data. A value is *tainted* where a stage that does not hold the
-modules before it cannot compute it: what a module with parameters returns, and whatever is computed from that.
+modules before it cannot compute it: the output of a module with parameters, and all that is computed from that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PLACES = {Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__
 
 @dataclass(frozen=True)
 class Blank:
-    """A tensor's shape, dtype and device."""
+    """Shape, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class Blank:
 
 @dataclass(frozen=True)
 class Outline:
-    """A module's output without its values: blanks, places of arguments that it gives back, or what is no tensor."""
+    """Structure of a module's output without its values: blanks, indices of returned arguments, or other objects."""
 
     leaves: tuple[Blank | int | tuple[Any], ...]
     spec: TreeSpec
@@ -87,7 +87,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class Slot:
-    """A value that crosses a cut: the places among the leaves of the arguments where it stands, and what it was."""
+    """Value that crosses a cut: its indices among the leaves of the arguments, and its blank."""
 
     places: tuple[int, ...]
     needs_grad: bool
@@ -117,7 +117,7 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Use:
-    """A parameter or buffer used at a time, in the code of the call numbered `call`."""
+    """Use of a parameter or buffer at a time, in the code of the call numbered `call`."""
 
     name: str
     time: int
@@ -127,7 +127,7 @@ class Use:
 
 @dataclass
 class StageTrace:
-    """All calls in order, all uses of parameters and buffers, and from when to when each tainted value lives."""
+    """Calls in order, uses of parameters and buffers, and the lifetime of each tainted value."""
 
     calls: list[ModuleCall] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
@@ -148,7 +148,7 @@ class StageTrace:
 
 
 class StageTracer(FunctionTrace):
-    """Makes a trace of one run; `call` is what each module's forward goes through."""
+    """Tracer of one run; `call` wraps each module's forward."""
 
     def __init__(self, names: dict[int, str], sizes: dict[str, int], parameters: set[str]) -> None:
         super().__init__()

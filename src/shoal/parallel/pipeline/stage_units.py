@@ -1,4 +1,4 @@
-"""Units of pipeline stages: parameters cut over the shard axis, gathered where a stage computes them.
+"""FSDP units of pipeline stages: parameters cut over the shard axis, gathered where a stage computes them.
 
 torch's fully_shard cuts the parameters and moves them; when is decided here. Its own hooks take a model for one that
 runs as a whole: a stage stubs modules, is left in the midst of the model, and has several microbatches between their
@@ -77,7 +77,7 @@ class GatherUnit:
 
 
 class StageUnits:
-    """The units of one rank's stages; `used[s]` names the parameters of its stage s.
+    """Units of one rank's stages; `used[s]` names the parameters of its stage s.
 
     keep: what is gathered once in a step stays (level "gradients"), else each forward and backward gathers anew, and
     under zero bubble both halves of a backward. late: gradients are scattered with the last microbatch only.

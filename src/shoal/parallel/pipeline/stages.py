@@ -1,4 +1,4 @@
-"""Pipeline stages of an ordinary module, whose code is not cut: each stage runs the user's own function.
+"""Pipeline stages of an unmodified module: each stage runs the user's own function.
 
 Modules before the stage are stubbed: they give tensors of the right shape, of NaN and without memory. When the first
 module of the stage is called, those of its arguments that depend on stubs are replaced by what the stage before sent;
@@ -52,7 +52,7 @@ class Around(Protocol):
 
 
 class Follower(Protocol):
-    """A module that has to know of calls of its own that are stubbed."""
+    """Module that needs to know of its stubbed calls."""
 
     def begin(self) -> None:
         """A forward through a stage begins."""
@@ -71,7 +71,7 @@ class _Left(BaseException):
 
 @dataclass
 class Passed:
-    """One forward through a stage: what it received, and what it gave: `values` for the next stage, or the `result`."""
+    """Result of a forward through a stage: its inputs, and `values` for the next stage, or the `result`."""
 
     received: list[Tensor]
     values: list[Tensor]
@@ -155,7 +155,7 @@ class _StageRun:
 
 
 class Stages:
-    """The stages of one model; `num_stages` of them, begun by `firsts`, of which this rank runs some.
+    """Stages of one model; `num_stages` of them, begun by `firsts`, of which this rank runs some.
 
     The model has no data while this is built, and afterwards data for what `holds` says of the stages that are run.
     """

@@ -1,4 +1,4 @@
-"""Attention over sequences of which each rank has some positions: all-to-all to some heads of all positions, and back.
+"""DeepSpeed-Ulysses attention: an all-to-all from some positions of all heads to all positions of some heads, and back.
 
 As in DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). Each rank attends from all positions for its heads, so that
 causal attention is as much work on each. Positions are cut into pieces of one size; the last ones may stand for none.
@@ -154,7 +154,7 @@ def refuse_degree(num_heads: int, degree: int, block: str) -> None:
 
 
 class Sliced(PartDropout):
-    """A context in which tensors are slices of sequences: attention is over all positions, dropout of the whole's mask.
+    """Context in which tensors are slices of sequences: attention is over all positions, dropout of the whole's mask.
 
     `dropouts` has for tensors of so many dims which of them is the sequence's, if any.
     """

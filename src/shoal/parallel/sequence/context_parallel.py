@@ -1,4 +1,4 @@
-"""Context parallelism: long sequences divided over the ranks of the context axis, inside of a model's repeated blocks.
+"""Context parallelism: sequences divided over the ranks of the context axis, within a model's repeated blocks.
 
 Each rank computes the blocks with some of the positions; what is before and after them is computed whole on every rank.
 See docs/decisions/0014-context-parallel.md.

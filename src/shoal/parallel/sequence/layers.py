@@ -1,4 +1,4 @@
-"""Blocks that compute with some positions of a sequence: the user's own modules, which keep names and hooks."""
+"""Context-parallel blocks: the user's own modules on some positions of a sequence, with their names and hooks."""
 
 from __future__ import annotations
 

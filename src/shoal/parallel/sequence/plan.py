@@ -32,7 +32,7 @@ class BlockPlan(BlockEnds):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """The blocks by name, those parameters whose gradient is a partial sum, and lines about it all.
+    """Divisions of the blocks by name, parameters with partial gradients, and lines for people.
 
     `sliced`: the blocks as the planner's formulas know them, for sequences as long as those of the small batch.
     """

@@ -1,4 +1,4 @@
-"""Proof that a block may be divided: whole against divided, on all ranks together, in float64 on random numbers."""
+"""Proof of a divided block: equal to the whole one, on all ranks together, in float64 on random numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHY = (
 
 
 class Prover:
-    """Proves the blocks of one model with its own `values`, on `device`."""
+    """Prover for the blocks of one model with its own `values`, on `device`."""
 
     def __init__(self, model: nn.Module, values: Values, axis: TensorAxis, device: torch.device) -> None:
         self._model, self._values, self._axis, self._device = model, values, axis, device

@@ -1,4 +1,4 @@
-"""Sequence parallelism: between the pairs of a block each rank of the tensor axis has some positions of every sequence.
+"""Sequence parallelism: between the layer pairs of a block each rank of the tensor axis has some positions.
 
 As in Korthikanti et al. (arXiv 2205.05198): a pair begins with an all-gather of positions instead of a copy, and ends
 with a reduce-scatter instead of an all-reduce; norms, dropout and residual sums compute 1/N of the positions.
@@ -69,7 +69,7 @@ class FeatureStream(Stream):
 
 @dataclass(frozen=True)
 class PairByPositions:
-    """A pair's modules by name; positions are gathered where they enter the columns, or the module `around` them."""
+    """Modules of a pair by name; positions are gathered at the columns, or at the module `around` them."""
 
     columns: tuple[str, ...]
     row: str
@@ -106,7 +106,7 @@ class FeatureBlockRole(BlockRole):
 
 @dataclass
 class JoinRole:
-    """A module around the columns of a pair, which asks its input how many positions there are."""
+    """Module around the columns of a pair that reads the number of positions from its input."""
 
     stream: FeatureStream
 
@@ -118,7 +118,7 @@ class JoinRole:
 
 @dataclass
 class WholeRole:
-    """A module within a block that needs all positions: it computes them on each rank."""
+    """Module within a block that needs all positions, and computes them on each rank."""
 
     stream: FeatureStream
 

@@ -26,7 +26,7 @@ from shoal.parallel.tensor.tensor_parallel import apply
 
 @dataclass(frozen=True)
 class SequenceBlock(BlockEnds):
-    """A block as it was found, and proven: `wholes` are modules inside that compute all positions on each rank.
+    """Block for sequence parallelism: `wholes` are modules inside that compute all positions on each rank.
 
     `partial` parameters get the gradient of this rank's positions; `parts` are modules that give them.
     """
@@ -47,7 +47,7 @@ class SequenceBlock(BlockEnds):
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """The blocks by name, lines about them, and the parameters whose gradients become sums over the axis."""
+    """Blocks by name, lines for people, and the parameters whose gradients become sums over the axis."""
 
     blocks: Mapping[str, SequenceBlock]
     notes: tuple[str, ...]

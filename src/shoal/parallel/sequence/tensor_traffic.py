@@ -13,14 +13,8 @@ from shoal.parallel.sequence.tensor_sequence_plan import SequencePlan
 from shoal.parallel.tensor.heads import sizes
 from shoal.parallel.tensor.plan import TensorPlan
 from shoal.parallel.tensor.trace import LayerShapes
-from shoal.plans.accounting.collectives import (
-    LayerPair,
-    Positions,
-    SizedCollective,
-    sharded_loss,
-    stream,
-    tensor_parallel,
-)
+from shoal.plans.accounting.collectives import SizedCollective
+from shoal.plans.accounting.model_parallel import LayerPair, Positions, sharded_loss, stream, tensor_parallel
 
 # Everything is float32.
 _ITEMSIZE = 4

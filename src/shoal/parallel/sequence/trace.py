@@ -67,7 +67,7 @@ class BlockTrace:
 
 @dataclass
 class ContextTrace:
-    """One run. `inside` and `outside`: the parameters that blocks use, and that are used past them, by name."""
+    """Trace of a run. `inside` and `outside`: the parameters that blocks use, and that are used past them."""
 
     blocks: dict[str, BlockTrace] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)

@@ -1,7 +1,7 @@
-"""Cross entropy of logits whose classes are cut over the ranks of the tensor axis: two small sums, no gathering.
+"""Vocabulary-parallel cross entropy: two small sums over the tensor axis, no gathering of logits.
 
-As in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): what crosses is the largest logit of each row, and then
-the row's sums, and the backward is local. What it computes is what torch's F.cross_entropy does of class indices.
+As in Megatron-LM (Shoeybi et al., arXiv 1909.08053, section 3): the largest logit of each row crosses, and then the
+row's sums, and the backward is local. The result is that of torch's F.cross_entropy for class indices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.parallel.axis_collectives import TensorAxis
 
 @dataclass(frozen=True)
 class Classes:
-    """The classes [start, stop) of `size` that a rank has."""
+    """Classes [start, stop) of `size` on a rank."""
 
     start: int
     stop: int
@@ -27,7 +27,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class Rows:
-    """Targets int64 [N] with what torch does of each: `weights` [C] or None, and the share of label smoothing."""
+    """Targets int64 [N] with F.cross_entropy's options: `weights` [C] or None, and the share of label smoothing."""
 
     targets: Tensor
     ignored: int

@@ -1,4 +1,4 @@
-"""Output heads whose logits need not be gathered: found in a run of the loss, and proven.
+"""Output heads with vocabulary-parallel loss, chosen by a run of the loss and a proof.
 
 In the run a candidate gives `Logits`, on the meta device where the model allows it, which note what asks for the whole.
 A head that only cross entropies take stays cut, if each of these, as it is asked for, proves right in float64.

@@ -1,4 +1,4 @@
-"""Layers of which each rank of the tensor axis holds a slice: the user's own modules, which keep names and hooks.
+"""Tensor-parallel layers: the user's own modules with slices of their weights, and with their names and hooks.
 
 A divided module keeps its class as far as anybody asks (a subclass of it with the same name) and computes as its
 *role* says. Its parameters are plain and of the slice's shape.
@@ -99,12 +99,12 @@ def product(module: nn.Module, value: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 class DividedLayer:
-    """The first base of a divided module's class."""
+    """First base of a divided module's class."""
 
     tensor_role: Any
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the role says."""
+        """Forward of the role."""
         found: Tensor = self.tensor_role(self, *args, **kwargs)
         return found
 
@@ -158,7 +158,7 @@ class Entry:
 
 @dataclass
 class Column:
-    """Output features are cut; the output stays a slice."""
+    """Column-parallel layer: output features are cut; the output stays a slice."""
 
     entry: Entry
 
@@ -169,7 +169,7 @@ class Column:
 
 @dataclass
 class GatheredLayer:
-    """Output features are cut, `sizes[i]` on rank i, and gathered: right wherever the module itself is."""
+    """Column-parallel layer with gathered outputs, `sizes[i]` on rank i: right wherever the module itself is."""
 
     axis: TensorAxis
     sizes: tuple[int, ...]
@@ -184,7 +184,7 @@ class GatheredLayer:
 
 @dataclass
 class SlicedOutputLayer(GatheredLayer):
-    """As Gathered, where what takes the output needs no more than slices of it: a cross entropy."""
+    """Column-parallel output head, whose consumer needs slices alone: a cross entropy."""
 
     def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
         """This rank's classes, as `Logits`. Collective: in the backward the axis, an all-reduce of the input's.
@@ -199,7 +199,7 @@ class SlicedOutputLayer(GatheredLayer):
 
 @dataclass
 class Foreign(GatheredLayer):
-    """As Gathered, of a layer that is none of torch's: its own forward, with slices for parameters.
+    """Gathered layer that is none of torch's: its own forward, with slices for parameters.
 
     `forward` is its class's, `dim` its output's of features, counted from the end.
     """
@@ -215,7 +215,7 @@ class Foreign(GatheredLayer):
 
 @dataclass
 class Row:
-    """Input features are cut, as the input is; the bias is added once, after the sum."""
+    """Row-parallel layer: input features are cut, as the input is; the bias is added once, after the sum."""
 
     sum: Callable[[Tensor], Tensor]
 
@@ -236,7 +236,7 @@ class Row:
 
 @dataclass
 class Vocabulary:
-    """Rows [start, stop) of an embedding's table of `size`."""
+    """Vocabulary-parallel embedding: rows [start, stop) of a table of `size`."""
 
     axis: TensorAxis
     start: int
@@ -257,7 +257,7 @@ class Vocabulary:
 
 @dataclass
 class SlicedDropout:
-    """Dropout of a slice: its part of the mask that the whole would get. `dim` is counted from the end."""
+    """Dropout of a slice by its part of the whole's mask. `dim` is counted from the end."""
 
     dim: int
     runs: Runs

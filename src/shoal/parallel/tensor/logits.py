@@ -1,7 +1,7 @@
-"""Logits of which each rank has some classes, until something asks for all of them.
+"""Vocabulary-parallel logits: a tensor subclass with some classes on each rank, gathered on demand.
 
-To the user's code they are a tensor of the whole's shape. What regroups rows, changes the dtype or scales leaves them
-cut, a cross entropy is computed of the slices, and everything else gets the whole, gathered.
+To the user's code they are a tensor of the whole's shape. An operation that regroups rows, changes the dtype or scales
+leaves them cut, a cross entropy is computed of the slices, and every other one gets the whole, gathered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Entropy:
 
 @dataclass(frozen=True)
 class Head:
-    """The layer whose outputs these are: `sizes[i]` classes on rank i of the axis."""
+    """Output head of some logits: `sizes[i]` classes on rank i of the axis."""
 
     axis: TensorAxis
     sizes: tuple[int, ...]
@@ -65,7 +65,7 @@ class _Show(torch.autograd.Function):
 
 
 class Logits(Tensor):
-    """A tensor of all classes along `dim`, of which only a slice is here: `local`."""
+    """Tensor of all classes along `dim`, of which only the slice `local` is here."""
 
     local: Tensor
     dim_: int

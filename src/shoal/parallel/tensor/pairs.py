@@ -1,6 +1,6 @@
-"""Pairs: linear modules whose outputs can stay slices until another one takes them in, found in a trace of the loss.
+"""Candidates for Megatron-style layer pairs, from a trace of the loss: column-parallel modules and a row-parallel one.
 
-{query, key, value} -> out, {gate, up} -> down. What is found here are candidates; `tensor_proof` tries them.
+{query, key, value} -> out, {gate, up} -> down. `tensor.proof` tries the candidates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACES = re.compile(r"idx|index|layer_id|layer_number|^training$")
 
 @dataclass(frozen=True)
 class PairCandidate:
-    """Modules by name: `columns` may be cut along their outputs, `row` along its inputs; `owner` holds them all."""
+    """Candidate pair by names: `columns` may be cut along outputs, `row` along inputs; `owner` holds them all."""
 
     columns: tuple[str, ...]
     row: str
@@ -74,7 +74,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class ProvenPair:
-    """A candidate that was proven right, as plain values: `runs` by module and place, of a row module its inputs.
+    """Proven pair as plain values: `runs` by module and place, of a row module its inputs.
 
     `slices` says which modules give slices, None where in a way that cannot be told. `partial` parameters are whole on
     every place and get a part of their gradient there. `attributes` by place: (module, attribute, value).

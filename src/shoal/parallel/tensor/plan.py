@@ -34,7 +34,7 @@ _FEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """`gathered` modules are cut along their outputs and `rows` embeddings along the vocabulary; `notes` by module.
+    """Cuts by module: `gathered` along outputs, `rows` embeddings along the vocabulary; `notes` for people.
 
     `kept` are those of `gathered` whose output is needed by cross entropies alone, which take slices: `losses`, of so
     many targets, with label smoothing or not. `shapes`: the calls of the modules that send.
@@ -49,7 +49,7 @@ class TensorPlan:
     shapes: Mapping[str, tuple[LayerShapes, ...]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value."""
+        """JSON value of the plan."""
         return dataclasses.asdict(self)
 
     @classmethod

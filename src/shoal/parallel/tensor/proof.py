@@ -1,4 +1,4 @@
-"""Proof that a pair may be cut: the module around it, whole against divided, in float64 and on random numbers.
+"""Proof of a layer pair: the module around it, whole against divided, in float64 and on random numbers.
 
 No communication: each place's share is computed here, one after the other. A place's row module is handed the whole's
 output, so that all that follows is as in the whole, and what has to hold can be said of each place by itself:
@@ -29,7 +29,7 @@ _WHOLE = Slice(0, 0, ())
 
 
 class NotProvenError(Exception):
-    """The divided module is not the whole one."""
+    """The divided module differs from the whole one."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _ProofRun:
 
 
 class Bench:
-    """One candidate's module with its values, ready to be run whole and cut."""
+    """Module of one candidate with its values, ready to be run whole and cut."""
 
     def __init__(self, model: nn.Module, trace: TensorTrace, candidate: PairCandidate, values: Values) -> None:
         self._candidate = candidate

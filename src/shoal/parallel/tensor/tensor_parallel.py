@@ -1,4 +1,4 @@
-"""Tensor parallelism: the layers of one model divided over the ranks of the tensor axis, in place.
+"""Tensor parallelism: layers of one model divided over the ranks of the tensor axis, in place.
 
 Each rank holds slices of the weights as plain parameters under the user's own names; what is not cut is whole on every
 rank and gets the same gradient there. See docs/decisions/0011-tensor-parallel.md.
@@ -50,7 +50,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """A divided model: `parts` of the parameters held here, whole ones too, under their names in the whole model.
+    """Divided model: `parts` of this rank's parameters, whole ones too, under their names in the whole model.
 
     `partial` names whole parameters whose gradient is a term of a sum over the axis. `slices` says which modules give
     slices of what they give in the whole model; None: in a way that cannot be told.

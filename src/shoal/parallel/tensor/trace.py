@@ -58,7 +58,7 @@ class Output:
 
 @dataclass
 class FirstCall:
-    """The arguments of a module's first call, tensors on the meta device."""
+    """Arguments of a module's first call, tensors on the meta device."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -66,7 +66,7 @@ class FirstCall:
 
 @dataclass(frozen=True)
 class LayerShapes:
-    """Of one call of a layer: what it took and gave, along which dim its features lie, and whether the input learns."""
+    """Shapes of one call of a layer: input, output, features' dim, and whether the input learns."""
 
     input: tuple[int, ...]
     output: tuple[int, ...]
@@ -81,7 +81,6 @@ class TensorTrace:
     outputs: dict[str, Output] = field(default_factory=dict)
     inputs: dict[str, list[Sources]] = field(default_factory=dict)  # of linear modules, by call
     calls: dict[str, FirstCall] = field(default_factory=dict)  # of modules with linear ones inside
-    dropouts: dict[str, list[Sources]] = field(default_factory=dict)
     foreign_uses: dict[int, str] = field(default_factory=dict)  # by id of a parameter: what used it past its module
     decided_by_values: str | None = None  # a module that looked at values: other batches may go another way
     shapes: dict[str, list[LayerShapes]] = field(default_factory=dict)  # of linear modules and their like, by call
@@ -147,9 +146,7 @@ class _Tracer(FunctionTrace):
             self._stack.append((name, module))
             given = tensors_in((args, kwargs))
             what = kind(module)
-            if what == "dropout" and given:
-                self.trace.dropouts.setdefault(name, []).append(self._of(given[0]))
-            elif what is not None and given:
+            if what not in (None, "dropout") and given:
                 sources = self._of(given[0])
                 self.trace.inputs.setdefault(name, []).append(sources)
                 for source in sources - {OPAQUE}:

@@ -65,7 +65,7 @@ class Observation:
 
     @property
     def least_seconds(self) -> float:
-        """Below which nothing is told from nothing."""
+        """Seconds below which a ratio says nothing."""
         return LEAST_SHARE * self.step_seconds
 
 
@@ -132,7 +132,7 @@ def _ratio(one: Observation, measured: float, predicted: float) -> float:
 
 
 def error(one: Observation, correction: Correction | None) -> float:
-    """|predicted / measured - 1| of a step: as it was told, or as it would be with a correction."""
+    """Relative error |predicted / measured - 1| of a step: as it was reported, or with a correction."""
     predicted = one.told_seconds if correction is None else sum(correction.terms(one.predicted).values())
     return abs(predicted / one.step_seconds - 1.0)
 

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,11 +14,8 @@ import torch.distributed as dist
 
 from shoal.distributed.collectives.base import Collective, Team
 from shoal.distributed.collectives.choose import open_collective
-from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process
-from shoal.distributed.worker_process import die_with_launcher, tell
-from shoal.errors import ExitCode, ShoalError
 from shoal.hardware.fastest_all_reduce import ALGORITHMS
 from shoal.launch.environment import Environment
 from shoal.plans.layout import Layout
@@ -37,22 +35,14 @@ class Sampling:
     threads: int = 1
 
 
-def measure(sampling: Sampling, environment: Environment) -> ExitCode:
-    """Leaves `rank-N.json`: rows of name, size and seconds of a call by sample. Errors go to the launcher."""
-    die_with_launcher()
-    error: ShoalError | None = None
-    try:
-        prepare_process(exact=False, num_threads=sampling.threads)
-        with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
-            rows = _rows(mesh, sampling)
-            facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-            document = json.dumps({"rows": rows, "facts": facts})
-            write_file(sampling.folder / f"rank-{environment.rank}.json", document)
-    except Exception as caught:
-        error = as_shoal_error(caught)
-    code = ExitCode.DONE if error is None else error.exit_code
-    tell(environment, code, error)
-    return code
+def measure(sampling: Sampling, environment: Environment) -> None:
+    """Leaves `rank-N.json`: rows of name, size and seconds of a call by sample."""
+    prepare_process(exact=False, num_threads=sampling.threads)
+    with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
+        rows = _rows(mesh, sampling)
+        facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        document = json.dumps({"rows": rows, "facts": facts})
+        write_file(sampling.folder / f"rank-{environment.rank}.json", document)
 
 
 def _rows(mesh: Mesh, sampling: Sampling) -> list[dict[str, object]]:
@@ -82,10 +72,8 @@ def _calls(opened: dict[str, Collective], size: int) -> tuple[dict[str, Callable
     """An all-reduce of zeros by each algorithm, and what gives their memory back."""
     numel = max(1, size // 4)
     tensors = {name: collective.allocate(numel, torch.float32) for name, collective in opened.items()}
-    calls: dict[str, Callable[[], object]] = {}
-    for name, collective in opened.items():
-        calls[name] = _bound(collective, tensors[name])
-    calls[COPIED] = _bound(opened["shared_memory"], torch.zeros(numel))
+    calls: dict[str, Callable[[], object]] = {n: partial(opened[n].all_reduce, t) for n, t in tensors.items()}
+    calls[COPIED] = partial(opened["shared_memory"].all_reduce, torch.zeros(numel))
 
     def release() -> None:
         for name, tensor in tensors.items():
@@ -93,10 +81,6 @@ def _calls(opened: dict[str, Collective], size: int) -> tuple[dict[str, Callable
         tensors.clear()
 
     return calls, release
-
-
-def _bound(collective: Collective, tensor: torch.Tensor) -> Callable[[], object]:
-    return lambda: collective.all_reduce(tensor)
 
 
 def _count(mesh: Mesh, call: Callable[[], object], seconds: float) -> int:

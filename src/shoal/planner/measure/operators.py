@@ -7,6 +7,7 @@ The bytes are those that a profile counts for the operator, so that both mean th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,18 +45,14 @@ def _matrix() -> Tensor:
     return torch.randn(_ROWS, _WIDTH)
 
 
-def _bound(operator: Callable[..., object], *arguments: object) -> Call:
-    return lambda: operator(*arguments)
-
-
 def _elementwise() -> Iterator[Make]:
     for forward in (_aten.gelu, _aten.silu, _aten.sigmoid, _aten.tanh, _aten.exp):
-        yield lambda forward=forward: _bound(forward, _matrix())  # type: ignore[misc]
+        yield lambda forward=forward: partial(forward, _matrix())  # type: ignore[misc]
     for backward in (_aten.gelu_backward, _aten.silu_backward, _aten.sigmoid_backward, _aten.tanh_backward):
-        yield lambda backward=backward: _bound(backward, _matrix(), _matrix())  # type: ignore[misc]
-    yield lambda: _bound(_aten.threshold_backward, _matrix(), _matrix(), 0)
-    yield lambda: _bound(Tensor.bernoulli_, _matrix(), 0.9)
-    yield lambda: _bound(Tensor.random_, _matrix().long(), -(2**63), None)
+        yield lambda backward=backward: partial(backward, _matrix(), _matrix())  # type: ignore[misc]
+    yield lambda: partial(_aten.threshold_backward, _matrix(), _matrix(), 0)
+    yield lambda: partial(Tensor.bernoulli_, _matrix(), 0.9)
+    yield lambda: partial(Tensor.random_, _matrix().long(), -(2**63), None)
 
 
 def _rows() -> Iterator[Make]:
@@ -67,24 +64,24 @@ def _rows() -> Iterator[Make]:
         return lambda: call(_matrix(), weight, bias)
 
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
-        return _bound(_aten.native_layer_norm, x, [_WIDTH], weight, bias, 1e-5)
+        return partial(_aten.native_layer_norm, x, [_WIDTH], weight, bias, 1e-5)
 
     def backward(x: Tensor, weight: Tensor, bias: Tensor) -> Call:
         _, mean, spread = _aten.native_layer_norm(x, [_WIDTH], weight, bias, 1e-5)
         wanted = [True, True, True]
-        return _bound(_aten.native_layer_norm_backward, x, x, [_WIDTH], mean, spread, weight, bias, wanted)
+        return partial(_aten.native_layer_norm_backward, x, x, [_WIDTH], mean, spread, weight, bias, wanted)
 
     yield normed(forward)
     yield normed(backward)
     for softmax in (_aten._softmax, _aten._log_softmax):
-        yield lambda softmax=softmax: _bound(softmax, _matrix(), -1, False)  # type: ignore[misc]
+        yield lambda softmax=softmax: partial(softmax, _matrix(), -1, False)  # type: ignore[misc]
     for backwards in (_aten._softmax_backward_data, _aten._log_softmax_backward_data):
-        yield lambda backwards=backwards: _bound(  # type: ignore[misc]
+        yield lambda backwards=backwards: partial(  # type: ignore[misc]
             backwards, _matrix(), torch.softmax(_matrix(), -1), -1, torch.float32
         )
-    yield lambda: _bound(_aten.sum.dim_IntList, _matrix(), [0], True)
-    yield lambda: _bound(_aten.embedding, _matrix(), classes)
-    yield lambda: _bound(_aten.embedding_dense_backward, _matrix(), classes, _WIDTH, -1, False)
+    yield lambda: partial(_aten.sum.dim_IntList, _matrix(), [0], True)
+    yield lambda: partial(_aten.embedding, _matrix(), classes)
+    yield lambda: partial(_aten.embedding_dense_backward, _matrix(), classes, _WIDTH, -1, False)
 
 
 def _images() -> Iterator[Make]:
@@ -101,23 +98,23 @@ def _images() -> Iterator[Make]:
         x, weight, nothing = image(), torch.ones(channels), torch.zeros(channels)
         _, mean, spread = _aten.native_batch_norm(x, weight, nothing, nothing, weight, True, 0.1, 1e-5)
         rest = (weight, nothing, weight, mean, spread, True, 1e-5, [True, True, True])
-        return _bound(_aten.native_batch_norm_backward, image(), x, *rest)
+        return partial(_aten.native_batch_norm_backward, image(), x, *rest)
 
     def norm() -> Call:
         ones, zeros = torch.ones(channels), torch.zeros(channels)
-        return _bound(_aten.native_batch_norm, image(), ones, zeros, zeros.clone(), ones.clone(), True, 0.1, 1e-5)
+        return partial(_aten.native_batch_norm, image(), ones, zeros, zeros.clone(), ones.clone(), True, 0.1, 1e-5)
 
     def most_backward() -> Call:
         x = image()
         places = _aten.max_pool2d_with_indices(x, [2, 2], [2, 2])[1]
         window = ([2, 2], [2, 2], [0, 0], [1, 1], False)
-        return _bound(_aten.max_pool2d_with_indices_backward, pooled(), x, *window, places)
+        return partial(_aten.max_pool2d_with_indices_backward, pooled(), x, *window, places)
 
     yield norm
     yield norm_backward
-    yield lambda: _bound(_aten.avg_pool2d, image(), [2, 2], [2, 2])
-    yield lambda: _bound(_aten.avg_pool2d_backward, pooled(), image(), [2, 2], [2, 2], [0, 0], False, True, None)
-    yield lambda: _bound(_aten.max_pool2d_with_indices, image(), [2, 2], [2, 2])
+    yield lambda: partial(_aten.avg_pool2d, image(), [2, 2], [2, 2])
+    yield lambda: partial(_aten.avg_pool2d_backward, pooled(), image(), [2, 2], [2, 2], [0, 0], False, True, None)
+    yield lambda: partial(_aten.max_pool2d_with_indices, image(), [2, 2], [2, 2])
     yield most_backward
 
 

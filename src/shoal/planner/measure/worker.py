@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
-from shoal.distributed.worker_process import die_with_launcher, tell
-from shoal.errors import ExitCode, ShoalError
 from shoal.launch.environment import Environment
 from shoal.planner.measure.clock import sample, sample_together
 from shoal.planner.measure.exchanges import algorithms, exchanges, process_group
@@ -73,22 +70,14 @@ class Budget:
         seen[probe.work] = min(seconds, seen.get(probe.work, seconds))
 
 
-def measure(task: MeasureTask, environment: Environment) -> ExitCode:
-    """Measures, writes rank-R.json into the task's folder, and tells the launcher how that ended."""
-    die_with_launcher()
-    error: ShoalError | None = None
-    try:
-        prepare_process(exact=False, num_threads=None)
-        torch.set_num_threads(task.threads)  # whatever OMP_NUM_THREADS says
-        torch.manual_seed(environment.rank)
-        with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
-            found = _measured(task, mesh)
-        write_file(task.folder / f"rank-{environment.rank}.json", json.dumps(found))
-    except Exception as caught:
-        error = as_shoal_error(caught)
-    code = error.exit_code if error else ExitCode.DONE
-    tell(environment, code, error)
-    return code
+def measure(task: MeasureTask, environment: Environment) -> None:
+    """Measures, and writes rank-R.json into the task's folder."""
+    prepare_process(exact=False, num_threads=None)
+    torch.set_num_threads(task.threads)  # whatever OMP_NUM_THREADS says
+    torch.manual_seed(environment.rank)
+    with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
+        found = _measured(task, mesh)
+    write_file(task.folder / f"rank-{environment.rank}.json", json.dumps(found))
 
 
 def _measured(task: MeasureTask, mesh: Mesh) -> dict[str, Any]:

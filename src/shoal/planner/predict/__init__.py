@@ -1,1 +1,1 @@
-"""Seconds and bytes of a step under a plan, from values alone."""
+"""Performance model: seconds and bytes of a step under a plan, from values alone."""

@@ -8,7 +8,7 @@ from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_split import Held
 from shoal.planner.profile.values import Body, Unit
 from shoal.plans.accounting.collectives import Array, Gradients, Sharding
-from shoal.plans.plan import Plan
+from shoal.plans.plan import LayoutSection, Plan
 
 
 class Accounts:
@@ -17,7 +17,7 @@ class Accounts:
     def __init__(self) -> None:
         self._gradients: dict[tuple[Held, int, str, bool], Gradients] = {}
         self._of_bodies: dict[tuple[Body, int], tuple[Array, ...]] = {}
-        self._units: dict[tuple[Held, int], tuple[tuple[Array, ...], ...]] = {}
+        self._units: dict[tuple[Held, int], tuple[tuple[tuple[Array, ...], ...], int]] = {}
 
     def _arrays(self, body: Body, tensor: int) -> tuple[Array, ...]:
         """The largest parts of a body's weights."""
@@ -37,15 +37,16 @@ class Accounts:
             self._gradients[key] = Gradients(tuple(arrays), ITEMSIZE[reduce], on_cpu)
         return self._gradients[key]
 
-    def sharding(self, plan: Plan, held: Held, microbatches: int = 1) -> Sharding:
+    def sharding(self, plan: Plan, layout: LayoutSection, held: Held, microbatches: int = 1) -> Sharding:
         """How fully_shard divides what a rank has of a model: each block, and as one unit all the rest."""
-        layout, precision = plan.layout, plan.precision
+        precision = plan.precision
         key = held, layout.tensor
         if key not in self._units:
             arrays = [(unit.body.repeated, self._arrays(unit.body, layout.tensor)) for unit in held.units]
             blocks = (own for repeated, own in arrays if repeated)
-            self._units[key] = (*blocks, tuple(a for repeated, own in arrays if not repeated for a in own))
-        units = self._units[key]
+            rest = tuple(a for repeated, own in arrays if not repeated for a in own)
+            self._units[key] = (*blocks, rest), _behind_blocks(held.units, layout.tensor)
+        units, behind = self._units[key]
         return Sharding(
             units,
             degree=layout.shard,
@@ -55,7 +56,7 @@ class Accounts:
             gather_itemsize=ITEMSIZE[precision.parameters],
             reduce_itemsize=ITEMSIZE[precision.reduce],
             reduce_every=plan.shard.reduce == "every_microbatch",
-            root_early=_behind_blocks(held.units, layout.tensor),
+            root_early=behind,
         )
 
 

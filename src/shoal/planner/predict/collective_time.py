@@ -46,21 +46,17 @@ class Network:
 
     def axis(self, layout: LayoutSection, name: str) -> RankGroup:
         """A group by its name in the accounts: an axis of a layout, WORLD, or REPLICAS; tensor ranks are neighbours."""
-        inner = layout.tensor * layout.context
-        if name == "tensor":
-            return self.group(layout.tensor, 1)
-        if name == "context":
-            return self.group(layout.context, layout.tensor)
-        if name == "shard":
-            return self.group(layout.shard, inner)
-        if name == "data":
-            return self.group(layout.data, layout.shard * inner)
-        if name == REPLICAS:
-            return self.group(layout.data * layout.shard, inner)
-        if name == "pipeline":
-            return self.group(layout.pipeline, layout.world_size // layout.pipeline)
-        assert name == WORLD, name
-        return self.group(layout.world_size, 1)
+        inner, shared = layout.tensor * layout.context, layout.data * layout.shard
+        size, stride = {
+            "tensor": (layout.tensor, 1),
+            "context": (layout.context, layout.tensor),
+            "shard": (layout.shard, inner),
+            "data": (layout.data, layout.shard * inner),
+            "pipeline": (layout.pipeline, shared * inner),
+            REPLICAS: (shared, inner),
+            WORLD: (layout.world_size, 1),
+        }[name]
+        return self.group(size, stride)
 
     def hop(self, size: int, stride: int) -> RankGroup:
         """The slowest pair of neighbours on an axis: over the network where the axis leaves a host."""

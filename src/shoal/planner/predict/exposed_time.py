@@ -211,7 +211,7 @@ class Exchanged:
         level, microbatches = plan.shard.level, ranks.microbatches
         if plan.layout.shard == 1 or level == "optimizer":
             return 0.0
-        exchanges = self._exchanges(plan, ranks.busiest.held)
+        exchanges = self.exchanges(plan, plan.layout, ranks.busiest.held)
         forwards = [p.forward_seconds for p in ranks.of_units]
         backwards = [p.backward_seconds for p in ranks.of_units][::-1]
         nothing = [0.0] * len(forwards)
@@ -223,13 +223,16 @@ class Exchanged:
         quiet = gathered(backwards, again, nothing, slowed) - sum(backwards)
         return once * microbatches + back + quiet * (microbatches - 1)
 
-    def _exchanges(self, plan: Plan, held: Held) -> UnitExchanges:
-        """What is outside of the blocks is gathered before all others, and its gradients are scattered last."""
-        layout, algorithm = plan.layout, plan.collectives.all_reduce
+    def exchanges(self, plan: Plan, layout: LayoutSection, held: Held) -> UnitExchanges:
+        """Exchanges of a rank with these units, of a plan on that layout.
+
+        What is outside of the blocks is gathered before all others, and its gradients are scattered last.
+        """
+        algorithm = plan.collectives.all_reduce
         groups = self.network.axis(layout, "shard"), self.network.axis(layout, "data")
-        sharding = self.accounts.sharding(plan, held)
 
         def compute() -> UnitExchanges:
+            sharding = self.accounts.sharding(plan, layout, held)
             price: dict[int, tuple[float, float]] = {}  # equal blocks share their arrays
             for n, unit in enumerate(sharding.units):
                 if id(unit) not in price:
@@ -247,7 +250,7 @@ class Exchanged:
                 [last + scatters[0], *scatters[1:]],
             )
 
-        widths = sharding.gather_itemsize, sharding.reduce_itemsize
+        widths = plan.precision.parameters, plan.precision.reduce
         return self._once(("exchanges", held, widths, layout.tensor, groups, algorithm), compute)
 
     # ----------------------------------------------------------------------------------------------------- the update

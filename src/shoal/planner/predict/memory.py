@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.planner.predict.accounts import Accounts
@@ -146,7 +146,7 @@ class States:
     profile: Profile
     program: Program
     accounts: Accounts
-    _known: dict[tuple[object, ...], _Bytes] = field(default_factory=dict, repr=False)
+    _least: dict[tuple[object, ...], float] = field(default_factory=dict, repr=False)
 
     @property
     def _per_element(self) -> float:
@@ -154,49 +154,28 @@ class States:
 
     def bytes(self, plan: Plan, held: Held, size: StageSize, microbatches: int, *, on_cpu: bool) -> _Bytes:
         """Bytes by category of a rank with these units."""
-        layout, sums = plan.layout, plan.collectives
-        compression = plan.compression if sums.compression != "none" else None
-        key = layout.data, layout.world_size, sums.all_reduce, sums.compression, compression, on_cpu
+        if not plan.shards_model:
+            return self._whole(plan, held, size, on_cpu=on_cpu)
+        sharding = self.accounts.sharding(plan, plan.layout, held, microbatches)
+        trained = (a for unit in sharding.units for a in unit if a.trainable)
+        return self._sharded(sharding, sum(cut(a, 0, sharding.degree).numel for a in trained))
 
-        def compute() -> _Bytes:
-            if not plan.shards_model:
-                return self._whole(plan, held, size, on_cpu=on_cpu)
-            sharding = self.accounts.sharding(plan, held, microbatches)
-            trained = (a for unit in sharding.units for a in unit if a.trainable)
-            return self._sharded(sharding, sum(cut(a, 0, sharding.degree).numel for a in trained))
-
-        return self._once(plan, held, microbatches, key, compute)
-
-    def least(self, plan: Plan, held: Held, size: StageSize, microbatches: int) -> _Bytes:
+    def least(self, plan: Plan, held: Held, size: StageSize, microbatches: int) -> float:
         """Bytes that such a rank has at least, whatever rows are rounded up to and whoever owns which state.
 
         They shrink with the shard axis, and the data axis does not matter.
         """
-
-        def compute() -> _Bytes:
-            trained = size.trainable / plan.layout.shard
-            if plan.shards_model:
-                sharding = replace(self.accounts.sharding(plan, held, microbatches), rounds=False)
-                return self._sharded(sharding, trained)
-            summed = size.trainable * (self.program.gradient_bytes or ITEMSIZE[plan.precision.reduce])
-            return {"all": size.parameter_bytes + summed + self._per_element * trained}
-
-        return self._once(plan, held, microbatches, (), compute)
-
-    def _once(
-        self,
-        plan: Plan,
-        held: Held,
-        microbatches: int,
-        more: tuple[object, ...],
-        compute: Callable[[], _Bytes],
-    ) -> _Bytes:
         layout, shard, precision = plan.layout, plan.shard, plan.precision
-        degrees, widths = (layout.shard, layout.tensor), (precision.parameters, precision.reduce)
-        key = held, *degrees, *widths, shard.level, shard.reduce, microbatches > 1, *more
-        if key not in self._known:
-            self._known[key] = compute()
-        return self._known[key]
+        trained = size.trainable / layout.shard
+        if not plan.shards_model:
+            summed = size.trainable * (self.program.gradient_bytes or ITEMSIZE[precision.reduce])
+            return size.parameter_bytes + summed + self._per_element * trained
+        widths = precision.parameters, precision.reduce
+        key = held, layout.shard, layout.tensor, widths, shard.level, shard.reduce, microbatches > 1
+        if key not in self._least:
+            sharding = replace(self.accounts.sharding(plan, plan.layout, held, microbatches), rounds=False)
+            self._least[key] = sum(self._sharded(sharding, trained).values())
+        return self._least[key]
 
     def _sharded(self, sharding: Sharding, trained: float) -> _Bytes:
         return {

@@ -1,4 +1,4 @@
-"""How much of a collective stays visible when it runs beside the computation that can hide it."""
+"""Overlap of communication and computation: the exposed part of a collective."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def gathered(computes: Sequence[float], gathers: Sequence[float], scatters: Sequ
 
 
 def hidden(total: float, last: float, behind: float) -> float:
-    """What shows of `total` seconds of bucketed sums behind `behind` seconds of backward: at least the last bucket."""
+    """Exposed seconds of `total` ones of bucketed sums behind `behind` ones of backward: at least the last bucket."""
     return max(min(last, total), total - behind) if total else 0.0

@@ -1,6 +1,6 @@
-"""The ranks of a plan's pipeline: their stages, what these cost and what they hold.
+"""Stages, seconds and memory of each rank of a plan's pipeline.
 
-None of it depends on how replicas are divided into data and shard ranks, so it is computed once for all of these plans.
+All is independent of the division of replicas into data and shard ranks, and computed once for all of these plans.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """One rank of the pipeline: its units, the passes of its stages, its size, and its microbatches."""
+    """One pipeline rank: its units, the passes of its stages, its size, and its microbatches."""
 
     held: Held
     passes: tuple[Passes, ...]
@@ -38,7 +38,7 @@ class Rank:
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """All ranks of the pipeline; `fullest` has of each size the one that holds most microbatches.
+    """All pipeline ranks; `fullest` has of each size the one that holds most microbatches.
 
     `of_body`: the passes of a unit with that body.
     """
@@ -57,13 +57,18 @@ class Ranks:
         return tuple(found[unit.body] for unit in self.busiest.held.units)
 
     @cached_property
+    def unit_seconds(self) -> tuple[float, float]:
+        """Seconds of one microbatch's forward and backward of these units, one after the other."""
+        return sum(p.forward_seconds for p in self.of_units), sum(p.backward_seconds for p in self.of_units)
+
+    @cached_property
     def busy_seconds(self) -> float:
-        """What the busiest rank's passes take in a step."""
+        """Seconds of the busiest rank's passes in a step."""
         return sum(p.forward_seconds + p.backward_seconds for p in self.busiest.passes) * self.microbatches
 
     @cached_property
     def last_seconds(self) -> float:
-        """What its last backward takes."""
+        """Seconds of the busiest rank's last backward."""
         return sum(p.backward_seconds for p in self.busiest.passes)
 
     @cached_property
@@ -98,7 +103,7 @@ def _latest(compute: Callable[[Staging, Plan], _Found]) -> Callable[[Staging, Pl
 
 
 class Staging:
-    """Stages and ranks of plans of one workload on one cluster."""
+    """Stages and pipeline ranks of one workload's plans on one cluster."""
 
     def __init__(self, work: Workload, cluster: Cluster, network: Network, program: Program) -> None:
         self._work, self._cluster, self._network, self._program = work, cluster, network, program
@@ -116,7 +121,7 @@ class Staging:
 
     @_latest
     def device(self, plan: Plan) -> Device:
-        """What a rank of the plan gets."""
+        """The device of each rank of the plan."""
         if not self._cluster.alternatives:
             return self._cluster.device
         return self._cluster.device_for(min(self._cluster.devices_per_host, plan.layout.world_size))
@@ -147,7 +152,7 @@ class Staging:
 
     @_latest
     def key(self, plan: Plan) -> tuple[object, ...]:
-        """What tells plans apart whose data and shard axes are not looked at, nor their schedules."""
+        """Cache key of a plan without its data and shard axes and its schedule."""
         pipeline = plan.pipeline
         shape = plan.layout.pipeline, pipeline.stages_per_rank, pipeline.split, plan.memory.recompute
         return id(self.device(plan)), *self.share(plan), *shape

@@ -1,4 +1,4 @@
-"""Seconds of an operation on a device: a roofline whose two sides are curves over the operation's size.
+"""Roofline model of an operation's seconds, with two curves over the operation's size.
 
 A GPU computes a matmul in waves of tiles: what the last wave leaves idle and what a short sum over k wastes is counted
 here; the catalogue says only how fast a large matmul is. See docs/planner.md for the formulas and their sources.
@@ -33,7 +33,7 @@ _ALMOST: Final = 1 - 1e-9  # of a bound that is compared: what rounding may take
 
 
 class Cost(NamedTuple):
-    """Seconds of the device, and of the host that starts the work; the slower of the two is what passes."""
+    """Seconds of the device, and of the host that launches the work; the slower of the two counts."""
 
     device: float = 0.0
     host: float = 0.0
@@ -43,12 +43,12 @@ class Cost(NamedTuple):
         return Cost(self.device + other.device, self.host + other.host)
 
     def times(self, factor: float) -> Cost:
-        """So many times the same."""
+        """Multiple of this cost."""
         return Cost(self.device * factor, self.host * factor)
 
     @property
     def seconds(self) -> float:
-        """What passes: the host runs ahead of the device, or the device waits for it."""
+        """Seconds of the slower one: the host runs ahead of the device, or the device waits for it."""
         return max(self.device, self.host)
 
 
@@ -65,7 +65,7 @@ def total(costs: Iterable[Cost]) -> Cost:
 
 
 class Share(NamedTuple):
-    """How much of a body one rank computes: its microbatch in samples, and the degrees that divide each sample."""
+    """One rank's share of a body: its microbatch in samples, and the degrees that divide each sample."""
 
     samples: float
     tensor: int = 1
@@ -74,7 +74,7 @@ class Share(NamedTuple):
     all_reduce: str = "native"  # by which a tensor axis exchanges
 
     def of(self, body: Body, divides_ends: bool) -> Share:
-        """What of a body: outside of the blocks a context axis and sequence parallelism may divide nothing."""
+        """The share of one body: outside of the blocks a context axis and sequence parallelism may divide nothing."""
         return self if body.repeated or divides_ends else self._replace(context=1, sequence=False)
 
     @property
@@ -140,7 +140,7 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A device with the way in which a program uses it.
+    """Roofline model of a device under one program.
 
     `held`: the bytes that a step goes through between two uses of a tensor. A CPU's caches serve what is smaller.
     """
@@ -153,7 +153,7 @@ class DeviceModel:
     _alike: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
 
     def dtype(self, dtype: str) -> str:
-        """What multiplies numbers of a dtype: a device without it uses the next it has."""
+        """The dtype that multiplies numbers of a dtype: a device without it uses the next it has."""
         flops = self.device.flops
         if dtype == "float32" and self.fast_float32 and "tf32" in flops:
             return "tf32"
@@ -242,7 +242,7 @@ class DeviceModel:
         return known.get(f"{self.attention}_{way}") or known.get(f"flash2_{way}", 0.5) * _FUSED[self.attention]
 
     def attention_filled(self, length: float, width: float) -> float:
-        """What rows of so many positions and heads so wide reach of that on a GPU; 1 at most.
+        """Utilization of a GPU's peak attention speed by so many positions and heads so wide; 1 at most.
 
         The tiles on the diagonal are computed whole, and a short row of them leaves the pipeline unfilled.
         """

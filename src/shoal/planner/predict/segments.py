@@ -1,4 +1,4 @@
-"""Segments: what stages of a pipeline are made of, where it is known before which modules the engine cuts a model."""
+"""Segments between legal pipeline cuts, where it is known before which modules the engine cuts a model."""
 
 from __future__ import annotations
 

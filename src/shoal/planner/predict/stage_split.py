@@ -1,4 +1,4 @@
-"""Which units each pipeline stage holds: by the plan's names, in equal numbers of blocks, or balanced by seconds."""
+"""Division of a model's units into pipeline stages: by the plan's names, equally, or balanced by seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Counts = tuple[tuple[Body, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What one rank has of a model: its units, and how many of each body."""
+    """Units of one rank, and the number of each body among them."""
 
     units: tuple[Unit, ...]
 
@@ -38,7 +38,7 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class StageDivision:
-    """All units of a model, stage by stage."""
+    """Units of a model, stage by stage."""
 
     stages: Stages
     _held: dict[int, tuple[Held, ...]] = field(default_factory=dict, repr=False)
@@ -54,7 +54,7 @@ class StageDivision:
         return tuple(stage[0].name for stage in self.stages[1:] if stage)
 
     def held(self, ranks: int) -> tuple[Held, ...]:
-        """What each of so many ranks has: stage s is on rank s % ranks."""
+        """Units of each of so many ranks: stage s is on rank s % ranks."""
         if ranks not in self._held:
             own = (self.stages[rank::ranks] for rank in range(ranks))
             self._held[ranks] = tuple(Held(tuple(unit for stage in stages for unit in stage)) for stages in own)

@@ -15,7 +15,7 @@ from shoal.planner.profile.values import Body, OperationKind, Phase
 
 
 class Pass(NamedTuple):
-    """One pass over a unit or a stage, forward or backward: seconds by what they are spent on."""
+    """Forward or backward pass over a unit or a stage: seconds by term."""
 
     work: Cost = NO_COST
     again: Cost = NO_COST  # the forward repeated
@@ -28,12 +28,12 @@ class Pass(NamedTuple):
         return Pass(work, again, self.tensor + other.tensor, self.context + other.context)
 
     def times(self, count: int) -> Pass:
-        """So many times the same."""
+        """Multiple of this pass."""
         return Pass(self.work.times(count), self.again.times(count), self.tensor * count, self.context * count)
 
     @property
     def seconds(self) -> float:
-        """What passes: exchanges wait for the device's work and that for them; the host runs beside all of it."""
+        """Seconds of a pass: exchanges and the device's work wait for each other; the host runs beside both."""
         device = self.work.device + self.again.device + self.tensor + self.context
         return max(device, self.work.host + self.again.host)
 
@@ -43,7 +43,7 @@ NO_PASS = Pass()
 
 @dataclass(frozen=True)
 class Passes:
-    """The three passes of a microbatch; the gradients of weights may be put off."""
+    """Three passes of a microbatch: forward, backward, and gradients of weights, which may be put off."""
 
     forward: Pass = NO_PASS
     backward_input: Pass = NO_PASS
@@ -58,7 +58,7 @@ class Passes:
         )
 
     def times(self, count: int) -> Passes:
-        """So many times the same."""
+        """Multiple of these passes."""
         return Passes(self.forward.times(count), self.backward_input.times(count), self.backward_weight.times(count))
 
     @cached_property
@@ -68,17 +68,17 @@ class Passes:
 
     @cached_property
     def forward_seconds(self) -> float:
-        """What the forward takes."""
+        """Seconds of the forward."""
         return self.forward.seconds
 
     @cached_property
     def backward_seconds(self) -> float:
-        """What the backward takes."""
+        """Seconds of the backward."""
         return self.backward.seconds
 
     @cached_property
     def weight_seconds(self) -> float:
-        """What of the backward the gradients of weights take."""
+        """Seconds of the gradients of weights, within the backward."""
         return self.backward_weight.seconds
 
     @property
@@ -169,15 +169,10 @@ class StageCosts:
         if share.tensor == 1:
             return 0.0
         group, total = self.tensor_group(share), 0.0
-        for exchange in body.exchanges:
-            if exchange.phase is not phase:
-                continue
+        for exchange in (one for one in body.exchanges if one.phase is phase):
             num_bytes = exchange.bytes.at(share.local_samples)
-            if share.sequence and exchange.kind == "all_reduce" and exchange.bytes.per_sample:
-                for kind in ("reduce_scatter", "all_gather"):
-                    total += self._network.asked(share.all_reduce, kind, num_bytes, group)
-            else:
-                total += self._network.asked(share.all_reduce, exchange.kind, num_bytes, group)
+            for kind in exchange.kinds(share.sequence):
+                total += self._network.asked(share.all_reduce, kind, num_bytes, group)
         return total
 
     def _calls(self, body: Body, share: Share, phase: Phase) -> Cost:

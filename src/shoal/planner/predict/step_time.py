@@ -16,7 +16,7 @@ from shoal.plans.schedule import Action, ActionKind, actions, simulate
 
 
 class Predictor:
-    """Predicts plans of one workload on one cluster; what bodies cost is computed once for all of them."""
+    """Performance model of one workload on one cluster; costs of bodies are computed once for all plans."""
 
     def __init__(self, work: Workload, cluster: Cluster, program: Program | None = None) -> None:
         self.work, self.cluster, self.program = work, cluster, program or Program()
@@ -31,7 +31,7 @@ class Predictor:
         self._crossing: dict[tuple[StageDivision, float], float] = {}
 
     def predict(self, plan: Plan) -> Prediction:
-        """What a step of the plan takes."""
+        """Prediction of a step of the plan."""
         ranks = self.staging.ranks(plan)
         terms = self.seconds(plan, ranks)
         memory = max((self._bytes(plan, ranks, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))

@@ -1,4 +1,4 @@
-"""What is trained and by what program, as the planner sees it; and what it says of it."""
+"""Workload, program and prediction: input and output of the performance model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of a job: its profile, and the global batch in samples and grains.
+    """One step of a job: its profile, and the global batch in samples and grains.
 
     `sample_seconds`: to fetch a sample. `places`: before which modules the model can be cut into stages; None where
     that is not known, and it is cut between any units.
@@ -57,7 +57,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Program:
-    """How the program that executes the plan behaves. The defaults are shoal's own engine, in eager mode.
+    """Behaviour of the program that executes the plan. The defaults are shoal's own engine, in eager mode.
 
     `gradient_bytes`: bytes an element of gradient and of the buffer that sums it, None for what the plan's precision
     gives. `contention`: the share of a hidden collective's time by which it slows the compute that hides it.
@@ -91,7 +91,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes. `bubble` is a fraction of it; `flops_per_device` counts no recomputation.
+    """Predicted seconds and bytes of a step. `bubble` is a fraction of it; `flops_per_device` counts no recomputation.
 
     `kept_bytes`: what autograd keeps at its peak between forwards and backwards, by the rank of a pipeline.
     `split`: the first unit of each stage after the first, as the stages were cut.

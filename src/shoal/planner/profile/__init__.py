@@ -1,1 +1,1 @@
-"""Profiles: a model traced without weights, operator by operator, into a `shoal.planner.profile.values.Profile`."""
+"""Model profiler: traces a model without weights, operator by operator, into a `Profile`."""

@@ -1,4 +1,4 @@
-"""Assembly: traces of several numbers of samples become one profile whose amounts are linear in them."""
+"""Construction of a profile from traces of several batch sizes; its amounts are linear in the samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of one event, with what autograd began to keep there."""
+    """One kernel of one event, with the storages that autograd began to save there."""
 
     event: OperatorEvent
     place: int
@@ -116,7 +116,7 @@ def crossings(trace: OperatorTrace) -> dict[int, float]:
 
 
 class Fit:
-    """Straight lines through two traces; `bent` names what a third does not lie on."""
+    """Straight lines through two traces; `bent` names the amounts that a third trace contradicts."""
 
     def __init__(self, samples: Sequence[int]) -> None:
         self.samples = samples
@@ -134,7 +134,7 @@ class Fit:
 
 
 def operation(fit: Fit, same: Sequence[Kernel], cut: TensorCut) -> Operation:
-    """One kernel in every trace, as an operation."""
+    """Operation of one kernel in every trace."""
     first = same[0]
     event, cost = first.event, first.cost
     where = f"{event.name} in {event.module or 'the model'}"
@@ -183,7 +183,7 @@ class Piece:
 
 
 class Bodies:
-    """Bodies by content: equal ones are one object."""
+    """Set of bodies by content: equal ones are one object."""
 
     def __init__(self) -> None:
         self._known: dict[object, Body] = {}

@@ -38,7 +38,7 @@ _NUMBER_BYTES = 4
 
 @dataclass(frozen=True)
 class CutParameters:
-    """The parameters that are cut, {name: dim}, and those of them whose layer's output is gathered at once."""
+    """Cut parameters, {name: dim}, and those of them whose layer's output is gathered at once."""
 
     dims: Mapping[str, int] = field(default_factory=dict)
     gathered: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class CutParameters:
 
 @dataclass(frozen=True)
 class Sent:
-    """An exchange of one trace: after which phase of which region, and the whole tensor's bytes."""
+    """Exchange of one trace: after which phase of which region, and the whole tensor's bytes."""
 
     kind: str
     region: int
@@ -56,7 +56,7 @@ class Sent:
 
 @dataclass
 class DividedEvents:
-    """`cuts`: by the place of an event, one for each of its kernels."""
+    """Divided events; `cuts`: by the index of an event, one for each of its kernels."""
 
     cuts: dict[int, tuple[TensorCut, ...]] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)

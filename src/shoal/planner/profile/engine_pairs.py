@@ -37,7 +37,7 @@ def outlined(model: nn.Module | Callable[[], nn.Module]) -> nn.Module | None:
 
 
 def shortened(model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace) -> tuple[nn.Module, dict[str, str]]:
-    """The outline of a model without the blocks that are like another one, {block: the one that it is like}.
+    """The outline of a model without repeated equal blocks, {block: the first equal one}.
 
     Raises: ValueError where it cannot be had.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A tensor as a place in a storage; `key` tells storages apart for as long as a trace lives."""
+    """A tensor as a view of a storage; `key` tells storages apart for as long as a trace lives."""
 
     key: int
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class OperatorEvent:
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
-    """A storage that autograd began to keep for the node of this number, before event `place` of its trace."""
+    """Storage that autograd began to save for the node of this number, before event `place` of its trace."""
 
     node: int
     key: int
@@ -84,7 +84,7 @@ class SavedStorage:
 
 @dataclass(slots=True)
 class ForwardRegion:
-    """A stretch of the forward: a call of a block, or what ran between two of them.
+    """Stretch of the forward: a call of a block, or the operators between two of them.
 
     `like` is the region that was traced in its place, where an equal block had been traced before.
     """
@@ -95,7 +95,7 @@ class ForwardRegion:
 
 @dataclass
 class OperatorTrace:
-    """A forward and a backward of `samples` samples."""
+    """Trace of a forward and a backward of `samples` samples."""
 
     samples: int
     events: list[OperatorEvent] = field(default_factory=list)

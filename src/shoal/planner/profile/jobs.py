@@ -50,7 +50,7 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
 
 
 class Batches:
-    """Batches of any number of samples like those of one grain of a job."""
+    """Batches of any number of samples, like those of one grain of a job."""
 
     def __init__(self, job: Job) -> None:
         data = training_data(job)

@@ -1,4 +1,4 @@
-"""Kernels: functions that a device runs as one, traced as one operator, whatever torch would take them apart to here.
+"""Fused kernels: functions that a device runs as one, traced as one operator instead of torch's decomposition.
 
 For the duration of a trace they are put in front of torch's own composite functions at a dispatch key that each call
 passes, also calls from within other functions of torch, which no mode sees.
@@ -128,7 +128,7 @@ def dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 
 def dropout_by_grain(on_cpu: bool) -> Callable[[Tensor, float, bool], Tensor]:
-    """As `randomness.GrainScope` computes it: a mask in the input's dtype, drawn and scaled, and a product."""
+    """Dropout of `GrainScope`: a mask in the input's dtype, drawn and scaled, and a product."""
 
     def dropout_of_grain(input: Tensor, p: float, train: bool) -> Tensor:
         if not train or p == 0.0:

@@ -26,7 +26,7 @@ _TENSORS_A_LAUNCH = 30
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Bytes of state for each trainable element; how often one is read or written; kernels; where it was guessed."""
+    """Bytes of state for each trainable element, reads and writes of one, kernels, and whether these are a guess."""
 
     state_bytes_per_element: float = 8.0
     passes: float = 7.0

@@ -1,4 +1,4 @@
-"""Profiles: a model, a loss and batches in; what a step computes, moves and keeps out."""
+"""Profiling of a model with a loss and batches: computation, memory traffic and saved activations of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording: every operator of a forward and a backward, for whom it ran, and what autograd keeps between them."""
+"""Recorder of every operator of a forward and a backward, its region, and the storages that autograd saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NO_CALL = 2**63
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """A context that fills a `OperatorTrace`; `enter` and `leave` say where a block's forward begins and ends."""
+    """Context that fills an `OperatorTrace`; `enter` and `leave` say where a block's forward begins and ends."""
 
     def __init__(self, trace: OperatorTrace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Recurrent layers as cuDNN runs them: one operator for all layers and steps, and what each of its products costs."""
+"""Recurrent layers as cuDNN runs them: one operator for all layers and steps, and the cost of each product."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _LSTM(torch.autograd.Function):
 
 
 def lstm(input: Tensor, state: Any, weights: Any, *options: Any) -> Any:
-    """As `torch.lstm` of padded sequences; options: biases, layers, dropout, training, both ways, batch first."""
+    """LSTM as `torch.lstm` of padded sequences; options: biases, layers, dropout, training, both ways, batch first."""
     biased, layers, dropout, training, both, batch_first = options
     del biased
     if dropout and training:  # one kernel with it, which draws and keeps no more than bits

@@ -1,4 +1,4 @@
-"""Stand-ins: of equal blocks one is traced, and the others only give out what it gave: 80 layers trace like one."""
+"""Memoized blocks: of equal blocks one is traced, and the others return its outputs: 80 layers trace like one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Known:
 
 
 class StandIns:
-    """Puts itself before the blocks of a model; `recorder` is whose trace runs at the moment."""
+    """Replacement of a model's equal blocks by their first trace; `recorder` is that of the running trace."""
 
     def __init__(self, blocks: list[Block]) -> None:
         self.recorder: OperatorRecorder | None = None

@@ -1,4 +1,4 @@
-"""Tracing: one forward and backward of a model on fake tensors, which have shapes and no memory."""
+"""Tracing of one forward and backward of a model on fake tensors, which have shapes and no memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Setting:
 
 
 class OperatorTracer:
-    """Traces one model, whatever the number of samples."""
+    """Tracer of one model, for any number of samples."""
 
     def __init__(self, model: nn.Module | Callable[[], nn.Module], loss: Loss, setting: Setting) -> None:
         self._loss, self._setting = loss, setting

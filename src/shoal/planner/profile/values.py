@@ -89,14 +89,16 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An activation that tensor parallelism sums or gathers after `phase` of a unit: the whole tensor's bytes.
-
-    Under sequence parallelism an all_reduce is a reduce_scatter and an all_gather of the same bytes.
-    """
+    """An activation that tensor parallelism sums or gathers after `phase` of a unit: the whole tensor's bytes."""
 
     kind: str  # "all_reduce" | "all_gather" | "reduce_scatter"
     phase: Phase
     bytes: Amount
+
+    def kinds(self, sequence: bool) -> tuple[str, ...]:
+        """Collectives of these bytes: by sequence parallelism an all_reduce is a reduce_scatter and an all_gather."""
+        parts = sequence and self.kind == "all_reduce" and self.bytes.per_sample
+        return ("reduce_scatter", "all_gather") if parts else (self.kind,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +150,6 @@ class Body:
     input_bytes: Amount = NOTHING
     output_bytes: Amount = NOTHING
     repeated: bool = False  # a block, which recomputation repeats and fully_shard makes a unit of
-
-    @cached_property
-    def num_trainable(self) -> int:
-        """Elements of its trainable weights."""
-        return sum(w.numel for w in self.weights if w.trainable)
 
     def flops(self, samples: float) -> float:
         """FLOPs of forward and backward (a multiply-add counts two), without recomputation."""

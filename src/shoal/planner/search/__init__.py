@@ -1,1 +1,1 @@
-"""The plans of a space in the order of an aim."""
+"""Search of a plan space in the order of an objective."""

@@ -1,4 +1,4 @@
-"""Aims: what a search looks for, as an order of (devices, seconds) and a limit on them."""
+"""Objectives of a search, as an order of (devices, seconds) and a limit on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Aim:
-    """What is wanted of a plan; `value` is the deadline of the whole job in seconds, or the least efficiency.
+    """Objective of a search; `value` is the deadline of the whole job in seconds, or the least efficiency.
 
     fastest: the least time of a step. cheapest: the least device-seconds, and so the least money, of a step.
     deadline: the cheapest that ends the job in time. efficiency: the fewest devices that keep at least this share of
@@ -33,7 +33,7 @@ class Aim:
     value: float = 0.0
 
     def key(self, devices: int, seconds: float) -> Key:
-        """What is to be least; never smaller where `seconds` is larger."""
+        """Value to minimize; never smaller where `seconds` is larger."""
         if self.name == "fastest":
             return (seconds,)
         if self.name == "efficiency":
@@ -54,19 +54,19 @@ class Aim:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it compares with the cheapest layout there is."""
+        """Whether the objective compares with the cheapest layout there is."""
         return self.name in _SHARES
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a layout may take: seconds of a step, and device-seconds of a step."""
+    """Limit of a layout: seconds of a step, and device-seconds of a step."""
 
     seconds: float = float("inf")
     device_seconds: float = float("inf")
 
     def allows(self, devices: int, seconds: float) -> bool:
-        """Whether so many seconds of a step on so many devices are within it."""
+        """Whether so many seconds of a step on so many devices are within the limit."""
         return seconds <= self.seconds and devices * seconds <= self.device_seconds
 
 

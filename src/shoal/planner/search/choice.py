@@ -1,4 +1,4 @@
-"""Choice: the plan that serves an aim best, the next best layouts, and why each other one was not chosen."""
+"""Choice of the best plan for an objective, the next best layouts, and the reasons against each other one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that was not chosen, and why; `seconds` of its best plan, or a bound of them."""
+    """Layout that was not chosen, and why; `seconds` of its best plan, or a bound of them."""
 
     what: str
     devices: int
@@ -28,7 +28,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search answers. `alternatives` are the best plans of the next best layouts, in order.
+    """Result of a search. `alternatives` are the best plans of the next best layouts, in order.
 
     `faster`: what is faster on more devices, by less than a prediction can tell, where the aim is the fastest.
     `num_tied`: plans too close to the best to tell apart, of which the simplest was chosen. `num_places`: layouts that
@@ -48,11 +48,11 @@ class Choice:
 
 
 class NothingFitsError(PlanError):
-    """No plan of a space serves an aim; the message says by how much the nearest misses it."""
+    """No plan of a space meets the objective; the message says by how much the nearest misses it."""
 
 
 def limit_of(search: Search, aim: Aim, num_steps: int | None) -> Limit:
-    """What the aim allows a plan to take. Raises: PlanError of a deadline where the job's length is unknown."""
+    """The limit of plans under the aim. Raises: PlanError of a deadline where the job's length is unknown."""
     if aim.name == "deadline":
         if num_steps is None:
             raise PlanError(

@@ -1,48 +1,88 @@
-"""Costs of a workload's plans on a cluster, as a search asks for them, corrected by what runs have shown."""
+"""Costs of plans on a cluster, as a search asks for them: predictions, and lower bounds of many plans at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.calibrate.lessons import Correction
-from shoal.planner.predict.lower_bounds import Floors, LowerBounds, PipelineShape, filled
+from shoal.planner.predict.lower_bounds import Floors, PipelineShape, filled
+from shoal.planner.predict.pipeline_ranks import Rank, Ranks
+from shoal.planner.predict.roofline import ITEMSIZE
+from shoal.planner.predict.stage_time import Passes
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Prediction, Program, Workload
-from shoal.planner.search.bounds import Costs
-from shoal.planner.search.space import Degrees, ModelDegrees
+from shoal.planner.search.space import Degrees, ModelDegrees, Recompute, divisors
+from shoal.plans.accounting.collectives import REPLICAS
 from shoal.plans.plan import Plan
 
 
-@dataclass(frozen=True)
-class _Corrected(Costs):
-    """Predictions and bounds for ranks that have such a device, as a correction expects them to be."""
+class ScheduleFamily(NamedTuple):
+    """Schedules that differ only in the order of their microbatches."""
 
-    predictor: Predictor
-    bounds: LowerBounds
-    correction: Correction
-    device: Device
+    grains: int
+    recompute: Recompute
+    sequence: bool
 
-    @property
-    def memory_bytes(self) -> float:
-        return self.device.memory_bytes
 
-    @cached_property
-    def _least(self) -> float:
-        """The smallest factor: what a bound of the whole step is multiplied by."""
-        return min([1.0, *self.correction.factors.values()])
+class LayoutClass(NamedTuple):
+    """Places that differ in replicas alone, and leave a rank as many grains: what bounds their plans is the same.
 
-    @cached_property
-    def _floors(self) -> Floors:
-        return self.bounds.floors(self.device)
+    `replicas`: in order, the fewest first. `first`: the place with fewest. `fewest`, `most`: devices. `beside`: seconds
+    of any plan of all of these places that no other bound has.
+    """
+
+    share: int
+    cut: ModelDegrees
+    replicas: tuple[int, ...]
+    first: Degrees
+    fewest: int
+    most: int
+    beside: float
+
+
+class Whole(NamedTuple):
+    """A family where a rank has all stages: seconds of a microbatch, and least bytes."""
+
+    group: ScheduleFamily
+    seconds: float
+    bytes: float
+
+
+class Turn(NamedTuple):
+    """Seconds of one microbatch: down to the last rank, up from it, of gradients of weights above it, and on it."""
+
+    down: float
+    up: float
+    weights: float
+    last: float
+
+
+class Costs:
+    """Predictions for ranks that have such a device, corrected by what runs have shown, and lower bounds of them.
+
+    Equal numbers of devices have one and the same Costs, and others may have too.
+    """
+
+    def __init__(self, predictor: Predictor, device: Device, correction: Correction | None = None) -> None:
+        self._predictor, self._device, self._correction = predictor, device, correction or Correction()
+        self._staging, self._program, self._exchanged = predictor.staging, predictor.program, predictor.exchanged
+        self.memory_bytes: float = device.memory_bytes
+        # The smallest factor: what a bound of the whole step is multiplied by.
+        self._least = min([1.0, *self._correction.factors.values()])
+        self._seconds: dict[tuple[object, ...], float] = {}
+        self._sharded: dict[tuple[object, ...], list[tuple[float, float]]] = {}
+        self._turns: dict[tuple[int, int], Turn] = {}
 
     def predict(self, plan: Plan) -> Prediction:
-        found = self.predictor.predict(plan)
-        if not self.correction:
+        """The corrected prediction of a plan."""
+        found = self._predictor.predict(plan)
+        if not self._correction:
             return found
-        terms = self.correction.terms(found.terms)
+        terms = self._correction.terms(found.terms)
         seconds = sum(terms.values())
         ratio = found.step_seconds / seconds if seconds else 1.0
         return replace(
@@ -53,26 +93,131 @@ class _Corrected(Costs):
             mfu=found.mfu * ratio if found.mfu is not None else None,
         )
 
+    @cached_property
+    def _floors(self) -> Floors:
+        staging = self._staging
+        return Floors(staging.computer(self._device), self._predictor.network, self._program, staging.parts)
+
     def floor(self, samples: float, degrees: ModelDegrees) -> float:
+        """Seconds that no plan goes below whose replicas have so many samples each, on the ranks that share them."""
         return self._floors.seconds(samples, *degrees) * self._least
 
     def beside(self, place: Degrees) -> float:
-        return self.bounds.beside(place.devices, place.cut.ranks > 1) * self._least
+        """Seconds of any plan of a place that no bound has but `nearly`: agreements, and an update's launches.
 
-    def least_seconds(self, plan: Plan) -> float:
-        return self.bounds.least_seconds(plan) * self._least
+        No less for more replicas.
+        """
+        device, is_divided = self._device, place.cut.ranks > 1
+        launches = self._predictor.work.profile.optimizer_launches * max(device.launch_seconds, device.dispatch_seconds)
+        agreed = self._exchanged.agreed(place.devices, is_divided, apart=is_divided)
+        return (agreed + launches + device.step_seconds) * self._least
 
     def filled(self, seconds: float, shape: PipelineShape) -> float:
+        """A bound of a schedule's seconds, from those of a microbatch on all stages."""
         return filled(seconds, shape)
 
+    def least_seconds(self, plan: Plan) -> float:
+        """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
+
+        It is the same for all plans of a family, and for all replicas that leave a rank as many grains. Of it and of
+        `least_bytes`, p stages on one rank have at most p times what the busiest of them has. The last rank waits for
+        the first microbatch to come down all stages before its first, and the step ends when its last gradient has gone
+        up them again.
+        """
+        key = *self._staging.key(plan), plan.pipeline.schedule == "zero_bubble"
+        if key not in self._seconds:
+            _, microbatches = self._staging.share(plan)
+            whole = [passes.seconds for passes in self._staging.passes(plan)]
+            busy = [sum(whole[rank :: plan.layout.pipeline]) for rank in range(plan.layout.pipeline)]
+            self._seconds[key] = max(microbatches * max(busy), self._filled(plan)) * self._least
+        return self._seconds[key]
+
+    def _filled(self, plan: Plan, message: float = 0.0) -> float:
+        """The last rank's microbatches and its waits before and after."""
+        _, microbatches = self._staging.share(plan)
+        passes, ranks, per = self._staging.passes(plan), plan.layout.pipeline, plan.pipeline.stages_per_rank
+        turn = self._turn(passes, ranks)
+        down = turn.down + message * (ranks - 1)
+        up = turn.up + message * (ranks - 1)
+        own = microbatches * (turn.last + 2 * message * per)
+        if plan.pipeline.schedule != "zero_bubble":
+            return down + own + up
+        # The gradients of weights may be put off, here and above: then nothing waits for them.
+        up -= turn.weights
+        late = min(microbatches, ranks) * passes[-1].weight_seconds
+        return down + own + max(0.0, up - late)
+
+    def _turn(self, passes: tuple[Passes, ...], ranks: int) -> Turn:
+        """What these stages take on so many ranks; the stages are kept, and so their id is theirs alone."""
+        key = id(passes), ranks
+        if key not in self._turns:
+            before = passes[: ranks - 1]
+            self._turns[key] = Turn(
+                sum(one.forward_seconds for one in before),
+                sum(one.backward_seconds for one in before),
+                sum(one.weight_seconds for one in before),
+                sum(one.seconds for one in passes[ranks - 1 :: ranks]),
+            )
+        return self._turns[key]
+
     def least_at(self, plan: Plan) -> float:
-        return self.bounds.least_at(plan) * self._least
+        """A better bound, of all plans of a family at one place: it knows replicas, not which are data and shard."""
+        ranks = self._staging.ranks(plan)
+        seconds = self.least_seconds(plan)
+        if plan.layout.pipeline > 1:
+            filled = self._filled(plan, self._predictor.message(plan, ranks.share))
+            seconds = max(seconds, filled * self._least)
+        if self._staging.device(plan).kind == "cpu":
+            return seconds  # where large messages leave the caches: no bound from their sum
+        return seconds + self._summed(plan, ranks) * self._least
+
+    def _summed(self, plan: Plan, ranks: Ranks) -> float:
+        """What summing over replicas adds at least, however they are divided into data and shard ranks.
+
+        It holds where a link is no slower with one large message than with its parts.
+        """
+        layout, held = plan.layout, ranks.busiest.held
+        replicas = layout.data * layout.shard
+        if replicas == 1:
+            return 0.0
+        forward, backward = ranks.unit_seconds
+        kind = "reduce_scatter" if self._program.scatter_gradients else "all_reduce"
+        num_bytes = max(rank.size.trainable for rank in ranks.fullest) * ITEMSIZE[plan.precision.reduce]
+        network = self._predictor.network
+        least = max(0.0, network.seconds(kind, num_bytes, network.axis(layout, REPLICAS)) - backward)
+        if least == 0.0:
+            return 0.0
+        key = held, replicas, layout.context, layout.tensor, plan.precision.parameters, plan.precision.reduce
+        if key not in self._sharded:
+            degrees = ({"shard": shard, "data": replicas // shard} for shard in divisors(replicas)[1:])
+            every = [self._exchanged.exchanges(plan, layout.model_copy(update=one), held) for one in degrees]
+            self._sharded[key] = [(sum(one.gathers), sum(one.scatters)) for one in every]
+        for gathers, scatters in self._sharded[key]:
+            least = min(least, max(0.0, gathers - forward) + max(0.0, scatters - backward))
+        return least
 
     def nearly(self, plan: Plan) -> float:
-        return self.bounds.without_waits(plan) * self._least
+        """A lower bound of the step that knows all of the plan, and is cheaper than to simulate its pipeline."""
+        ranks = self._staging.ranks(plan)
+        makespan = self._filled(plan, self._predictor.message(plan, ranks.share)) if plan.layout.pipeline > 1 else 0.0
+        return sum(self._predictor.seconds(plan, ranks, makespan).values()) * self._least
 
     def least_bytes(self, plan: Plan) -> float:
-        return self.bounds.least_bytes(plan)
+        """A lower bound of the peak: it grows with the microbatch, and shrinks with the shard axis.
+
+        It is the same for all degrees of a data axis where there are several replicas, by whatever all_reduce they sum:
+        of others' buckets in shared memory there are as many as ranks.
+        """
+        ranks = self._staging.ranks(plan)
+        buckets = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
+
+        def of(rank: Rank) -> float:
+            states = self._predictor.states.least(plan, rank.held, rank.size, ranks.microbatches)
+            if buckets:
+                states += rank.size.trainable * self._program.bucket_bytes
+            return sum(self._predictor.in_all(plan, rank, {"parameters": states}).values())
+
+        return max(map(of, ranks.fullest))
 
 
 def costs_of(
@@ -80,15 +225,14 @@ def costs_of(
 ) -> Callable[[int], Costs]:
     """The costs of plans on each number of devices."""
     predictor = Predictor(work, cluster, program)
-    bounds, correction = LowerBounds(predictor), correction or Correction()
-    known: dict[int, Costs] = {}
     by_device: dict[int, Costs] = {}
+    by_ranks: dict[int, Costs] = {}
 
     def on(num_devices: int) -> Costs:
         ranks = min(cluster.devices_per_host, num_devices)
-        if ranks not in known:
+        if ranks not in by_ranks:
             device = cluster.device_for(ranks)
-            known[ranks] = by_device.setdefault(id(device), _Corrected(predictor, bounds, correction, device))
-        return known[ranks]
+            by_ranks[ranks] = by_device.setdefault(id(device), Costs(predictor, device, correction))
+        return by_ranks[ranks]
 
     return on

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.workload import Prediction
 from shoal.planner.search.aims import Aim, Key, Limit
-from shoal.planner.search.bounds import Costs, LayoutClass, ScheduleFamily, Whole
+from shoal.planner.search.costs import Costs, LayoutClass, ScheduleFamily, Whole
 from shoal.planner.search.space import LEVELS, Degrees, MicrobatchSchedule, ModelDegrees, Recompute, Space, simplicity
 from shoal.plans.plan import Plan
 
@@ -111,34 +111,34 @@ class Search:
             found.setdefault(place.devices, []).append(place)
         return found
 
-    def kin(self, places: Sequence[Degrees]) -> list[LayoutClass]:
+    def classes(self, places: Sequence[Degrees]) -> list[LayoutClass]:
         """These places, those together that have the same bounds."""
         found: dict[tuple[int, int, ModelDegrees], list[int]] = {}
         for place in places:
             key = id(self.costs(place.devices)), self.space.share(place), place.cut
             found.setdefault(key, []).append(place.replicas)
-        return [self._kin(share, cut, sorted(replicas)) for (_, share, cut), replicas in found.items()]
+        return [self._class(share, cut, sorted(replicas)) for (_, share, cut), replicas in found.items()]
 
-    def _kin(self, share: int, cut: ModelDegrees, replicas: list[int]) -> LayoutClass:
+    def _class(self, share: int, cut: ModelDegrees, replicas: list[int]) -> LayoutClass:
         first, last = Degrees(replicas[0], cut), Degrees(replicas[-1], cut)
         return LayoutClass(share, cut, tuple(replicas), first, first.devices, last.devices, self.beside(first))
 
     @cached_property
-    def all_kin(self) -> list[LayoutClass]:
+    def all_classes(self) -> list[LayoutClass]:
         """All places."""
-        return self.kin(self.places)
+        return self.classes(self.places)
 
     def in_order(
         self, aim: Aim, limit: Limit = _ANY, places: Sequence[Degrees] | None = None, seen: Seen | None = None
     ) -> Iterator[Candidate]:
         """The candidates that fit and are within the limit, by the aim's key; equal keys by simplicity."""
-        kin = self.all_kin if places is None else self.kin(places)
-        return _Order(self, aim, limit, seen if seen is not None else Seen()).run(kin)
+        layouts = self.all_classes if places is None else self.classes(places)
+        return _Order(self, aim, limit, seen if seen is not None else Seen()).run(layouts)
 
     def best_of_each(self, aim: Aim, places: Sequence[Degrees], seen: Seen) -> Iterator[Candidate]:
         """The best candidate of each of these places, the best of all first; what a place has beside it is left."""
         order = _Order(self, aim, _ANY, seen)
-        for candidate in order.run(self.kin(places)):
+        for candidate in order.run(self.classes(places)):
             order.ended.add(candidate.place)
             yield candidate
 
@@ -162,7 +162,7 @@ class Search:
         costs, share, pipeline = self.costs(place.devices), self.space.share(place), place.cut.pipeline
         alone, memory = place.cut._replace(pipeline=1), costs.memory_bytes
         known = self._whole.setdefault((id(costs), alone), {})
-        found = []
+        found, floor = [], self.floor(place)
         for kind in product(self.space.recomputes, self.space.sequences(place.cut)):
             for grains in reversed(self.space.sizes(share)):
                 one = known.get((grains, *kind))
@@ -171,7 +171,7 @@ class Search:
                 # A microbatch of one grain is kept, so that what it lacks is told; larger ones need more.
                 if one.bytes / pipeline > memory and grains > 1:
                     break
-                found.append((-(-share // grains) * one.seconds / pipeline, one))
+                found.append((max(floor, -(-share // grains) * one.seconds / pipeline), one))
         found.sort(key=itemgetter(0))
         return iter(found)
 
@@ -205,10 +205,10 @@ class Search:
             self._least[key] = costs.least_seconds(self.space.plan(place, way))
         return self._least[key]
 
-    def filled(self, kin: LayoutClass, way: MicrobatchSchedule, whole: Whole) -> float:
+    def filled(self, layouts: LayoutClass, way: MicrobatchSchedule, whole: Whole) -> float:
         """A cheaper bound of the same: from the seconds of the group where a rank has all stages."""
-        turns = PipelineShape(way.schedule, kin.cut.pipeline, way.stages, -(-kin.share // way.grains))
-        return self.costs(kin.first.devices).filled(whole.seconds, turns)
+        turns = PipelineShape(way.schedule, layouts.cut.pipeline, way.stages, -(-layouts.share // way.grains))
+        return self.costs(layouts.first.devices).filled(whole.seconds, turns)
 
     def missing_bytes(self, place: Degrees, way: MicrobatchSchedule) -> float:
         """What even the most divided plan of a family lacks; not positive where one may fit."""
@@ -262,9 +262,9 @@ class _Order:
         self._queue: list[tuple[Key, tuple[int, ...], int, Node]] = []
         self._numbers = count()
 
-    def run(self, kin: Sequence[LayoutClass]) -> Iterator[Candidate]:
-        for one in kin:
-            self._wait_kin(one, self._search.floor(one.first), partial(self._floored, one))
+    def run(self, layouts: Sequence[LayoutClass]) -> Iterator[Candidate]:
+        for one in layouts:
+            self._wait_class(one, self._search.floor(one.first), partial(self._floored, one))
         while self._queue:
             node = heapq.heappop(self._queue)[-1]
             if self.ended and node.is_within(self.ended):
@@ -278,57 +278,57 @@ class _Order:
         if self._limit.allows(place.devices, seconds):
             self._push(self._aim.key(place.devices, seconds), node)
 
-    def _wait_kin(self, kin: LayoutClass, seconds: float, branch: Callable[[], None]) -> None:
-        seconds += kin.beside
-        if self._limit.allows(kin.fewest, seconds):  # more devices only take more device-seconds
-            devices = kin.most if self._aim.prefers_more else kin.fewest
-            self._push(self._aim.key(devices, seconds), Node(kin, branch))
+    def _wait_class(self, layouts: LayoutClass, seconds: float, branch: Callable[[], None]) -> None:
+        seconds += layouts.beside
+        if self._limit.allows(layouts.fewest, seconds):  # more devices only take more device-seconds
+            devices = layouts.most if self._aim.prefers_more else layouts.fewest
+            self._push(self._aim.key(devices, seconds), Node(layouts, branch))
 
     def _push(self, key: Key, node: Node) -> None:
         # Equal keys: what is predicted comes out last, so that all equal ones are known, the simplest first.
         rank = simplicity(node.branch.plan) if isinstance(node.branch, Candidate) else ()
         heapq.heappush(self._queue, (key, rank, next(self._numbers), node))
 
-    def _floored(self, kin: LayoutClass) -> None:
-        self._next_group(kin, self._search.groups(kin.first))
+    def _floored(self, layouts: LayoutClass) -> None:
+        self._next_group(layouts, self._search.groups(layouts.first))
 
-    def _next_group(self, kin: LayoutClass, groups: _Groups) -> None:
+    def _next_group(self, layouts: LayoutClass, groups: _Groups) -> None:
         """The best group that is left."""
         for seconds, whole in islice(groups, 1):
-            self._wait_kin(kin, seconds, partial(self._group, kin, whole, seconds, groups))
+            self._wait_class(layouts, seconds, partial(self._group, layouts, whole, seconds, groups))
 
-    def _group(self, kin: LayoutClass, whole: Whole, seconds: float, others: _Groups) -> None:
-        self._next_group(kin, others)
-        for way in self._search.space.ways(kin.first, whole.group):
-            least = max(seconds, self._search.filled(kin, way, whole))
-            self._wait_kin(kin, least, partial(self._way_of_kin, kin, way))
+    def _group(self, layouts: LayoutClass, whole: Whole, seconds: float, others: _Groups) -> None:
+        self._next_group(layouts, others)
+        for way in self._search.space.ways(layouts.first, whole.group):
+            least = max(seconds, self._search.filled(layouts, way, whole))
+            self._wait_class(layouts, least, partial(self._schedule_of_class, layouts, way))
 
-    def _way_of_kin(self, kin: LayoutClass, way: MicrobatchSchedule) -> None:
+    def _schedule_of_class(self, layouts: LayoutClass, way: MicrobatchSchedule) -> None:
         """Waits again, by the better bound."""
-        least = self._search.least_seconds(kin.first, way)
-        self._wait_kin(kin, least, lambda: self._next_place(kin, way, self._replicas(kin)))
+        least = self._search.least_seconds(layouts.first, way)
+        self._wait_class(layouts, least, lambda: self._next_place(layouts, way, self._replicas(layouts)))
 
-    def _replicas(self, kin: LayoutClass) -> Iterator[int]:
+    def _replicas(self, layouts: LayoutClass) -> Iterator[int]:
         """In the order of the aim's keys, where each place has the same seconds or more for more replicas."""
-        return iter(kin.replicas[::-1] if self._aim.prefers_more else kin.replicas)
+        return iter(layouts.replicas[::-1] if self._aim.prefers_more else layouts.replicas)
 
-    def _next_place(self, kin: LayoutClass, way: MicrobatchSchedule, others: Iterator[int]) -> None:
+    def _next_place(self, layouts: LayoutClass, way: MicrobatchSchedule, others: Iterator[int]) -> None:
         """The first of the places that are left, by a bound that is the same for all of them but for what is beside."""
         search = self._search
-        seconds = search.least_seconds(kin.first, way)
+        seconds = search.least_seconds(layouts.first, way)
         for replicas in others:
-            place = Degrees(replicas, kin.cut)
+            place = Degrees(replicas, layouts.cut)
             least = seconds + search.beside(place)
             if self._limit.allows(place.devices, least):
-                node = Node(kin, partial(self._place, kin, way, place, others))
+                node = Node(layouts, partial(self._place, layouts, way, place, others))
                 self._push(self._aim.key(place.devices, least), node)
                 return
 
-    def _place(self, kin: LayoutClass, way: MicrobatchSchedule, place: Degrees, others: Iterator[int]) -> None:
+    def _place(self, layouts: LayoutClass, way: MicrobatchSchedule, place: Degrees, others: Iterator[int]) -> None:
         search = self._search
-        self._next_place(kin, way, others)
+        self._next_place(layouts, way, others)
         least = search.costs(place.devices).least_at(search.space.plan(place, way))
-        least = max(search.least_seconds(kin.first, way), least)
+        least = max(search.least_seconds(layouts.first, way), least)
         self._wait(place, least + search.beside(place), Node(place, partial(self._way, place, way)))
 
     def _way(self, place: Degrees, way: MicrobatchSchedule) -> None:

@@ -1,6 +1,6 @@
-"""Space: every plan that a search may choose from, as a tree of ever smaller families, and why others are illegal.
+"""Plan space: every legal plan of a search, as a tree of ever smaller families, and the reasons against the others.
 
-place: degrees, with data x shard as one. Family: a place and a way, of which only the split of data and shard is open.
+Place: degrees, data x shard as one. Family: a place and a schedule, where only the split of data and shard is open.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEVELS: tuple[Level, ...] = ("optimizer", "gradients", "parameters")
 
 
 class ModelDegrees(NamedTuple):
-    """The degrees that ranks share grains with."""
+    """Model-parallel degrees, whose ranks share grains."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -45,7 +45,7 @@ class ModelDegrees(NamedTuple):
 
 
 class Degrees(NamedTuple):
-    """Degrees, with data x shard as one number."""
+    """Degrees of the mesh axes, with data x shard as one number."""
 
     replicas: int
     cut: ModelDegrees
@@ -62,7 +62,7 @@ class Degrees(NamedTuple):
 
 
 class MicrobatchSchedule(NamedTuple):
-    """How a rank computes its grains: how many at a time, what it computes again in the backward, and in which order.
+    """Microbatch size of a rank, its recomputation, and its pipeline schedule.
 
     `sequence`: whether a tensor axis divides what lies between the divided layers too.
     """
@@ -109,7 +109,7 @@ def microbatch_sizes(share: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Space:
-    """`base` is what the search does not vary (precision, exactness, compilation); `facts` what a layout has to fit.
+    """Plan space. `base` has the settings that do not vary (precision, exactness, compilation); `facts` the limits.
 
     `max_grains` bounds a microbatch (1 where grains may not share a forward), `max_stages` the stages of a pipeline
     (what the profile tells apart). With `engine`, only what this version executes; without `tensor`, no tensor axis.
@@ -237,7 +237,7 @@ class Space:
 
     @property
     def recomputes(self) -> tuple[Recompute, ...]:
-        """What may be computed again: a compiled block decides by itself what it keeps."""
+        """Recomputation modes to try: a compiled block decides by itself what it keeps."""
         return RECOMPUTE if self.base.execution.compile == "none" else ("none", "full")
 
     def sizes(self, share: int) -> list[int]:
@@ -301,7 +301,7 @@ class Space:
                 yield self.plan(place, way, shard, level)
 
     def levels(self, cut: ModelDegrees) -> tuple[Level, ...]:
-        """What a shard axis may divide beside these degrees."""
+        """ZeRO levels of a shard axis beside these degrees."""
         if cut not in self._known_levels:
             probe = replace(self, facts=replace(self.facts, num_grains=2))
             way = MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b")
@@ -328,7 +328,7 @@ class Space:
 
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """What a tie is decided by, least first: devices, axes in use, then each setting's distance from the default."""
+    """Tie-breaking key, least first: devices, axes in use, then each setting's distance from the default."""
     degrees = list(plan.layout.__dict__.values())
     schedules = ("1f1b", "zero_bubble", "gpipe", "interleaved_1f1b")
     return (

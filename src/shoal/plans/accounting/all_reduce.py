@@ -26,26 +26,19 @@ def cuts(length: int, parts: int) -> list[int]:
     return [length * part // parts for part in range(parts + 1)]
 
 
-def lengths(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> list[int]:
-    """Elements of each message that `rank` sends in an all-reduce after its header; an empty one is not sent.
-
-    Raises: KeyError for an algorithm that sends no messages.
-    """
-    formula = {"ring": _ring, "tree": _tree, "recursive_doubling": _recursive_doubling}[algorithm]
-    return [length for length in formula(numel, itemsize, rank, world_size) if length] if world_size > 1 else []
-
-
 def messages(algorithm: str, numel: int, itemsize: int, rank: int, world_size: int) -> Iterator[SizedCollective]:
     """Messages that `rank` sends and receives in an all-reduce of all ranks, header included.
 
-    It receives as much as it sends, but around a ring what the rank before it sends.
+    It receives as much as it sends, but around a ring what the rank before it sends; an empty message is not sent.
+    Raises: KeyError for an algorithm that sends no messages.
     """
     if world_size == 1:
         return
+    formula = {"ring": _ring, "tree": _tree, "recursive_doubling": _recursive_doubling}[algorithm]
     before = (rank - 1) % world_size if algorithm == "ring" else rank
     for kind, sender in (("send", rank), ("recv", before)):
         yield SizedCollective(WORLD, kind, HEADER_BYTES)
-        for length in lengths(algorithm, numel, itemsize, sender, world_size):
+        for length in filter(None, formula(numel, itemsize, sender, world_size)):
             yield SizedCollective(WORLD, kind, length * itemsize)
 
 

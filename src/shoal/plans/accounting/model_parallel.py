@@ -85,6 +85,80 @@ def completed(partial: Iterable[Partial]) -> Iterator[SizedCollective]:
             yield SizedCollective(one.axis, "all_reduce", numel * max(_FLOAT32, itemsize))
 
 
+# -------------------------------------------------------------------------------------------------------------- tensor
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """A column-parallel layer and its row-parallel layer; bytes are of one microbatch's activation.
+
+    `input_bytes` enters the pair whole on every rank (its gradient is summed in the backward, where it needs one),
+    `output_bytes` leaves it as a partial sum.
+    """
+
+    input_bytes: int
+    output_bytes: int
+    input_needs_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Sequences of `length`, divided over `degree` ranks in parts of one size; see Span in parallel/sequence."""
+
+    length: int
+    degree: int
+
+    def padded(self, num_bytes: int) -> int:
+        """Bytes of all ranks' parts of what has `num_bytes` in all."""
+        return num_bytes // self.length * max(-(-self.length // self.degree), 2) * self.degree
+
+
+def tensor_parallel(
+    pairs: Iterable[LayerPair],
+    gathered_bytes: Iterable[int],
+    microbatches: int,
+    positions: Positions | None = None,
+) -> Iterator[SizedCollective]:
+    """Megatron-style tensor parallelism: per pair an all_reduce in the forward and one in the backward.
+
+    `gathered_bytes` are outputs of column-parallel layers with no row-parallel partner: an all_gather in the forward,
+    and in the backward an all_reduce of their input counted by the caller as a LayerPair of no output.
+    With `positions` ranks have parts of the sequences between the pairs: the
+    input is gathered and the output scattered as it is summed, the other way in the backward.
+    """
+    for pair in pairs:
+        if positions is not None:
+            into, out = positions.padded(pair.input_bytes), positions.padded(pair.output_bytes)
+            yield SizedCollective("tensor", "all_gather", into, microbatches)
+            yield SizedCollective("tensor", "reduce_scatter", out, microbatches)
+            yield SizedCollective("tensor", "all_gather", out, microbatches)
+            if pair.input_needs_gradient:
+                yield SizedCollective("tensor", "reduce_scatter", into, microbatches)
+            continue
+        if pair.output_bytes:
+            yield SizedCollective("tensor", "all_reduce", pair.output_bytes, microbatches)
+        if pair.input_needs_gradient:
+            yield SizedCollective("tensor", "all_reduce", pair.input_bytes, microbatches)
+    for num_bytes in gathered_bytes:
+        yield SizedCollective("tensor", "all_gather", num_bytes, microbatches)
+
+
+def stream(hidden_bytes: int, positions: Positions, microbatches: int) -> SizedCollective:
+    """The ends of blocks that hand each other parts of sequences: gathered behind the last, and back before the first.
+
+    Before the first the hidden state is whole on every rank, and a part of it is taken without sending anything.
+    """
+    return SizedCollective("tensor", "all_gather", positions.padded(hidden_bytes), 2 * microbatches)
+
+
+def sharded_loss(
+    num_targets: int, microbatches: int, smoothed: bool = False, itemsize: int = 4
+) -> Iterator[SizedCollective]:
+    """The cross entropy of logits that stay cut: the largest of each row, then its sums; nothing in the backward."""
+    for numbers in (1, 3 if smoothed else 2):
+        yield SizedCollective("tensor", "all_reduce", numbers * num_targets * itemsize, microbatches)
+
+
 # ------------------------------------------------------------------------------------------------------------- context
 
 

@@ -1,1 +1,1 @@
-"""Serving: the processes of a run whose parameters are kept by servers. See docs/parameter-server.md."""
+"""Parameter server: servers, workers and the conductor of a run. See docs/parameter-server.md."""

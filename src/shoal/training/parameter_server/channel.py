@@ -1,7 +1,8 @@
 """Wire: messages between processes that hold the same secret: a JSON header and tensors as raw bytes, nothing else.
 
 Nothing that arrives is run, and nothing of a peer is read before it has proven that it knows the secret. The bytes
-themselves are not encrypted.
+themselves are not encrypted. Not `multiprocessing.connection`, whose messages are copied twice and whose handshake has
+no time limit, and is HMAC-MD5 before Python 3.12: docs/log.md.
 """
 
 from __future__ import annotations

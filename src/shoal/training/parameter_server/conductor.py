@@ -120,7 +120,7 @@ class Conductor:
 
         Every step before this one was applied and none after it, so that a checkpoint is that of any other plan.
         """
-        parts, step = self._engine, self.state.step
+        keeper, step = self._engine.keeper, self.state.step
         if self._retreat.due:
             self.tally.undone += self._retreat.go(self._records, self._desk)
             step = self.state.step
@@ -133,10 +133,10 @@ class Conductor:
             return "completed"
         if self._around.stop_requested():
             return "preempted"
-        if parts.keeper.due(step):
+        if keeper.due(step):
             self._clock.mark("checkpoint")
             self.servers.fetch(optimizer=True)
-            parts.keeper.save(self.state)
+            keeper.save(self.state)
             self._clock.mark("other")
         self._desk.limit = self._next_pause(step)
         return None
@@ -230,11 +230,10 @@ class Conductor:
                 conflict=f"none has been there for {_ALONE_SECONDS:.0f} s",
                 remedy="look at what they say in logs/ of the run directory",
             )
-        if self._around.stop_requested() or self._is_due() or self._retreat.due:
+        keeper = self._engine.keeper
+        is_due = keeper.every_steps is None and keeper.due(self.state.step)
+        if self._around.stop_requested() or is_due or self._retreat.due:
             self._desk.limit = min(self._desk.limit, self._desk.frontier)
-
-    def _is_due(self) -> bool:
-        return self._engine.keeper.every_steps is None and self._engine.keeper.due(self.state.step)
 
     def _end(self, member: Member, text: str) -> None:
         self._incident(member, "stopped", f"{text}: ended")
@@ -275,9 +274,9 @@ class Conductor:
 
     def _apply(self, step: int, arrived: dict[int, Arrived], start: Tensor | None) -> None:
         """Decides on a step's update, on all servers alike."""
-        parts, order = self._engine, self._engine.order
+        observer, order = self._engine.observer, self._engine.order
         self._clock.mark("optimizer")
-        parts.observer.begin(step, 1.0)
+        observer.begin(step, 1.0)
         if not exactly_once(arrived.values(), len(order.grains(step))):
             raise InternalError(
                 given=f"step {step}",
@@ -294,7 +293,7 @@ class Conductor:
             found = self._nonfinite(step, sums, arrived)
         elif update.skipped is None:
             self._assign_buffers(sums, start)
-        parts.observer.updated(update.skipped)
+        observer.updated(update.skipped)
         staleness = self._desk.version - min(part.version for part in arrived.values())
         self.tally.applied(arrived.values(), order.grains(step), staleness)
         self.state.computation = self._computation.to_json() if self._computation is not None else None
@@ -303,19 +302,18 @@ class Conductor:
         self._desk.applied()
 
     def _update(self, sums: StepSums, arrived: dict[int, Arrived], progress: Progress) -> Update:
-        parts, servers = self._engine, self.servers
-        rate = parts.updater.stepper.set_rates(progress)
+        observer, servers = self._engine.observer, self.servers
+        rate = self._engine.updater.stepper.set_rates(progress)
         norm, scale = 0.0, math.nan
         skipped: str | None = "weightless"
         if sums.weight:
             scale = 1.0 / sums.weight
-            norms = servers.combine(progress.step, {part: a.task.ticket for part, a in arrived.items()})
-            norm = norms * abs(scale)
-            parts.observer.reduced(sums.loss, sums.weight, scale)
+            norm = servers.combine(progress.step, {part: a.task.ticket for part, a in arrived.items()}) * abs(scale)
+            observer.reduced(sums.loss, sums.weight, scale)
             skipped = judged(sums.loss, norm, scale, self.state.loss_scale)
         if skipped is None:
-            scale *= clipping(parts.job.clip_norm, norm)
-            parts.observer.clipped(norm)
+            scale *= clipping(self._engine.job.clip_norm, norm)
+            observer.clipped(norm)
         repeated = servers.apply(self._desk.version + 1, None if skipped else scale, progress)
         self.tally.repeated = max(self.tally.repeated, repeated)
         return Update(norm, rate, skipped)
@@ -349,13 +347,13 @@ class Conductor:
 
     def _search(self, step: int, arrived: dict[int, Arrived]) -> dict[str, Any]:
         """Which grains and samples it was, and who computed them."""
-        parts, loader = self._engine, self._engine.loader
+        engine, loader = self._engine, self._engine.loader
         self.servers.fetch(optimizer=False)
         self._buffers.begin()
-        search = NonFiniteSearch(parts.computer, parts.precision, parts.parameters)
-        loader.seek(step, parts.computer.computation.effective_grains)
+        search = NonFiniteSearch(engine.computer, engine.precision, engine.parameters)
+        loader.seek(step, engine.computer.computation.effective_grains)
         data = loader.step(step)
-        found = search.find(parts.mesh, list(data.microbatches) if data is not None else [])
+        found = search.find(engine.mesh, list(data.microbatches) if data is not None else [])
         self._buffers.restore()
         bad = next(iter(found["grains"]), None)
         for part, came in arrived.items():

@@ -1,4 +1,4 @@
-"""Crew: the conductor's wires to servers and workers; who comes, who is gone, and who says nothing any more."""
+"""Membership of a parameter-server run: the conductor's channels to servers and workers, and losses of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Asked = tuple[dict[str, Any], Sequence[Tensor]]
 
 @dataclass
 class Member:
-    """A worker that has come. Each one that is started anew is another member, of the same number."""
+    """Connected worker. Each one that is started anew is another member, of the same number."""
 
     number: int
     rank: int
@@ -50,7 +50,7 @@ class Member:
 
 @dataclass(frozen=True)
 class WorkerEvent:
-    """A worker has come ("joined"), has said something (first that it is "ready"), or is gone ("lost")."""
+    """Event of a worker: connected ("joined"), a message (the first is "ready"), or disconnected ("lost")."""
 
     member: Member
     told: dict[str, Any]
@@ -58,7 +58,7 @@ class WorkerEvent:
 
 
 class Members:
-    """Servers and workers of a run, as they connect to the socket that the launcher has opened."""
+    """Connected servers and workers of a run, on the socket that the launcher has opened."""
 
     def __init__(self, environment: Environment, num_servers: int, identity: dict[str, Any]) -> None:
         self._key, self._identity = key_of(environment), identity
@@ -134,7 +134,7 @@ class Members:
         self.ports = [self._ports[number] for number in range(self._num_servers)]
 
     def next(self, seconds: float) -> WorkerEvent | None:
-        """What happens next, within so many seconds. Raises: LaunchError where a stranger came."""
+        """Next event within so many seconds. Raises: LaunchError where a stranger came."""
         try:
             found = self._events.get(timeout=seconds)
         except queue.Empty:
@@ -151,7 +151,7 @@ class Members:
         return found
 
     def tell(self, member: Member, told: dict[str, Any], tensors: Sequence[Tensor] = ()) -> None:
-        """Sends a worker something; one that is gone is told of by `next`."""
+        """Sends a message to a worker; a lost one is reported by `next`."""
         with contextlib.suppress(ClosedError):
             member.wire.send(told, tensors)
 

@@ -1,4 +1,4 @@
-"""Part: what a process of a served run does, where it is not the conductor."""
+"""Entry point of the servers and workers of a parameter-server run."""
 
 from __future__ import annotations
 

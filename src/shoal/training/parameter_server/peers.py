@@ -1,4 +1,4 @@
-"""Peers: how the processes of a served run find the conductor, and what they show it before they belong to the run."""
+"""Rendezvous of a parameter-server run: the conductor's address, and the identity that each process must show."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def role(plan: Plan, rank: int) -> Role:
 
 
 class OverError(Exception):
-    """The run has ended before this process belonged to it: nobody misses it."""
+    """The run ended before this process joined."""
 
 
 def identity(job: Job, plan: Plan) -> dict[str, Any]:
-    """What has to be the same in all processes of a run. JSON values."""
+    """Values that must be equal in all processes of a run. JSON values."""
     return {"shoal": __version__, "torch": torch.__version__, "job": job.describe(), "plan": plan.to_mapping()}
 
 
@@ -63,7 +63,7 @@ def key_of(environment: Environment) -> bytes:
 
 
 def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: int = 0) -> Channel:
-    """A wire to the conductor, which has been told who this is; `port` is where a server listens.
+    """Authenticated channel to the conductor; `port` is where a server listens.
 
     Raises: LaunchError where it does not answer; OverError where it has ended.
     """

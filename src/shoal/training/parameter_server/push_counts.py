@@ -1,4 +1,4 @@
-"""Tally: what came of the pushes of a run, for its result."""
+"""Statistics of a run's pushes, for its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.training.parameter_server.task_queue import Task
 
 @dataclass(frozen=True)
 class Arrived:
-    """A part of a step that a worker has computed and pushed. `version`: of the parameters that it had."""
+    """Pushed part of a step. `version`: that of the worker's parameters."""
 
     task: Task
     member: Member
@@ -27,7 +27,7 @@ class Arrived:
 
 @dataclass
 class PushCounts:
-    """Counts over this call of a run.
+    """Counts of pushes in this call of a run.
 
     `staleness`: how many updates were applied between a step's pull and its own. `late`: results of tasks that somebody
     else had been given since. `repeated`: pushes that a server had already. `undone`: applied steps that were taken
@@ -60,7 +60,7 @@ class PushCounts:
         self.applied_grains += len(grains)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value, the histogram by ascending staleness."""
+        """JSON value of the counts, with a histogram by ascending staleness."""
         return {
             **vars(self),
             "staleness": {str(n): self.staleness[n] for n in sorted(self.staleness)},

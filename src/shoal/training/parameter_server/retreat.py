@@ -1,4 +1,4 @@
-"""Retreat: from workers that run ahead to synchronous ones, and from values that staleness has spoilt to good ones."""
+"""Fallback from asynchronous to synchronous training, from the last good state, where staleness spoils the loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _GoodState:
 
 
 class Retreat:
-    """How the steps of a run are given out, until its loss shows that they must be given out otherwise."""
+    """Fallback of a run to synchronous training, by its loss."""
 
     def __init__(self, engine: Engine, around: Surroundings, state: RunState, servers: Servers) -> None:
         self._engine, self._around, self._state, self._servers = engine, around, state, servers
@@ -49,14 +49,14 @@ class Retreat:
 
     @property
     def rules(self) -> Rules:
-        """Those of now."""
+        """Rules for handing out steps, now."""
         if not self.ahead:
             return Rules(self._plan.layout.data, 0)
         return Rules(1, self._plan.server.staleness if self._mode == "bounded" else None)
 
     @property
     def due(self) -> bool:
-        """Whether it is time."""
+        """Whether the run is to fall back now."""
         return self.ahead and self._guard.lost
 
     def begin(self) -> None:
@@ -94,7 +94,7 @@ class Retreat:
         )
 
     def go(self, logbook: ServedRecords, desk: TaskQueue) -> int:
-        """Goes back to the best state that was kept, and on from there in step; how many steps that undoes.
+        """Restores the best state and goes on from there in step; the number of steps that are undone.
 
         Between two steps, where nothing is being computed.
         """
@@ -126,7 +126,7 @@ class Retreat:
         return undone - state.step
 
     def to_json(self) -> dict[str, Any]:
-        """What of it is in the result: nothing where no worker was to run ahead. JSON values."""
+        """Fallback and warning for the run's result: nothing where all workers are synchronous. JSON values."""
         if self._mode == "synchronous":
             return {}
         return {"fell_back": self._guard.fell_back, "warning": self._warning}

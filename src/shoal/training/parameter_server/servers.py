@@ -1,4 +1,4 @@
-"""Servers: the conductor's side of them: the whole model and optimizer put together, taken apart, and updated."""
+"""Client of all servers in the conductor: gathers, scatters and updates the whole model and optimizer."""
 
 from __future__ import annotations
 

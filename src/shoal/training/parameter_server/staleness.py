@@ -1,4 +1,4 @@
-"""Staleness: what parameters that are out of date do to a loss, foretold from the momentum and seen in the losses."""
+"""Staleness of gradients: a stability limit from the momentum, and a guard that watches the losses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def largest_rate(momentum: float, staleness: int) -> float:
 
 
 def foretold(groups: Iterable[Mapping[str, Any]], staleness: int) -> str | None:
-    """What to expect of an optimizer of these parameter groups that is fed gradients so many updates old; None: well.
+    """Warning for an optimizer of these parameter groups whose gradients are so many updates old; None: no risk.
 
     Its momentum alone is judged: what rate is right for up-to-date gradients only a run can tell.
     """
@@ -57,7 +57,7 @@ def foretold(groups: Iterable[Mapping[str, Any]], staleness: int) -> str | None:
 
 
 class LossGuard:
-    """Notices a loss that has fallen and comes back to where it began. `fell_back`: since when, and why; set once."""
+    """Detector of a loss that has fallen and is back where it began. `fell_back`: since when, and why; set once."""
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         """`saved`: what `to_json` gave at a checkpoint."""
@@ -117,11 +117,11 @@ class LossGuard:
 
     @property
     def learnt(self) -> bool:
-        """Whether the loss is below where it began; True where that cannot be told yet."""
+        """Whether the loss is below where it began; True where that is not certain yet."""
         return self._counted < 2 * BEGINNING or self.lately < self.beginning
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON value, a new one each time."""
+        """JSON value of the guard, a new one each time."""
         return {
             "first": list(self._first),
             "recent": list(self._recent),

@@ -1,4 +1,4 @@
-"""Desk: which part of which step a worker computes next, and which parts are out. Integers only; no clock, no wire."""
+"""Task queue: the next part of a step for a worker, and the parts that are out. Integers only; no clock, no channel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Task:
-    """Part `part` of `num_parts` of a step, given out at that version under a ticket that no other task ever has."""
+    """Part `part` of `num_parts` of a step, handed out at that version under a unique ticket."""
 
     step: int
     part: int
@@ -19,7 +19,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Rules:
-    """How steps are given out: in so many parts, and how far a version may run ahead of what a worker has pulled.
+    """Rules of the queue: the parts of a step, and how far a version may run ahead of a worker's last pull.
 
     bound 0: a step begins when the one before is applied. None: no bound. In whole steps: `num_parts` is then 1.
     """
@@ -32,7 +32,7 @@ class Rules:
 
 
 class TaskQueue:
-    """Gives out the steps from `version` on in order, up to a limit.
+    """Queue of the steps from `version` on in order, up to a limit.
 
     `busy` says of (step, part, num_parts) whether there is anything to compute.
     """
@@ -48,12 +48,12 @@ class TaskQueue:
 
     @property
     def frontier(self) -> int:
-        """The first step that nobody has been given any of."""
+        """First step without a task handed out."""
         return self._next
 
     @property
     def out(self) -> list[Task]:
-        """What is being computed."""
+        """Tasks that workers compute now."""
         return list(self._out.values())
 
     def parts(self, step: int) -> int:
@@ -105,5 +105,5 @@ class TaskQueue:
         self._rules, self.version, self.limit, self._next = rules, version, version, version
 
     def applied(self) -> None:
-        """One more step was decided."""
+        """Counts one more decided step."""
         self.version += 1

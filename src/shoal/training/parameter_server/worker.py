@@ -1,4 +1,4 @@
-"""Worker: a process that computes what it is given: it pulls parameters, pushes gradients, and asks for more."""
+"""Worker process: pulls parameters, computes tasks and pushes gradients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LAST_WORD_SECONDS = 5.0
 
 
 class Worker:
-    """One worker's engine and its wires; `watch` is told what it does."""
+    """Engine and channels of one worker; `watch` observes it."""
 
     def __init__(self, engine: Engine, wire: Channel, key: bytes, watch: WorkerObserver) -> None:
         """Collective: the conductor, which says where the servers are and what is the same for the whole run."""
@@ -57,7 +57,7 @@ class Worker:
         self._era = 0
 
     def attend(self) -> None:
-        """Does what it is told until the run has ended. Raises: ClosedError; what the job raises."""
+        """Executes the conductor's commands until the run has ended. Raises: ClosedError; what the job raises."""
         self._engine.model.train()
         while True:
             task, tensors = self._wire.receive()
@@ -158,7 +158,7 @@ def no_stream() -> JobError:
 
 
 def fixed_tensors(model: nn.Module) -> list[Tensor]:
-    """What no server keeps: parameters that are not trained, and buffers."""
+    """Tensors of no server: parameters that are not trained, and buffers."""
     frozen = [p.detach() for p in model.parameters() if not p.requires_grad]
     return [*frozen, *model.buffers()]
 
@@ -210,7 +210,7 @@ def _work(job: Job, plan: CompletePlan, wire: Channel, who: tuple[Environment, R
 
 
 class WorkerObserver:
-    """Who looks at what a worker computes; this one does not."""
+    """Interface of a worker's hooks; this class does nothing."""
 
     observer = Observer()
 

@@ -1,4 +1,4 @@
-"""Session: shoal's grains, sums and checkpoints for those who keep their own training loop."""
+"""Session: grains, gradient sums and checkpoints for a user's own training loop."""
 
 from shoal.training.session.loop import SessionStep
 from shoal.training.session.session import Session

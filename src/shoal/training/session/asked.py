@@ -1,4 +1,4 @@
-"""Asked: SIGTERM and Ctrl-C as requests to stop after a step, where a Session keeps checkpoints."""
+"""Stop requests of a Session with checkpoints: SIGTERM and Ctrl-C end its loop after a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.
 
 
 class Asked:
-    """The signals that arrived; the second of a kind does at once what it did before."""
+    """Signals that arrived; the second of a kind has its default effect."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -70,7 +70,7 @@ class Asked:
             raise self.end()
 
     def end(self) -> BaseException:
-        """What ends this rank's loop, whichever rank was asked."""
+        """Exception that ends this rank's loop, whichever rank got the signal."""
         self._ended = True
         if signal.SIGINT in self.received:
             return KeyboardInterrupt()

@@ -1,4 +1,4 @@
-"""Guards: what a plain loop does itself, and a Session does, is refused where it would count twice or not at all."""
+"""Guards of a Session's loop against gradient and optimizer calls that the Session makes itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GUARDED = ("step", "zero_grad")
 
 
 class Guard:
-    """Watches over `step` and `zero_grad` of optimizers as long as their loop lasts."""
+    """Guard of optimizers' `step` and `zero_grad` as long as their loop lasts."""
 
     def __init__(self, optimizers: Sequence[Optimizer], in_pass: Callable[[], bool]) -> None:
         self._optimizers, self._in_pass = list(optimizers), in_pass
@@ -67,7 +67,7 @@ class Guard:
 
 
 class LoopWatch:
-    """What the loop's author may not change while a pass is under way: its gradients and its learning rates."""
+    """Guard of gradients and learning rates against changes while a pass is under way."""
 
     def __init__(self) -> None:
         self._gradients: list[tuple[Tensor, Tensor, int]] = []

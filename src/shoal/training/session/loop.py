@@ -1,4 +1,4 @@
-"""The loop: the steps of one `Session.steps`, and how all ranks come out of it together."""
+"""Step loop of a Session: one `Session.steps`, which ends on all ranks together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from shoal.training.session.ways import Base, Chosen
 
 
 class SessionStep:
-    """One step. Iterate it for this rank's batches and call `backward` once for each; the optimizer then updates.
+    """Step of a user's loop: iterate over this rank's batches and call `backward` once for each; then comes the update.
 
     With several optimizers, or several updates a step, iterate `batches(optimizer)` once for each update instead.
     After an iteration `loss` is the mean over the global batch, `grad_norm` the norm before clipping, `learning_rate`
@@ -74,7 +74,7 @@ class SessionStep:
 
 
 class Loop:
-    """What is behind the steps: passes, checkpoints, and what the ranks tell each other."""
+    """Step loop behind `Session.steps`: passes, checkpoints, and meetings of the ranks."""
 
     def __init__(self, base: Base, prepared: Prepared, loader: Loader, order: Order) -> None:
         """Collective: all ranks. Raises: JobError, PlanError; as the checkpoints."""

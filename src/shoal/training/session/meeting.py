@@ -1,4 +1,4 @@
-"""Meeting: what the ranks of a Session tell each other before each pass, and where one of them leaves the loop."""
+"""Agreement of a Session's ranks before each pass, and where a rank leaves the loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Meeting:
-    """What all have said, in rank order."""
+    """Contributions of all ranks, in rank order."""
 
     words: tuple[Word, ...]
 

@@ -1,4 +1,4 @@
-"""Mistakes: what is said where a loop of one's own is not written, or does not go, as a Session needs it."""
+"""Error messages for a user's loop that does not fit a Session."""
 
 from __future__ import annotations
 

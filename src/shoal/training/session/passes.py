@@ -1,4 +1,4 @@
-"""Passes: one reading of a step's batches on this rank, and the update that it ends with."""
+"""Passes of a Session's step: one reading of its batches on this rank, and the update at the end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shoal.training.trace.recorder import TraceRecorder
 
 @dataclass(frozen=True)
 class BatchPass:
-    """One pass: of which step (from 0), for which optimizers, and its number in the step."""
+    """Pass over a step (from 0), for some optimizers, and its number in the step."""
 
     step: int
     chosen: Chosen
@@ -42,7 +42,7 @@ class BatchPass:
 
 
 class BatchPasses:
-    """Computes passes, one after the other. `error`: why this rank could not compute the last one.
+    """Execution of passes, one after the other. `error`: why this rank could not compute the last one.
 
     `torn`: whether an update was left in the midst of it.
     """
@@ -158,7 +158,7 @@ class BatchPasses:
         self._watch.note(self._way.parameters, taken=self._base.plan.execution.exact)
 
     def rate(self, progress: Progress) -> None:
-        """What the schedule says of the update to come; where it raises, `error` says so before the ranks sum."""
+        """Schedule's multiplier for the coming update; where it raises, `error` says so before the ranks sum."""
         if self.error is not None:
             return
         try:

@@ -1,4 +1,4 @@
-"""Prepared: the models, optimizers and schedulers that a Session was given, and the words for what it does not take."""
+"""Models, optimizers and schedulers of a Session's `prepare`, and its error messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCALER = "GradScaler"
 
 
 class Prepared:
-    """What `prepare` was given so far, in that order."""
+    """Arguments of `prepare` so far, in that order."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""Rates: the optimizers' groups as the loop's author leaves them, and one update by several optimizers."""
+"""Learning rates of a user's optimizers, and one update by several optimizers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Several:
         return _States(self._optimizers)
 
     def step(self) -> None:
-        """One step of each."""
+        """Steps each optimizer."""
         for optimizer in self._optimizers:
             with contextlib.nullcontext() if self._exact else fused(optimizer):
                 step_optimizer(optimizer)
@@ -80,7 +80,7 @@ def as_one(optimizers: Sequence[Optimizer], exact: bool) -> Optimizer:
 
 
 class OwnStepper(Stepper):
-    """Steps at the rates that the groups have when the update comes, times the schedule's multiplier.
+    """Stepper with the groups' rates at the time of the update, times the schedule's multiplier.
 
     After it the groups have their own rates again: a scheduler that multiplies what it finds must not find the
     schedule's. `turn` is the number of the pass within its step.
@@ -101,7 +101,7 @@ class OwnStepper(Stepper):
         return float(self._optimizer.param_groups[0].get("lr", 1.0)) * self._now
 
     def seed(self, step: int) -> None:
-        """As of a Job, another in each pass."""
+        """Seeds the generators as in a Job, otherwise in each pass."""
         if any(map(may_draw, self._optimizers)):
             seed_everything(random_key(turned(self._job.seed, self.turn), "optimizer", step))
 
@@ -140,7 +140,7 @@ def _set(group: dict[str, Any], rate: Any) -> None:
 
 
 class Groups:
-    """The optimizers' groups as they are now, to be put back."""
+    """Copy of the optimizers' groups, to be put back."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = list(optimizers)
@@ -184,7 +184,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def group_values(optimizers: Sequence[Optimizer]) -> list[dict[str, str]]:
-    """What the groups say besides their parameters, in words that are the same on all ranks."""
+    """Values of the groups besides their parameters, as text that is the same on all ranks."""
     found = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Reading: from what `session.steps` is given to the loader of its batches."""
+"""Construction of a Session's loader from the data of `session.steps`."""
 
 from __future__ import annotations
 

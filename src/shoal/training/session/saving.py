@@ -1,4 +1,4 @@
-"""Saving: the checkpoints of a loop of one's own, also of one that is left early."""
+"""Checkpoints of a Session, also of a loop that is left early."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.training.session.ways import Base
 
 
 class Saving:
-    """Checkpoints are of the state after a finished step, whatever its successor has changed of groups already."""
+    """Checkpoints of the state after a finished step, whatever its successor has changed of groups already."""
 
     def __init__(
         self, base: Base, prepared: Prepared, sharded_model: ShardedModel, loader: Loader, strategy: Strategy
@@ -79,7 +79,7 @@ class Saving:
             self._groups, self._noted = Groups(self._prepared.optimizers), self._schedulers.state()
 
     def due(self, step: int) -> bool:
-        """As Keeper.due."""
+        """Whether a checkpoint is due, as in Keeper."""
         return self._keeper.due(step)
 
     def regular(self, state: RunState) -> None:

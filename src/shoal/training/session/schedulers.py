@@ -1,4 +1,4 @@
-"""Schedulers' state as JSON, and back. The loop steps them; a checkpoint keeps where they are."""
+"""State of learning-rate schedulers as JSON, for checkpoints; the user's loop steps them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.errors import JobMismatchError
 
 
 class Schedulers:
-    """Those of a Session, in the order of `prepare`."""
+    """Schedulers of a Session, in the order of `prepare`."""
 
     def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
         self._schedulers = list(schedulers)

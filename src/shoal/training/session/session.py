@@ -1,4 +1,4 @@
-"""Session: what a training loop of one's own is given."""
+"""Session: parallel training for a user's own loop."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """Where batches and prepared models are."""
+        """Device of batches and prepared models."""
         return self.mesh.device
 
     def __getattr__(self, name: str) -> Any:

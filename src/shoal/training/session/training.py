@@ -1,4 +1,4 @@
-"""Training: the numbers of a Session, and the words for names that it does not know."""
+"""Numerical settings of a Session's training, and the errors for unknown names."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def missing_attribute(name: str) -> AttributeError:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The numbers of a Session's training; the fields are a Job's, see there.
+    """Numerical settings of a Session; the fields are a Job's, see there.
 
     `fuse`: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
     `checkpoints`: a directory for them, or None; `resume`: go on from the newest good one there.

@@ -1,4 +1,4 @@
-"""Ways: for each set of optimizers that a pass updates, the strategy that sums its gradients and what steps them."""
+"""Strategy and optimizer step for each set of optimizers that a pass updates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Chosen = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Base:
-    """What a Session hands to its loop."""
+    """Mesh, plan, precision and job of a Session, for its loop."""
 
     mesh: Mesh
     plan: CompletePlan
@@ -42,7 +42,7 @@ class Base:
 
 @dataclass(frozen=True)
 class UpdateWay:
-    """How one pass updates. `trained`: its `parameters` by identity; `others` get no gradient from it."""
+    """Update of one pass. `trained`: its `parameters` by identity; `others` get no gradient from it."""
 
     parameters: tuple[nn.Parameter, ...]
     trained: tuple[int, ...]
@@ -58,7 +58,7 @@ class UpdateWay:
 
 
 class UpdateWays:
-    """Those of a Session, made when they are first needed, and again where other parameters are trained."""
+    """Updates of a Session, constructed on first use, and again where other parameters are trained."""
 
     def __init__(self, base: Base, prepared: Prepared, sharded_model: ShardedModel, observer: Observer) -> None:
         """Collective: all ranks, as the strategies. Raises: JobError, PlanError."""
@@ -131,7 +131,7 @@ class UpdateWays:
 
     @property
     def strategy(self) -> Strategy:
-        """One of them: which rank updates what is the same in all."""
+        """Any one strategy: which rank updates a parameter is the same in all."""
         return next(iter(self._made.values())).strategy
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""Traces of steps for verification: logical values, their recorder, and their replay."""
+"""Traces of steps for verification: format, recorder and replay."""

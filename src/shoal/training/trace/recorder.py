@@ -1,4 +1,4 @@
-"""Recorder: an observer that writes the trace of a run."""
+"""Trace recorder: an observer that writes the trace of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class ForwardRecorder:
-    """Fingerprints of what each module of a model gives, a grain at a time; for engine and reference alike."""
+    """Fingerprints of each module's output, a grain at a time; for engine and reference alike."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ForwardRecorder:
         self._note(INPUT, batch)
 
     def end(self) -> None:
-        """What is computed from now on is recomputation."""
+        """Ends the forward: later calls are recomputation."""
         self._microbatch = None
 
     def _hook(self, name: str) -> Any:
@@ -97,7 +97,7 @@ def _is_blank(leaf: Tensor) -> bool:
 
 
 class OwnGradients:
-    """What autograd gives for each parameter on this rank, added up over microbatches before anything else sees it."""
+    """Gradients of each parameter on this rank, added up over microbatches before anything else sees them."""
 
     def __init__(self, parameters: list[tuple[str, nn.Parameter]]) -> None:
         self.sums: dict[str, Tensor] = {}
@@ -127,7 +127,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class TraceRecorder(Observer):
-    """Writes every step of an engine to a folder, this rank's part of it."""
+    """Recorder of every step of an engine: this rank's part, in a folder."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank

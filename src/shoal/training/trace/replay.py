@@ -1,4 +1,4 @@
-"""Replay: what a Session is told from outside when its loop is verified; see verification/traced_session.py."""
+"""Replay of traced steps in a Session whose loop is verified; see verification/traced_session.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIABLE = "SHOAL_SESSION_TRACE"
 
 @dataclass(frozen=True)
 class Replay:
-    """The first `num_steps` steps are traced to `folder`.
+    """Trace settings of a verified Session: the first `num_steps` steps are traced to `folder`.
 
     `of`: the folder of a run on `world_size` ranks, from whose states each step starts. `grain_by_grain` and
     `backwards` change how a step is computed, and not what it means.
@@ -39,7 +39,7 @@ class Replay:
         return cls(**json.loads(text)) if text else None
 
     def variables(self) -> dict[str, str]:
-        """What tells a Session."""
+        """Environment variables with these settings."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     def order(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:

@@ -1,4 +1,4 @@
-"""Traces: what was computed in a step, under logical names, from a parallel run or from a reference.
+"""Step traces: tensors of a step under logical names, from a parallel run or from a reference.
 
 A tensor's key is PHASE/NAME; the phases are those of a step in the order of its dataflow.
 """
@@ -31,7 +31,7 @@ _OPTIMIZER = " (optimizer)"
 
 @dataclass(frozen=True)
 class MicrobatchTrace:
-    """One microbatch: who computed which grains and samples, and the loss that came of it."""
+    """Trace of one microbatch: its rank, grains, samples and loss."""
 
     rank: int
     grains: tuple[int, ...]
@@ -42,7 +42,7 @@ class MicrobatchTrace:
 
 @dataclass
 class StepTrace:
-    """One step. `forward` holds fingerprints: call name -> grain -> numbers, in the order of the calls.
+    """Trace of one step. `forward` holds fingerprints: call name -> grain -> numbers, in the order of the calls.
 
     `gradients` are each rank's own, `tensors` everything else by key; `skipped` says why the update was left out.
     """

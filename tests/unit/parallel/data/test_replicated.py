@@ -21,6 +21,7 @@ from shoal.parallel.base import NUM_SUMS, Flags, StepSums, Strategy, microbatch_
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel, from_limbs, to_limbs
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans import Layout, Plan
+from shoal.plans.resolve import complete
 
 X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)
@@ -113,10 +114,11 @@ def test_flags_travel_with_the_sums(exact: bool) -> None:
 
 
 def test_what_is_not_executed_is_refused() -> None:
-    plan = Plan().with_sections(collectives={"compression": "int8"}, precision={"reduce": "bfloat16"})
-    model = nn.Linear(1, 1)
+    plan = Plan().with_sections(
+        layout={"data": 2}, collectives={"compression": "int8"}, precision={"reduce": "bfloat16"}
+    )
     with pytest.raises(PlanError, match=r"collectives\.compression"):
-        assemble(plan, ShardedModel(MESH, model), list(model.parameters()), 4, lambda span: None)
+        complete(plan, 4, 1)
 
 
 def test_sums_survive_their_way_in_float32() -> None:

@@ -20,15 +20,8 @@ from shoal.parallel.sequence.tensor_sequence_plan import SequenceBlock, Sequence
 from shoal.parallel.tensor.heads import with_kept
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
 from shoal.parallel.tensor.tensor_parallel import apply
-from shoal.plans.accounting.collectives import (
-    LayerPair,
-    Positions,
-    Volume,
-    Volumes,
-    sharded_loss,
-    stream,
-    tensor_parallel,
-)
+from shoal.plans.accounting.collectives import Volume, Volumes
+from shoal.plans.accounting.model_parallel import LayerPair, Positions, sharded_loss, stream, tensor_parallel
 from shoal.plans.layout import Layout
 
 ROWS, LENGTH, WIDTH, VOCABULARY, BLOCKS, DEGREE = 2, 9, 16, 256, 3, 3

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.planner.made import DEVICE, LINK, block, cluster, predict, work
 
-from shoal.planner.predict.lower_bounds import LowerBounds
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Program
 from shoal.planner.profile.values import Body, Unit
+from shoal.planner.search.costs import Costs
 from shoal.plans.plan import Plan
 
 BLOCK = 12e-3  # seconds a sample
@@ -159,7 +159,7 @@ def test_the_bounds_are_bounds(layout, grains, recompute, level):
     given_plan = plan(grains, layout=layout, memory={"recompute": recompute}, shard={"level": level})
     predictor = Predictor(work(batch=16), cluster(8, 32), Program())
     found = predictor.predict(given_plan)
-    bounds = LowerBounds(predictor)
+    bounds = Costs(predictor, predictor.cluster.device)
     assert bounds.least_seconds(given_plan) <= found.step_seconds * (1 + 1e-9)
     assert bounds.least_bytes(given_plan) <= found.peak_bytes * (1 + 1e-9)
 
@@ -172,7 +172,7 @@ def test_the_bound_of_sums_holds_where_the_first_unit_has_no_weights(layout, lev
     predictor = Predictor(replace(whole, profile=bare), slow, QUIET)
     given_plan = plan(2, layout=layout, shard={"level": level})
     found = predictor.predict(given_plan)
-    bounds = LowerBounds(predictor)
+    bounds = Costs(predictor, predictor.cluster.device)
     assert bounds.least_seconds(given_plan) < bounds.least_at(given_plan) <= found.step_seconds * (1 + 1e-9)
 
 

@@ -9,9 +9,8 @@ from tests.unit.planner.models import facts, gpus, transformer
 
 from shoal.planner.predict.workload import Workload
 from shoal.planner.search.aims import Aim
-from shoal.planner.search.bounds import ScheduleFamily
 from shoal.planner.search.choice import choose, gib
-from shoal.planner.search.costs import costs_of
+from shoal.planner.search.costs import ScheduleFamily, costs_of
 from shoal.planner.search.search import Search
 from shoal.planner.search.space import Degrees, Space, counts
 from shoal.plans.plan import Plan

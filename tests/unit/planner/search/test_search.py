@@ -18,9 +18,8 @@ from shoal.planner.calibrate.comparison import section
 from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.workload import Prediction, Workload
 from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
-from shoal.planner.search.bounds import Costs, ScheduleFamily
 from shoal.planner.search.choice import NothingFitsError, choose, limit_of
-from shoal.planner.search.costs import costs_of
+from shoal.planner.search.costs import Costs, ScheduleFamily, costs_of
 from shoal.planner.search.search import Candidate, Search, Seen
 from shoal.planner.search.space import (
     Degrees,
@@ -49,12 +48,9 @@ class Invented(Costs):
     """Costs without physics that keep what `Costs` promises."""
 
     def __init__(self, seed: int, num_grains: int) -> None:
+        self.memory_bytes = MEMORY
         self.seed, self.num_grains = seed, num_grains
         self.num_predicted = 0
-
-    @property
-    def memory_bytes(self) -> float:
-        return MEMORY
 
     def microbatches(self, plan: Plan) -> int:
         return -(-self.share(plan) // plan.batch.grains_per_microbatch)
@@ -93,8 +89,8 @@ class Invented(Costs):
     def beside(self, place: Degrees) -> float:
         return 3.0 * place.devices if self.seed % 3 else 0.0
 
-    def filled(self, seconds: float, turns: PipelineShape) -> float:
-        return seconds * turns.microbatches / turns.pipeline
+    def filled(self, seconds: float, shape: PipelineShape) -> float:
+        return seconds * shape.microbatches / shape.pipeline
 
     def predict(self, plan: Plan) -> Prediction:
         self.num_predicted += 1
@@ -306,7 +302,7 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
         bounds = {whole.group: (seconds, whole) for seconds, whole in search.groups(place)}
         if group in bounds:
             least, whole = bounds[group]
-            filled = search.filled(search.kin([place])[0], way, whole)
+            filled = search.filled(search.classes([place])[0], way, whole)
             assert search.floor(place) <= least * almost
             assert least + beside <= predicted.step_seconds * almost
             assert filled + beside <= predicted.step_seconds * almost

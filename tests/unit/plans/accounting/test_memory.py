@@ -9,19 +9,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.unit.planner.made import cluster, predict
-from tests.unit.planner.worlds import Case, Transformer, backward, shard, tokens, world
+from tests.unit.planner.worlds import Case, Transformer, backward, shard, sharding, tokens, world
 from tests.unit.plans.accounting.test_collectives import MODELS, Shapes, ignore, one_step, parameters, tree, undivided
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.profiles import profile
-from shoal.plans.accounting.collectives import Array, Gradients, owned
+from shoal.plans.accounting.collectives import Array, Gradients, Volumes, fully_sharded, owned
 from shoal.plans.accounting.memory import (
+    StateShape,
     bucketed,
+    cut,
     exact,
     optimizer_state,
+    scattered_gradients,
     state_shape,
     whole,
 )
@@ -119,6 +123,32 @@ def test_zero_1_divides_the_state() -> None:
     parts = list(map(whole, owned(arrays, 3)))
     assert sum(parts) == whole(arrays)
     assert max(parts) == 400
+
+
+# --------------------------------------------------------------------------------------------------------- fully_shard
+
+
+def test_what_is_not_trained_is_gathered_and_not_scattered() -> None:
+    model = Transformer()
+    for parameter in (*model.blocks[0].parameters(), model.blocks[1].get_parameter("mix.weight")):
+        parameter.requires_grad_(False)
+    with world(Layout(shard=8), rank=5):
+        expected, mesh = sharding(model, Case(), 8, 1), init_device_mesh("cpu", (8,), mesh_dim_names=("shard",))
+        shard(model, Case(), mesh)
+        optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+        meter = MemoryMeter(model, optimizer)
+        for _ in range(2):
+            with Traffic({"shard": mesh.get_group("shard")}, meter.collective) as traffic:
+                meter.start()
+                backward(model, Case())
+                meter.summed()
+                optimizer.step()
+                found = meter.stop()
+            optimizer.zero_grad()
+    assert traffic.volumes == Volumes.of(fully_sharded(expected))
+    assert found.gradients == scattered_gradients(expected)
+    rows = [cut(array, 5, 8) for unit in expected.units for array in unit if array.trainable]
+    assert found.optimizer == optimizer_state(rows, StateShape(2, 4))
 
 
 # --------------------------------------------------------------------------------------------------------- activations

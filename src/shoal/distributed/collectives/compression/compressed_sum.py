@@ -186,7 +186,7 @@ class Compression:
         return found
 
     def commit(self) -> None:
-        """The step updates: what it held back is now held back."""
+        """Commits the residuals of a step that updates."""
         if self.fell_back is not None:
             self._sent_the_rest()
             return
@@ -213,7 +213,7 @@ class Compression:
         self.unit = self.unit if self._unused else 0.0
 
     def fall_back(self, why: dict[str, Any]) -> None:
-        """From now on nothing is compressed; what is still held back goes out with the next sums. Not collective."""
+        """Ends compression: residuals go out with the next sums. Not collective."""
         self.fell_back = why
         for bucket in self._buckets:
             bucket.attempt = None
@@ -249,7 +249,7 @@ class Compression:
                 yield from ((starts[start], basis) for start, basis in bucket.codec.factors())
 
     def reset(self, fell_back: dict[str, Any] | None) -> None:
-        """Nothing is held back; and whether the guard has fallen back."""
+        """Clears the residuals, and sets whether the guard has fallen back."""
         self.fell_back, self.unit = fell_back, 0.0
         for bucket in self._buckets:
             bucket.withheld = self._nothing(bucket) if self.feedback else None

@@ -153,23 +153,11 @@ class SharedMemory(Collective):
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, op: Operation = "sum", *, asynchronous: bool = False
     ) -> Handle:
-        """`output` becomes part `rank` of the sum of all `tensor`s, which has `world_size` parts of its length.
-
-        From `allocate`d memory nothing is copied; else each rank's parts go through its staging area.
-        """
+        """`output` becomes part `rank` of the sum of all `tensor`s, which has `world_size` parts of its length."""
         check("reduce_scatter", [output, tensor], op)
         check_parts("reduce_scatter", tensor, output, self.world_size)
-        place = self._place(tensor)
-        if place is None:
-            parts = tensor.view(self.world_size, output.numel()).unbind()
-            return self.scatter_parts(output, parts, op, asynchronous=asynchronous)
-        where, region, offset = place
-        start = offset + self.rank * output.numel() * output.itemsize
-        slots = [region.tensor(r, start, output.numel(), output.dtype) for r in range(self.world_size)]
-        header = self._header("reduce_scatter", tensor, op, where, offset)
-        return self._call(
-            _SharedCall(header, _nothing, lambda _: self._work.reduce(slots, output, op), True), asynchronous
-        )
+        parts = tensor.view(self.world_size, output.numel()).unbind()
+        return self.scatter_parts(output, parts, op, asynchronous=asynchronous)
 
     def scatter_parts(
         self, output: Tensor, parts: Sequence[Tensor], op: Operation = "sum", *, asynchronous: bool = False
