@@ -40,9 +40,10 @@ COMPILED = (
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
 )
-# Every case that a strategy can run, with the axis that the strategy is about; exact mode is one for itself.
+# Every case that a strategy can run, with the axis that the strategy is about; what most people use and exact mode are
+# axes of their own.
 ROWS = [
-    (name, "exact" if use.exact else use.axis, strategy)
+    (name, strategy if strategy in ("DataParallel", "ExactDataParallel") else use.axis, strategy)
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
     if applies(case, use) and (not use.cases or name in use.cases)
