@@ -31,8 +31,8 @@ def counted(module, name):
             file.write(f"{name} {os.getpid()} {os.environ.get('RANK', 'none')}\\n")
         return original(*arguments, **named)
 
-    for known in list(sys.modules.values()):
-        if getattr(known, name, None) is original:
+    for place, known in list(sys.modules.items()):
+        if place.startswith("shoal.") and getattr(known, name, None) is original:
             setattr(known, name, wrapped)
 
 

@@ -2,8 +2,7 @@
 
     python launcher.py RANKS COMMAND...
 
-What a rank says is in stdout-RANK and stderr-RANK; the exit codes
-are printed as JSON. One rank alone is told of nobody.
+What a rank says is in stdout-RANK and stderr-RANK; the exit codes are printed as JSON. One rank is told of no others.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -21,7 +19,6 @@ def main() -> None:
     """Starts the ranks and waits for them."""
     ranks, *command = sys.argv[1:]
     world = int(ranks)
-    key = secrets.token_hex(32)
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as files:
         port = listener.getsockname()[1]
         processes = []
@@ -30,7 +27,7 @@ def main() -> None:
             if world > 1:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
                 variables |= {name: str(number) for name, number in numbers.items()}
-                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SHOAL_RUN_KEY": key}
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 if rank == 0:
                     variables["SHOAL_LISTEN_FD"] = str(listener.fileno())
             said = [files.enter_context(open(f"{name}-{rank}", "wb")) for name in ("stdout", "stderr")]

@@ -57,18 +57,18 @@ class Traffic:
     """Counter of this process's collectives between `start` and `stop`, by (group, kind); one count at a time.
 
     Bytes as in plans/accounting/collectives.py: the larger of a rank's two buffers, nccl-tests' `size`. A collective of
-    several tensors is one message. `names` maps axes to their process groups; that of all ranks is `world`. `wires`
-    carry the messages of a pipeline.
+    several tensors is one message. `names` maps axes to their process groups; that of all ranks is `world`.
+    `stage_groups` carry the messages of a pipeline.
     """
 
     def __init__(
         self,
         names: Mapping[str, dist.ProcessGroup] | None = None,
         listener: Listener | None = None,
-        wires: Iterable[dist.ProcessGroup] = (),
+        stage_groups: Iterable[dist.ProcessGroup] = (),
     ) -> None:
         self._names: dict[str, str] = {group.group_name: axis for axis, group in (names or {}).items()}
-        self._names |= {group.group_name: "pipeline" for group in wires}
+        self._names |= {group.group_name: "pipeline" for group in stage_groups}
         self._telling = [group for group in (names or {}).values() if isinstance(group, Tells)]
         self._listener = listener
         self._library: torch.library.Library | None = None

@@ -170,9 +170,9 @@ class _Axes:
             device=mesh.device,
             followers=followers,
         )
-        wires = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank)
+        messages = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank)
         alone = mesh.layout.tensor * mesh.layout.context == 1
-        found = Pipeline(stages, wires, section.schedule, section.stages_per_rank, mesh.device, alone=alone)
+        found = Pipeline(stages, messages, section.schedule, section.stages_per_rank, mesh.device, alone=alone)
         parameters = {name for name, _ in self.model.named_parameters()}
         named = parameters | {name for name, _ in self.model.named_buffers()}
         self.division.absent.update(named.difference(found.held))

@@ -1,4 +1,4 @@
-"""Training of a run on one rank: from a request to a trained model, and the files of the run directory."""
+"""Training of a run on one rank, with the files of the run directory."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     engine = build(call.loaded.job, plan, mesh, options)
     try:
         if request.telemetry:
-            wires = engine.pipeline.groups if engine.pipeline is not None else []
-            meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, wires)
+            stage_groups = engine.pipeline.groups if engine.pipeline is not None else []
+            meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, stage_groups)
         return _train_built(engine, call)
     finally:
         meter.close()

@@ -24,7 +24,7 @@ class StageMessages:
 
     @classmethod
     def open(cls, every: Sequence[Sequence[int]], rank: int, timeout: timedelta = COLLECTIVE_TIMEOUT) -> StageMessages:
-        """The wires of this rank, where `every` lists the ranks of each pipeline of the run.
+        """The messages of this rank's stages, where `every` lists the ranks of each pipeline of the run.
 
         A group for each direction: over NCCL messages between two ranks in one group wait for each other, also where
         one goes there and another comes back. Collective: all ranks, four new groups a pipeline.

@@ -1,4 +1,4 @@
-"""Peak bytes of one rank by category, from what its stage holds and how many microbatches are in flight."""
+"""Peak memory of one rank by category, from its stage's size and its microbatches in flight."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ from shoal.plans.plan import Plan
 
 @dataclass(frozen=True)
 class StageSize:
-    """Elements of a stage's parameters on one rank, of the largest unit, and bytes of activation a microbatch."""
+    """Elements of a stage's parameters on one rank, and bytes of activation a microbatch."""
 
     numel: float
     trainable: float
-    largest_unit: float
     parameter_bytes: float
     saved: float  # between the forward and the backward of a microbatch
     transient: float  # beside what is saved, at the worst moment of the backward
@@ -56,17 +55,16 @@ class Sizes:
         return self._stages[key]
 
     def _stage(self, counts: Counts, share: Share, recompute: str) -> StageSize:
-        numel = trainable = num_bytes = largest = saved = transient = 0.0
+        numel = trainable = num_bytes = saved = transient = 0.0
         for body, count in counts:
             own, trained, own_bytes = self._weights(body, share.tensor)
             numel += count * own
             trainable += count * trained
             num_bytes += count * own_bytes
-            largest = max(largest, own)
             kept, beside = self.body(body, share, recompute)
             saved += count * kept
             transient = max(transient, beside)
-        return StageSize(numel, trainable, largest, num_bytes, saved, transient)
+        return StageSize(numel, trainable, num_bytes, saved, transient)
 
     def _weights(self, body: Body, tensor: int) -> tuple[int, int, int]:
         """(elements, those that are trained, bytes) of a unit's parameters on one of so many ranks."""
