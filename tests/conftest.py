@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import os
 
+# Before torch is loaded, here and in what is started: a thread that waits for another sleeps. By default it spins, and
+# where processes are more than cores that took nine tenths of the time of small kernels on two threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 from tests.sharing import Shared
 

@@ -5,8 +5,8 @@ Said where the table becomes parameters, by the cases' ids. A test that is slow 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -48,21 +48,22 @@ def _text(value: Any, text: Callable[[Any], str]) -> str:
     return "-".join(map(text, value)) if isinstance(value, tuple) else text(value)
 
 
-def pairs(rows: Sequence[tuple[Any, ...]], among: Collection[tuple[Any, ...]] | None = None) -> set[tuple[Any, ...]]:
-    """A few of the rows in which any two values that stand together in some row of `among` (all) do so again.
+def pairs(rows: Sequence[tuple[str, ...]], columns: Collection[tuple[int, int]]) -> set[tuple[str, ...]]:
+    """A few of the rows in which any two values that stand together in two of these columns of a row do so again.
 
-    Greedy, and always the same few: the row with most pairs that are new comes next, the first of equals.
+    Always the same few: next comes the row with most pairs that are new; of equals the one whose last value has been
+    taken least, and then the first.
     """
 
-    def of(row: tuple[Any, ...]) -> set[Any]:
-        return {((i, row[i]), (j, row[j])) for i, j in combinations(range(len(row)), 2)}
+    def of(row: tuple[str, ...]) -> set[tuple[int, str, int, str]]:
+        return {(i, row[i], j, row[j]) for i, j in columns}
 
-    left = set().union(*(of(row) for row in (rows if among is None else among)))
-    chosen: set[tuple[Any, ...]] = set()
+    left = {pair for row in rows for pair in of(row)}
+    taken: Counter[str] = Counter()
+    chosen: set[tuple[str, ...]] = set()
     while left:
-        best = max(rows, key=lambda row: len(of(row) & left))
-        if not of(best) & left:
-            break
+        best = max(rows, key=lambda row: (len(of(row) & left), -taken[row[-1]]))
         chosen.add(best)
+        taken[best[-1]] += 1
         left -= of(best)
     return chosen

@@ -17,7 +17,6 @@ class Use:
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     cases: frozenset[str] = frozenset()  # those that it can run; empty for all
     num_ranks: int | None = None  # where the case's own are too many
-    usual: frozenset[str] | None = None  # those that every run of the tests takes; the rest is marked slow
 
     @property
     def exact(self) -> bool:
@@ -59,7 +58,6 @@ DIVIDED = frozenset({"tied embeddings", "batch normalisation", "accumulation of 
 # Models that repeat blocks over sequences.
 RECOMPUTED = "full recomputation of blocks with dropout"
 BLOCKS = frozenset({"blocks", "blocks in bf16", "blocks computed again", RECOMPUTED})
-UNEVEN = frozenset({"empty rank", "frozen, unused, conditional"})
 
 
 def sharded_stages(schedule: str, level: str) -> Use:
@@ -69,14 +67,12 @@ def sharded_stages(schedule: str, level: str) -> Use:
         "pipeline": {"schedule": schedule},
         "shard": {"level": level},
     }
-    usual = frozenset({"dropout"} if schedule == "1f1b" else set())
-    return Use("FullySharded", "shard", sections, STAGED, 2, usual)
+    return Use("FullySharded", "shard", sections, STAGED, 2)
 
 
 def staged(schedule: str) -> Use:
     """Two pipeline stages, one a rank."""
-    usual = frozenset({"batch normalisation", "dropout", "accumulation of 3"} if schedule == "1f1b" else {"dropout"})
-    return Use("DataParallel", "pipeline", {"pipeline": {"schedule": schedule}}, STAGED, 2, usual)
+    return Use("DataParallel", "pipeline", {"pipeline": {"schedule": schedule}}, STAGED, 2)
 
 
 # What a way to sum gradients has to do with: who has any, of which parameters, in which dtype.
@@ -85,18 +81,8 @@ SUMMED = frozenset({"mlp", "empty rank", "frozen, unused, conditional", "bf16", 
 
 def summed_by(algorithm: str) -> Use:
     """Gradients summed by one of shoal's own all-reduces."""
-    usual = {"shared_memory": {"frozen, unused, conditional", "empty rank"}, "tree": {"empty rank"}}
-    return Use(
-        "DataParallel",
-        "data",
-        {"collectives": {"all_reduce": algorithm}},
-        SUMMED,
-        usual=frozenset(usual.get(algorithm, ())),
-    )
+    return Use("DataParallel", "data", {"collectives": {"all_reduce": algorithm}}, SUMMED)
 
-
-# In exact mode every grain is computed by itself: what is about its order, its batch statistics and its draws.
-EXACTLY = UNEVEN | {"ragged tokens", "batch normalisation", "dropout", "a loss over pairs", "blocks computed again"}
 
 STRATEGIES: dict[str, Use] = {
     "DataParallel": Use("DataParallel"),
@@ -104,25 +90,19 @@ STRATEGIES: dict[str, Use] = {
         f"DataParallel-{name}": summed_by(name)
         for name in ("ring", "tree", "recursive_doubling", "hierarchical", "shared_memory")
     },
-    "ExactDataParallel": Use("ExactDataParallel", sections=EXACT, usual=EXACTLY),
-    "ShardedOptimizer": Use(
-        "ShardedOptimizer", "shard", OPTIMIZER, usual=UNEVEN | {"clipping that bites", "tied embeddings"}
-    ),
-    "FullySharded": Use("FullySharded", "shard", usual=DIVIDED | UNEVEN),
-    "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS, usual=frozenset({"tied embeddings"})),
-    "FullySharded, shared memory": Use("FullySharded", "shard", SHARED, SUMMED, usual=frozenset({"empty rank"})),
-    "tensor axis": Use("DataParallel", "tensor", usual=DIVIDED | {"dropout and ragged tokens"}),
-    "tensor axis, by positions": Use(
-        "DataParallel", "tensor", {"tensor": {"sequence": True}}, BLOCKS, usual=frozenset({RECOMPUTED})
-    ),
-    "tensor axis, shared memory": Use("DataParallel", "tensor", SHARED, DIVIDED, usual=frozenset({"tied embeddings"})),
+    "ExactDataParallel": Use("ExactDataParallel", sections=EXACT),
+    "ShardedOptimizer": Use("ShardedOptimizer", "shard", OPTIMIZER),
+    "FullySharded": Use("FullySharded", "shard"),
+    "FullySharded gradients": Use("FullySharded", "shard", GRADIENTS),
+    "FullySharded, shared memory": Use("FullySharded", "shard", SHARED, SUMMED),
+    "tensor axis": Use("DataParallel", "tensor"),
+    "tensor axis, by positions": Use("DataParallel", "tensor", {"tensor": {"sequence": True}}, BLOCKS),
+    "tensor axis, shared memory": Use("DataParallel", "tensor", SHARED, DIVIDED),
     **{f"Pipeline {schedule}": staged(schedule) for schedule in ("gpipe", "1f1b", "zero_bubble")},
     "Pipeline 1f1b, parameters": sharded_stages("1f1b", "parameters"),
     "Pipeline zero_bubble, parameters": sharded_stages("zero_bubble", "parameters"),
     "Pipeline gpipe, gradients": sharded_stages("gpipe", "gradients"),
-    "context axis and pipeline": Use(
-        "DataParallel", "context", {"layout": {"pipeline": 2}}, num_ranks=2, usual=frozenset()
-    ),
-    "context axis": Use("DataParallel", "context", usual=frozenset({"blocks"})),
+    "context axis and pipeline": Use("DataParallel", "context", {"layout": {"pipeline": 2}}, num_ranks=2),
+    "context axis": Use("DataParallel", "context"),
     # In exact mode: tests/ranks/test_sharded.py, one hash under any layout.
 }

@@ -9,6 +9,7 @@ import pytest
 from tests.conformance.adapter import chosen
 from tests.conformance.cases import CASES, Case
 from tests.conformance.strategies import STRATEGIES, Use
+from tests.usual import SLOW, pairs
 
 import shoal
 from shoal.parallel import assemble
@@ -33,26 +34,45 @@ def applies(case: Case, use: Use) -> bool:
     return "exact" not in case.sections.get("execution", {})
 
 
-def marks(name: str, ranks: int, use: Use) -> tuple[pytest.MarkDecorator, ...]:
-    """Slow are compiled cases, those that are not the usual ones of a layout, and all numbers of ranks but the last."""
-    if CASES[name].slow:
-        return COMPILED
-    usual = (use.usual is None or name in use.usual) and (use.num_ranks or CASES[name].ranks[-1]) == ranks
-    return () if usual else (pytest.mark.slow,)
-
-
 # With torch's compiler, which uses what torch calls deprecated.
 COMPILED = (
-    pytest.mark.slow,
+    SLOW,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
 )
-RUNS = [
-    pytest.param(case, ranks, use, id=f"{name}-{ranks}-{strategy}", marks=marks(name, ranks, use))
+# Every case that a strategy can run, with the axis that the strategy is about; what most people use and exact mode are
+# axes of their own.
+ROWS = [
+    (name, strategy if strategy in ("DataParallel", "ExactDataParallel") else use.axis, strategy)
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
     if applies(case, use) and (not use.cases or name in use.cases)
-    for ranks in (case.ranks if strategy == "DataParallel" else [use.num_ranks or case.ranks[-1]])
+]
+# Every run takes each case on each axis once, and on some of them each strategy.
+USUAL = pairs([row for row in ROWS if not CASES[row[0]].slow], [(0, 1), (1, 2)])
+
+
+def marks(row: tuple[str, str, str], last: bool) -> tuple[pytest.MarkDecorator, ...]:
+    """Slow are compiled cases, those that are not usual, and all numbers of ranks but the last."""
+    if CASES[row[0]].slow:
+        return COMPILED
+    return () if row in USUAL and last else (SLOW,)
+
+
+def numbers_of_ranks(case: Case, use: Use) -> tuple[int, ...]:
+    return case.ranks if use is STRATEGIES["DataParallel"] else (use.num_ranks or case.ranks[-1],)
+
+
+RUNS = [
+    pytest.param(
+        CASES[row[0]],
+        ranks,
+        STRATEGIES[row[2]],
+        id=f"{row[0]}-{ranks}-{row[2]}",
+        marks=marks(row, ranks == numbers_of_ranks(CASES[row[0]], STRATEGIES[row[2]])[-1]),
+    )
+    for row in ROWS
+    for ranks in numbers_of_ranks(CASES[row[0]], STRATEGIES[row[2]])
 ]
 
 

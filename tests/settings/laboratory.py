@@ -123,7 +123,7 @@ class Laboratory:
         for name, text in call.files.items():
             (folder / name).write_text(text, encoding="utf-8")
         command = [str(SUBJECT), call.loop] if call.loop is not None else ["-m", "shoal", *self._argv(call, folder)]
-        launcher = [str(HERE / "launcher.py"), str(call.ranks), str(int(call.launched))]
+        launcher = [str(HERE / "launcher.py"), str(call.ranks)]
         started = start_command(
             [sys.executable, *launcher, sys.executable, *command],
             folder.with_suffix(".launcher"),

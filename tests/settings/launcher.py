@@ -1,9 +1,8 @@
 """A launcher of another make, as torchrun is: so many ranks of one command, which find each other by the environment.
 
-    python launcher.py RANKS LAUNCHED COMMAND...
+    python launcher.py RANKS COMMAND...
 
-With LAUNCHED = 1 the ranks take it for shoal's own. What a rank says is in stdout-RANK and stderr-RANK; the exit codes
-are printed as JSON. One rank alone is told of nobody.
+What a rank says is in stdout-RANK and stderr-RANK; the exit codes are printed as JSON. One rank is told of no others.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -19,9 +17,8 @@ import sys
 
 def main() -> None:
     """Starts the ranks and waits for them."""
-    ranks, launched, *command = sys.argv[1:]
+    ranks, *command = sys.argv[1:]
     world = int(ranks)
-    key = secrets.token_hex(32)
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as files:
         port = listener.getsockname()[1]
         processes = []
@@ -30,9 +27,7 @@ def main() -> None:
             if world > 1:
                 numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
                 variables |= {name: str(number) for name, number in numbers.items()}
-                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SHOAL_RUN_KEY": key}
-                if launched == "1":
-                    variables["SHOAL_LAUNCHER_PID"] = str(os.getpid())
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 if rank == 0:
                     variables["SHOAL_LISTEN_FD"] = str(listener.fileno())
             said = [files.enter_context(open(f"{name}-{rank}", "wb")) for name in ("stdout", "stderr")]

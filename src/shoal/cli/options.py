@@ -1,4 +1,4 @@
-"""Command-line options: each a field of a frozen value, from which its parser is made and which the command is given.
+"""Command-line options: fields of frozen values, from which each command's parser is made.
 
 Loads nothing heavy: `shoal --help` reads this.
 """
@@ -39,7 +39,7 @@ _SET = ("set a parameter of the job function", "K=V")
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Which training is meant, and on what."""
+    """Options that name a training and its devices."""
 
     job: str = _job(default=MISSING)
     started_at: float = field(default_factory=time.time)  # of the command: no option
@@ -55,7 +55,7 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class RunOptions(TrainingOptions):
-    """Of `shoal run`."""
+    """Options of `shoal run`."""
 
     steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
@@ -66,14 +66,14 @@ class RunOptions(TrainingOptions):
 
 @dataclass(frozen=True)
 class VerifyOptions(TrainingOptions):
-    """Of `shoal verify`."""
+    """Options of `shoal verify`."""
 
     steps: int = _option("steps to compare (default: 3)", "K", default=3, least=1)
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Of `shoal plan`."""
+    """Options of `shoal plan`."""
 
     job: str | None = _job(nargs="?")
     cluster: str = _option("8xH100, 4x8xA100, FILE.toml or here (default)", "C", default="here")
@@ -95,7 +95,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Of `shoal bench`."""
+    """Options of `shoal bench`."""
 
     what: str = _option(
         "machine (default): all that `shoal plan` reads; collectives: every all-reduce side by side, and what "
@@ -126,7 +126,7 @@ def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
 
 
 def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
-    """What was parsed, as a kind of options. Raises: CommandError for what is no whole number where one is meant."""
+    """Parsed arguments as a kind of options. Raises: CommandError for what is no whole number where one is meant."""
     values = {}
     for option in _options(kind):
         value, least = getattr(parsed, option.name), option.metadata["least"]

@@ -1,4 +1,4 @@
-"""Clusters as people write them: a name, the path of a TOML file, or "here"."""
+"""Resolution of a cluster from a name, the path of a TOML file, or "here"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat memory: tensors as views of one vector, and as bytes."""
+"""Flattened tensors: views of one vector, and bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts that leave torch's modes and the global generators as they were, whatever is done in them."""
+"""Contexts that restore torch's modes and the global generators at their end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators of torch by their schemas: which tensors each reads and writes, and whether it draws."""
+"""Schemas of torch operators: tensors read and written, and use of random generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward passes by the entry of autograd's engine itself.
+"""Backward passes through the entry point of autograd's engine.
 
 torch.autograd.backward and grad are dispatched to an active TorchFunctionMode, which is off while it handles a call;
 recomputation in the backward needs the mode (see numerics/grain_randomness.py) in force.

@@ -1,4 +1,4 @@
-"""Sums over the ranks that share one model: gradients that are partial over an axis, the norm; and whole tensors."""
+"""Sums over the ranks that share one model: gradients that are partial over an axis, and the norm; whole tensors."""
 
 from __future__ import annotations
 

@@ -84,3 +84,9 @@ class Layout:
     def shares_grains(self) -> int:
         """How many ranks compute the same grains together: the product of the other axes."""
         return self.tensor * self.pipeline * self.context
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

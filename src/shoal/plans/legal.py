@@ -12,7 +12,7 @@ from typing import NamedTuple
 from shoal.errors import PlanError, nearest
 from shoal.plans.conflicts import Conflict, excluded, shown
 from shoal.plans.grains import legal_data_degrees
-from shoal.plans.layout import AXES, Layout
+from shoal.plans.layout import AXES, Layout, divisors
 from shoal.plans.plan import Plan
 from shoal.plans.words import cut_by_itself
 
@@ -127,10 +127,6 @@ def neighbours(wanted: int, legal: Iterable[int]) -> list[int]:
 def around(wanted: int, legal: Iterable[int]) -> str:
     """The neighbours in words."""
     return " or ".join(map(str, neighbours(wanted, legal)))
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def num_microbatches(plan: Plan, facts: ModelFacts) -> tuple[int, ...]:
@@ -257,7 +253,7 @@ def _heads_per_rank(plan: Plan, facts: ModelFacts) -> int | None:
 
 def _legal_contexts(plan: Plan, facts: ModelFacts, most: int) -> list[int]:
     longest = facts.sequence if facts.sequence is not None else most
-    return [d for d in _divisors(_heads_per_rank(plan, facts) or longest) if d <= longest]
+    return [d for d in divisors(_heads_per_rank(plan, facts) or longest) if d <= longest]
 
 
 def _num_stages(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Forward and backward passes: a step's microbatches on this rank, whoever computes their losses, and their sums."""
+"""Forward and backward passes of a step's microbatches on this rank, whoever computes their losses, and their sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """What the microbatches of a step are computed with."""
+    """Model, strategy, policy and observers that the microbatches of a step are computed with."""
 
     mesh: Mesh
     precision: Precision
@@ -40,7 +40,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class LoadedMicrobatch:
-    """A microbatch that was read; `batch` waits for it to be on the device."""
+    """Microbatch that was read; `batch` waits for its transfer to the device."""
 
     microbatch: Microbatch
     batch: Callable[[], Any]
@@ -48,7 +48,7 @@ class LoadedMicrobatch:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """One computation of a step, whose loss totals are multiplied by `factor` before the backward."""
+    """Forwards and backwards of a step, whose loss totals are multiplied by `factor` before the backward."""
 
     parts: StepParts
     factor: float

@@ -55,7 +55,7 @@ class StepMeter(Observer):
         strategy: Strategy,
         stage_groups: Iterable[dist.ProcessGroup] = (),
     ) -> None:
-        """Attaches the meters to a run's parts, before the first step; `stage_groups` carry messages between stages."""
+        """Attaches the meters before the first step; `stage_groups` carry messages between stages."""
         self._memory, self._strategy = MemoryMeter(sharded_model.model, optimizer), strategy
         self._traffic = Traffic(sharded_model.mesh.groups, self._memory.collective, stage_groups)
         self._left = MEASURED_STEPS
@@ -137,7 +137,7 @@ class Shares:
         return [[grain.index for grain in part] for part in parts]
 
     def samples(self, layout: Layout, rank: int, syncs_every_microbatch: bool) -> list[int]:
-        """The samples of each microbatch of a rank; in lockstep with those that fill up to the most of any."""
+        """The samples of each microbatch of a rank; where ranks sync in each, also of those that only fill up."""
         parts = [share(list(self.grains), part, layout.divides_grains) for part in range(layout.divides_grains)]
         sizes = [[sum(g.size for g in run) for run in microbatches(p, self.grains_per_microbatch)] for p in parts]
         place = layout.coordinate(rank)

@@ -26,7 +26,7 @@ NOBODY: dict[str, Any] = {"rank": None, "host": None, "grains": [], "samples": [
 
 @dataclass(frozen=True)
 class NonFiniteStep:
-    """A step whose loss or gradient is not finite, the last of so many in a row, and what was found of who brought it.
+    """Step with a loss or gradient that is not finite, the last of so many in a row, and its culprit.
 
     `found` is None where a model that several ranks compute together is not searched. `policy`: the job's.
     """
@@ -56,7 +56,7 @@ class NonFiniteStep:
         return f"step {self.step}: {self._what} is not finite: {self._culprit}: {self.policy}"
 
     def error(self, left: str, remedy: str) -> NonFiniteError:
-        """What ends the run. `left`: what became of the parameters."""
+        """Error that ends the run. `left`: what became of the parameters."""
         many = f", as in the {_MAX_STREAK} steps before" if self.streak > _MAX_STREAK else ""
         return NonFiniteError(
             given=f"step {self.step}: {self._culprit}",

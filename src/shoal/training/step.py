@@ -110,7 +110,7 @@ class StepRunner:
             fetched = self._fetch_again(fetched.step)
 
     def _probe(self, fetched: FetchedStep) -> FetchedStep:
-        """Finds out how the model has to be computed; the ranks take the most careful finding."""
+        """Finds out how the model has to be computed; all ranks take the most careful answer."""
         parts = self._parts
         while True:
             before = parts.computer.computation.effective_grains

@@ -1,4 +1,4 @@
-"""Step records: what a training says of each of its steps, of its evaluations, and of its end."""
+"""Step records, evaluations and the outcome of a training, on one process or beside parameter servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal.training.telemetry import RecordWriter
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingParts(StepParts):
-    """What a training works with."""
+    """All parts of a training: those of its steps, the data, the optimizer, evaluation and checkpoints."""
 
     job: Job
     model: nn.Module
@@ -40,7 +40,7 @@ class TrainingParts(StepParts):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a training tells and asks: a line for people, a finished step, and whether a stop was requested."""
+    """Callbacks of a training: a line for people, a finished step, and whether a stop was requested."""
 
     note: Callable[[str], None]
     on_step: Callable[[StepRecord, int], None]
@@ -49,7 +49,7 @@ class Surroundings:
 
 @dataclass
 class Outcome:
-    """How a training ended: completed or preempted, after which state; `unsaved` where that was not written."""
+    """Result of a training: completed or preempted, after which state; `unsaved` where that was not written."""
 
     status: str
     state: RunState
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class StepRecords:
-    """Writes the record of a step once every rank's measures of it, and the evaluation after it, are known."""
+    """Writer of a step's record, once every rank's measures of it and the evaluation after it are known."""
 
     def __init__(self, parts: TrainingParts, around: Surroundings, writer: RecordWriter) -> None:
         self._parts, self._around, self._writer = parts, around, writer

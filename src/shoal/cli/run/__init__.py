@@ -1,1 +1,1 @@
-"""The `shoal run` command: prepared, trained, and its result written."""
+"""The `shoal run` command: preparation, training and result."""

@@ -1,4 +1,4 @@
-"""Preparation of a run, to train or to verify: options become a request, and ranks are started, without torch."""
+"""Preparation of a run or a verification, without torch: a request from the options, and the start of the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training of a run on one rank: from a request to a trained model, and the files of the run directory."""
+"""Training of a run on one rank, with the files of the run directory."""
 
 from __future__ import annotations
 

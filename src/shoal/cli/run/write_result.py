@@ -1,4 +1,4 @@
-"""The result of a run, `result.json`: what its steps came to, however it ended."""
+"""Result file of a run, `result.json`, however the run ended."""
 
 from __future__ import annotations
 

@@ -59,7 +59,6 @@ class DataParallel(AccumulatingStrategy):
             self.compression.begin(step)
 
     def arm(self) -> None:
-        """Lets full buckets go: their sums are on their way while the backward still runs."""
         if self.compression is not None and self._sums is not None:
             self.compression.arm(float(self._sums[WEIGHT]) * self._factor)
         self._buckets.arm()

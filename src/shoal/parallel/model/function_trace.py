@@ -1,4 +1,4 @@
-"""Function tracing: a loss runs once on a copy of its model, and torch functions are seen with their tensors."""
+"""Function tracing: torch functions and their tensors in one run of a loss on a copy of its model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def dropout_arguments(
 
 
 class FunctionTrace(TorchFunctionMode):
-    """A context that sees calls of torch functions; their tensors live as long, and so an id is that of one tensor."""
+    """Context that records calls of torch functions; their tensors live as long, so an id is that of one tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The modes under which a model is constructed without memory: a log of its operations, and answers as on the CPU."""
+"""Modes of deferred initialization: a log of the constructor's operations, and answers as on the CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ANSWERS = {
 
 
 class InitRecorder(TorchDispatchMode):
-    """Runs every operation on the meta device and logs it."""
+    """Mode that runs every operation on the meta device and logs it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ class InitRecorder(TorchDispatchMode):
 
 
 class CpuDisguise(TorchFunctionMode):
-    """Answers for deferred tensors as they were on the CPU, and hands out values where they are asked for."""
+    """Mode that answers for deferred tensors as on the CPU, and gives their values on demand."""
 
     def __init__(self, recorder: InitRecorder) -> None:
         super().__init__()
@@ -274,5 +274,5 @@ class CpuDisguise(TorchFunctionMode):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, or what it is."""
+    """First line of an error's message, or its class."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Numeric trials: a module in float64 on random numbers, so that two ways to compute it can be compared."""
+"""Numerical equivalence tests: a module in float64 on random numbers, computed in two ways."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Values = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class ModelTrial:
-    """A whole model, on the meta device too, with its loss, a small batch for it, and the initial values by name."""
+    """Whole model, on the meta device too, with its loss, a small batch for it, and the initial values by name."""
 
     model: nn.Module
     loss: Callable[[nn.Module, Any], Any]
@@ -54,7 +54,7 @@ def materialised(model: nn.Module, owner: str, values: Values, generator: torch.
 
 
 class WithoutDropout(TorchFunctionMode):
-    """A context in which nothing is dropped; `inside_attention`: nor are weights of fused attention."""
+    """Context without dropout; `inside_attention`: also of the weights of fused attention."""
 
     def __init__(self, *, inside_attention: bool = False) -> None:
         super().__init__()

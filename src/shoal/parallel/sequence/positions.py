@@ -1,4 +1,4 @@
-"""Positions: blocks of which each rank computes some positions of every sequence, whichever axis divides them."""
+"""Blocks on some positions of every sequence, for context and sequence parallelism alike."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def with_tensors(value: Any, found: dict[Path, Tensor], path: Path = ()) -> Any:
 
 @dataclass(frozen=True)
 class Span:
-    """The positions of a sequence of `length` that the rank at `place` has: `size`, from `start`."""
+    """Positions of a sequence of `length` on the rank at `place`: `size`, from `start`."""
 
     length: int
     degree: int
@@ -88,7 +88,7 @@ class Span:
 
 
 class Stream:
-    """The sequence that blocks which follow each other are computing; `span` says which positions are here."""
+    """Sequence of blocks that follow each other; `span` says which positions are here."""
 
     def __init__(self, axis: TensorAxis) -> None:
         self.axis = axis
@@ -149,7 +149,7 @@ def refusal(block: str, conflict: str, remedy: str) -> ShoalError:
 
 
 class Surrounded:
-    """The first base of the class of a module around whose forward something is done."""
+    """First base of the class of a module with code around its forward."""
 
     sequence_role: Any
 
@@ -166,7 +166,7 @@ def surround(module: nn.Module, role: Callable[[Callable[..., Any], Any, Any], A
 
 @dataclass(frozen=True)
 class BlockEnds:
-    """Places of a block's hidden state and result; `opens`: it comes in whole, `closes`: it goes out whole."""
+    """Places of a block's hidden state and result; `opens`: the whole comes in, `closes`: the whole goes out."""
 
     opens: bool
     closes: bool
@@ -176,7 +176,7 @@ class BlockEnds:
 
 @dataclass
 class BlockRole:
-    """A block of which each rank computes some positions of the sequence that a stream has."""
+    """Role of a block that computes some positions of a stream's sequence."""
 
     name: str
     plan: BlockEnds
@@ -224,7 +224,7 @@ class BlockRole:
 
 
 class PartDropout(TorchFunctionMode):
-    """A context in which dropout of a part drops what it would of the whole; `dim` says along which it is a part."""
+    """Context in which dropout of a part drops the same elements as of the whole; `dim` is that of the part."""
 
     def __init__(self, span: Span, dim: Callable[[Tensor], int | None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Traces of the blocks that a model repeats, for dividing sequences: what goes in, and what in them is as long.
+"""Traces of repeated blocks in runs of the loss: their arguments, and the dims of sequence length.
 
 The runs are on the meta device where the model allows it: shapes, no numbers. Two runs with sequences of two lengths
 tell which dims are the sequence's.

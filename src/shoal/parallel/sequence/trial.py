@@ -1,4 +1,4 @@
-"""Numeric trials of a block: whole, and as it is divided over an axis; output and gradients by name."""
+"""Numerical equivalence tests of a block, whole and divided: output and gradients by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_PARAMETER = "the gradient of parameter "
 
 @dataclass(frozen=True)
 class BlockResult:
-    """The output and the gradients of a block by name; `shapes` of what the modules inside gave, by theirs."""
+    """Output and gradients of a block by name; `shapes` of the outputs of the modules inside, by theirs."""
 
     values: dict[str, Tensor]
     shapes: dict[str, list[torch.Size]]
@@ -28,7 +28,7 @@ class BlockResult:
 
 @dataclass(frozen=True)
 class BlockTrial:
-    """A block on random numbers, computed whole, and an equal one that is to be divided."""
+    """Whole block on random numbers, and an equal one to divide."""
 
     whole: BlockResult
     floor: float  # gradients that are smaller are compared on this scale

@@ -208,7 +208,7 @@ class Foreign(GatheredLayer):
     dim: int
 
     def __call__(self, module: nn.Module, input: Tensor, **kwargs: Any) -> Tensor:
-        """All outputs. Collective: as Gathered."""
+        """All outputs. Collective: as GatheredLayer."""
         own: Tensor = self.forward(module, enter(input, self.axis), **kwargs)
         return gather(own, self.axis, own.ndim + self.dim, self.sizes)
 

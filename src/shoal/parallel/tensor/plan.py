@@ -1,4 +1,4 @@
-"""Tensor-parallel plan of a model, module by module: decided on one rank, proven, told as JSON."""
+"""Tensor-parallel plan of a model, module by module: decided and proven on one rank, sent as JSON."""
 
 from __future__ import annotations
 

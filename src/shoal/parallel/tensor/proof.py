@@ -5,7 +5,7 @@ output, so that all that follows is as in the whole, and what has to hold can be
 
 - the input of its row module is its slice of the whole's;
 - its gradients of the weights are its slices of the whole's, and those of the inputs of the column modules add up;
-- every other parameter gets either the whole gradient on each place or terms that add up (`Pair.partial`);
+- every other parameter gets either the whole gradient on each place or terms that add up (`ProvenPair.partial`);
 - what the module returns is what the whole returns.
 """
 

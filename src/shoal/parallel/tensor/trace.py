@@ -1,7 +1,7 @@
 """Trace of the loss for tensor parallelism, with the linear layers that feed others, and the uses of parameters.
 
 The run is on the meta device: shapes, no numbers. Every tensor carries the names of the linear modules that it is made
-of through operations that may act on slices, each slice by itself; whether they do is for `tensor_proof` to say.
+of through operations that may act on slices, each slice by itself; whether they do is for `tensor.proof` to say.
 """
 
 from __future__ import annotations

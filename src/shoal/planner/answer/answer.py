@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shoal.planner.answer.goodput import Goodput
+from shoal.planner.answer.goodput import Goodput, goodput
 from shoal.planner.answer.outlook import (
     STORAGE_BYTES_PER_SECOND,
     Case,
     Change,
     ScalingCurve,
     curve,
-    expected_goodput,
     failures,
     sensitivity,
 )
@@ -38,7 +37,6 @@ class Answer:
     curve: ScalingCurve
     changes: tuple[Change, ...]
     goodput: Goodput | None
-    checkpoint_seconds: float | None
     search_seconds: float
     job: str
 
@@ -133,8 +131,7 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
         choice=choice,
         curve=curve(search, devices),
         changes=sensitivity(case, choice.chosen),
-        goodput=expected_goodput(case, devices, hours) if hours else None,
-        checkpoint_seconds=failures(case, devices, hours).checkpoint_seconds if hours else None,
+        goodput=goodput(failures(case, devices, hours)) if hours else None,
         search_seconds=seconds,
         job=job,
     )

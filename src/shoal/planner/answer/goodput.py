@@ -7,7 +7,7 @@ higher order estimate of the optimum checkpoint interval for restart dumps, FGCS
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import exp, expm1, inf, isinf, sqrt
+from math import exp, expm1, isinf, sqrt
 
 
 @dataclass(frozen=True)
@@ -21,20 +21,19 @@ class Failures:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds between checkpoints, and the share of the time that goes into training."""
+    """Seconds between checkpoints and of each, and the share of the time that goes into training."""
 
     interval_seconds: float
+    checkpoint_seconds: float
     share: float
     failures_per_day: float
 
 
-def young(failures: Failures) -> float:
-    """The interval in seconds to first order: sqrt(2 x checkpoint x MTBF)."""
-    return sqrt(2.0 * failures.checkpoint_seconds * failures.mtbf_seconds)
-
-
 def daly(failures: Failures) -> float:
-    """The interval in seconds to higher order; the MTBF itself where a checkpoint takes twice that or more."""
+    """The interval in seconds to higher order than Young's sqrt(2 x checkpoint x MTBF).
+
+    The MTBF itself where a checkpoint takes twice that or more.
+    """
     cost, mtbf = failures.checkpoint_seconds, failures.mtbf_seconds
     if cost >= 2.0 * mtbf:
         return mtbf
@@ -56,6 +55,5 @@ def share_left(interval: float, failures: Failures) -> float:
 def goodput(failures: Failures) -> Goodput:
     """The best interval and what it leaves."""
     interval = daly(failures) if failures.checkpoint_seconds > 0.0 else 1.0
-    if isinf(interval):
-        return Goodput(inf, 1.0, 0.0)
-    return Goodput(interval, share_left(interval, failures), 86400.0 / failures.mtbf_seconds)
+    left = 1.0 if isinf(interval) else share_left(interval, failures)
+    return Goodput(interval, failures.checkpoint_seconds, left, 86400.0 / failures.mtbf_seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shoal.hardware.values import Cluster, Device, Link
-from shoal.planner.answer.goodput import Failures, Goodput, goodput
+from shoal.planner.answer.goodput import Failures
 from shoal.planner.calibrate.lessons import Correction
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.search.aims import TIE, Aim, Limit
@@ -193,8 +193,3 @@ def failures(case: Case, devices: int, device_hours: float) -> Failures:
     rate = (case.cluster.storage_bytes_per_second or STORAGE_BYTES_PER_SECOND) * hosts
     seconds = checkpoint_bytes(case.work) / rate
     return Failures(device_hours * 3600.0 / devices, seconds, RESTART_SECONDS + seconds)
-
-
-def expected_goodput(case: Case, devices: int, device_hours: float) -> Goodput:
-    """The best interval between checkpoints, and the share of time that is left for training."""
-    return goodput(failures(case, devices, device_hours))

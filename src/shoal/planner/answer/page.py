@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from markupsafe import Markup
 
 from shoal.planner.answer import words
 from shoal.planner.answer.answer import Answer
-from shoal.planner.search.choice import gib
 from shoal.plans.toml import write as plan_text
 from shoal.plans.words import described
 from shoal.report.html import Page, Section, Table, render
@@ -26,15 +27,12 @@ def page(answer: Answer) -> str:
     ]
     parts = [
         Section("The best", table=Table(words.BEST_HEAD, words.best_rows(answer))),
-        Section(
-            "A step",
-            drawing=_terms(answer),
-            table=Table(["term", "time", "share", "what it is"], words.term_rows(answer)),
-        ),
-        Section(
+        _portions("A step", "Seconds of a step by term", ["term", "time"], words.terms(answer)),
+        _portions(
             "Memory of the fullest device",
-            drawing=_memory(answer),
-            table=Table(["category", "bytes", "share", "what it is"], words.memory_rows(answer)),
+            "Bytes of the fullest device by category",
+            ["category", "bytes"],
+            words.memory(answer),
         ),
         Section(
             "By number of devices",
@@ -52,22 +50,10 @@ def page(answer: Answer) -> str:
     return render(Page(f"Plan of {answer.job} on {case.cluster.name}", lead, parts))
 
 
-def _terms(answer: Answer) -> Markup:
-    prediction = answer.chosen.prediction
-    bars = [
-        Bar(name, value / prediction.step_seconds, words.seconds(value))
-        for name, value in prediction.terms.items()
-        if value > 0
-    ]
-    return waterfall("Seconds of a step by term", bars)
-
-
-def _memory(answer: Answer) -> Markup:
-    prediction = answer.chosen.prediction
-    bars = [
-        Bar(name, value / prediction.peak_bytes, gib(value)) for name, value in prediction.memory.items() if value > 0
-    ]
-    return waterfall("Bytes of the fullest device by category", bars)
+def _portions(title: str, drawn: str, head: list[str], portions: Sequence[words.Portion]) -> Section:
+    bars = [Bar(portion.name, portion.share, portion.amount) for portion in portions]
+    table = Table([*head, "share", "what it is"], [portion.row for portion in portions])
+    return Section(title, drawing=waterfall(drawn, bars), table=table)
 
 
 def _curve(answer: Answer) -> Markup:

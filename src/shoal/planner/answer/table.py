@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
@@ -26,8 +28,8 @@ def show(answer: Answer, console: Console) -> None:
         console.print(words.correction(answer), highlight=False)
     console.print(words.summary(answer), highlight=False)
     _table(console, "The best", words.BEST_HEAD, words.best_rows(answer), right={0, 3, 4, 5, 6, 7, 8})
-    _bars(console, "A step of the first", words.term_rows(answer))
-    _bars(console, "Memory of its fullest device", words.memory_rows(answer))
+    _bars(console, "A step of the first", words.terms(answer))
+    _bars(console, "Memory of its fullest device", words.memory(answer))
     _table(console, "By number of devices", words.CURVE_HEAD, words.curve_rows(answer), right={0, 1, 2, 3})
     for line in (words.verdict(answer), *words.hints(answer)):
         console.print(line, highlight=False, markup=False)
@@ -55,17 +57,17 @@ def _table(console: Console, title: str, head: list[str], rows: words.Rows, righ
     console.print(table, highlight=False)
 
 
-def _bars(console: Console, title: str, rows: words.Rows) -> None:
+def _bars(console: Console, title: str, portions: Sequence[words.Portion]) -> None:
     """A waterfall: each bar begins where the one before it ends."""
     console.print(f"\n[bold]{title}[/bold]")
     table = Table(box=None, pad_edge=False, show_header=False)
     for justify in ("left", "right", "right", "left", "left"):
         table.add_column(justify=justify)
     done = 0.0
-    for name, value, share, meaning in rows:
-        part = float(share.rstrip("%")) / 100.0
-        start, end = min(round(done * _BAR), _BAR - 1), round((done + part) * _BAR)
-        done += part
+    for portion in portions:
+        start, end = min(round(done * _BAR), _BAR - 1), round((done + portion.share) * _BAR)
+        done += portion.share
         bar = " " * start + "█" * max(1, end - start)
-        table.add_row(name, value, share, bar.ljust(_BAR), f"[dim]{meaning}[/dim]")
+        *told, meaning = portion.row
+        table.add_row(*told, bar.ljust(_BAR), f"[dim]{meaning}[/dim]")
     console.print(table, highlight=False)

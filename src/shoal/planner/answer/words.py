@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from shoal.planner.answer.answer import Answer, storage_known
 from shoal.planner.search.choice import gib
 from shoal.planner.search.search import Candidate
@@ -99,24 +101,31 @@ def _row(candidate: Candidate, answer: Answer) -> list[str]:
     ]
 
 
-def term_rows(answer: Answer) -> Rows:
+@dataclass(frozen=True)
+class Portion:
+    """Portion of a step's seconds, or of a rank's bytes."""
+
+    name: str
+    share: float
+    amount: str
+    meaning: str
+
+    @property
+    def row(self) -> list[str]:
+        """The row of a table."""
+        return [self.name, self.amount, f"{self.share:.1%}", self.meaning]
+
+
+def terms(answer: Answer) -> list[Portion]:
     """The terms of a step, without those that take nothing."""
-    prediction = answer.chosen.prediction
-    return [
-        [name, seconds(value), f"{value / prediction.step_seconds:.1%}", TERMS_MEAN[name]]
-        for name, value in prediction.terms.items()
-        if value > 0
-    ]
+    found = answer.chosen.prediction
+    return [Portion(n, v / found.step_seconds, seconds(v), TERMS_MEAN[n]) for n, v in found.terms.items() if v > 0]
 
 
-def memory_rows(answer: Answer) -> Rows:
+def memory(answer: Answer) -> list[Portion]:
     """The bytes of the fullest rank, without the categories that it has nothing of."""
-    prediction = answer.chosen.prediction
-    return [
-        [name, gib(value), f"{value / prediction.peak_bytes:.1%}", MEMORY_MEANS[name]]
-        for name, value in prediction.memory.items()
-        if value > 0
-    ]
+    found = answer.chosen.prediction
+    return [Portion(n, v / found.peak_bytes, gib(v), MEMORY_MEANS[n]) for n, v in found.memory.items() if v > 0]
 
 
 CURVE_HEAD = ["devices", "step", "efficiency", "each added device brings", "layout"]
@@ -179,14 +188,14 @@ def rejected_rows(answer: Answer, most: int | None = None) -> Rows:
 def goodput_lines(answer: Answer) -> list[str]:
     """Lines on goodput, where the devices' failure rate is known."""
     found = answer.goodput
-    if found is None or answer.checkpoint_seconds is None:
+    if found is None:
         return []
     whole = answer.job_seconds(answer.chosen.seconds)
     if whole is not None and whole * found.failures_per_day / 86400.0 < _SHORT:
         apart = 86400.0 / found.failures_per_day if found.failures_per_day else float("inf")
         return [f"none to plan for: the whole job takes {seconds(whole)}, and failures are {seconds(apart)} apart"]
     lines = [
-        f"a checkpoint every {seconds(found.interval_seconds)} (Daly 2006), each {seconds(answer.checkpoint_seconds)} "
+        f"a checkpoint every {seconds(found.interval_seconds)} (Daly 2006), each {seconds(found.checkpoint_seconds)} "
         f"({storage_known(answer)}); {found.failures_per_day:.3g} failures a day are expected",
         f"goodput {found.share:.1%} of the time",
     ]

@@ -1,4 +1,4 @@
-"""What the accounts (shoal.plans.accounting) read of a rank, from the units that it has in a profile."""
+"""Arrays of a rank's units for the accounts (shoal.plans.accounting), from a profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.plans.plan import LayoutSection, Plan
 
 
 class Accounts:
-    """The arrays of ranks, made once for all plans that give a rank the same units."""
+    """Arrays of ranks, made once for all plans that give a rank the same units."""
 
     def __init__(self) -> None:
         self._gradients: dict[tuple[Held, int, str, bool], Gradients] = {}
@@ -29,7 +29,7 @@ class Accounts:
         return self._of_bodies[key]
 
     def gradients(self, plan: Plan, held: Held, *, on_cpu: bool) -> Gradients:
-        """What a rank with these units sums."""
+        """Gradients of a rank with these units."""
         tensor, reduce = plan.layout.tensor, plan.precision.reduce
         key = held, tensor, reduce, on_cpu
         if key not in self._gradients:

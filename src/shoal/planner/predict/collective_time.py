@@ -83,7 +83,7 @@ class Network:
         return min(rates, default=float("inf"))
 
     def least_per_byte(self, kind: str, group: RankGroup) -> float:
-        """What every byte adds at least to a collective's seconds, however large it is, and however it is asked for.
+        """Lower bound of a collective's seconds a byte, of any size and algorithm.
 
         At the best of each link. A tree's bytes travel no faster than a ring's.
         """
@@ -128,7 +128,7 @@ class Network:
         return link.sum_seconds(num_bytes, n)
 
     def asked(self, algorithm: str, kind: str, num_bytes: float, group: RankGroup) -> float:
-        """As `seconds`, of what a model's layers or fully_shard ask torch for under a plan with that all_reduce."""
+        """Seconds of a collective that model layers or fully_shard call under a plan with that all_reduce."""
         shares = algorithm == SHARED_MEMORY and group.hosts == 1 and self._in_shared_memory is not None
         network = self._in_shared_memory if shares else self
         assert network is not None

@@ -1,4 +1,4 @@
-"""Seconds that a rank spends outside of its passes: on sums of gradients, gathered parameters, and the update.
+"""Exposed communication time of a rank: sums of gradients, gathered parameters, and the update.
 
 The collectives are those of the accounts (shoal.plans.accounting), which a run is compared with; here each is priced.
 On a GPU collectives run beside the compute that can hide them. On a CPU the cores that compute move every byte of a
@@ -42,7 +42,7 @@ _Known = TypeVar("_Known")
 
 
 class Sums(NamedTuple):
-    """Seconds of a rank's sums of gradients: of all buckets, of the last, and of all bytes at once."""
+    """Seconds of a rank's gradient sums: of all buckets, of the last, and of all bytes at once."""
 
     num_buckets: int
     total: float
@@ -60,7 +60,7 @@ class UnitExchanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What ranks exchange of a model between its passes, and its update."""
+    """Seconds of a model's gradient sums, parameter gathers and updates."""
 
     profile: Profile
     network: Network
@@ -83,7 +83,7 @@ class Exchanged:
     # -------------------------------------------------------------------------------------------------- the gradients
 
     def gradients(self, plan: Plan, computer: DeviceModel, rank: Rank, behind: float, waits: bool) -> float:
-        """What shows of the sums of gradients over data and shard ranks, and of a step's small sums.
+        """Exposed seconds of gradient sums over data and shard ranks, and of a step's small sums.
 
         `behind`: seconds of the last backward, which may hide them; `waits`: the device does, for the host.
         """
@@ -207,7 +207,7 @@ class Exchanged:
     # ------------------------------------------------------------------------------------------------- the parameters
 
     def parameters(self, plan: Plan, ranks: Ranks, slowed: float) -> float:
-        """What gathering parameters and scattering gradients adds to the busiest rank, which computes meanwhile."""
+        """Exposed seconds of parameter gathers and gradient scatters on the busiest rank, which computes meanwhile."""
         level, microbatches = plan.shard.level, ranks.microbatches
         if plan.layout.shard == 1 or level == "optimizer":
             return 0.0

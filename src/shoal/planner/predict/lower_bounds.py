@@ -21,7 +21,7 @@ from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, 
 
 @dataclass(frozen=True)
 class Floors:
-    """Seconds that no plan of some degrees goes below, from the degrees alone: of a model's units on one device.
+    """Lower bounds of a model's units on one device and its links.
 
     Of each operation and exchange what grows with the samples, as fast as the device and the links ever are; what a
     microbatch takes whatever its size is left out, so that it holds for all of them.

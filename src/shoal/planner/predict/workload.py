@@ -72,7 +72,7 @@ class Program:
     attention: str = "flash2"
     layers: str | None = None  # float8 or float4: what layers of repeated blocks are cast to before they multiply
     selective: str = "products"  # what selective recomputation keeps: products | all_but_attention
-    cut: str = "balanced"  # or "equal" blocks, or "thresholds" (stage_units.py)
+    cut: str = "balanced"  # or "equal" blocks, or "thresholds" (stage_split.py)
     scatter_messages: bool = False  # between stages tensor ranks, which all have it, send a part of an activation each
     divides_ends: bool = False  # context and sequence parallelism divide what is outside of the blocks too
     keeps_gathered: bool = True  # under sequence parallelism, what a column-parallel layer gathered; else again

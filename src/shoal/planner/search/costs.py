@@ -1,4 +1,4 @@
-"""Costs of plans on a cluster, as a search asks for them: predictions, and lower bounds of many plans at once."""
+"""Cost functions of a search: predictions of plans on a cluster, and lower bounds of many plans at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_time import Passes
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Prediction, Program, Workload
-from shoal.planner.search.space import Degrees, ModelDegrees, Recompute, divisors
+from shoal.planner.search.space import Degrees, ModelDegrees, Recompute
 from shoal.plans.accounting.collectives import REPLICAS
+from shoal.plans.layout import divisors
 from shoal.plans.plan import Plan
 
 
 class ScheduleFamily(NamedTuple):
-    """Schedules that differ only in the order of their microbatches."""
+    """Microbatch schedules that differ only in the order of their microbatches."""
 
     grains: int
     recompute: Recompute
@@ -29,7 +30,7 @@ class ScheduleFamily(NamedTuple):
 
 
 class LayoutClass(NamedTuple):
-    """Places that differ in replicas alone, and leave a rank as many grains: what bounds their plans is the same.
+    """Degrees that differ in replicas alone and leave a rank as many grains, so that their bounds are equal.
 
     `replicas`: in order, the fewest first. `first`: the place with fewest. `fewest`, `most`: devices. `beside`: seconds
     of any plan of all of these places that no other bound has.
@@ -45,7 +46,7 @@ class LayoutClass(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A family where a rank has all stages: seconds of a microbatch, and least bytes."""
+    """Schedule family on one rank with all stages: seconds of a microbatch, and least bytes."""
 
     group: ScheduleFamily
     seconds: float
@@ -62,7 +63,7 @@ class Turn(NamedTuple):
 
 
 class Costs:
-    """Predictions for ranks that have such a device, corrected by what runs have shown, and lower bounds of them.
+    """Predictions for ranks with such a device, corrected by measured runs, and lower bounds of them.
 
     Equal numbers of devices have one and the same Costs, and others may have too.
     """

@@ -1,9 +1,8 @@
-"""Search: the plans of a space in the order of an aim, best first, and exactly so.
+"""Best-first branch and bound over a plan space: the best plans of an objective, in exact order.
 
-A best-first branch and bound: what waits are nodes, of layouts that share their bounds, a group or a schedule of
-theirs, one place, one plan, each with a lower bound of its key, and the least is taken on. A predicted plan that is
-taken is the next best: nothing that waits can be better. So a plan is predicted only where no bound excludes it, and
-the expensive ones last.
+The queue holds nodes: layouts that share their bounds, a family or a schedule of theirs, one place, one plan, each with
+a lower bound of its key, and the least is expanded. A predicted plan that is taken is the next best: nothing in the
+queue can be better. So a plan is predicted only where no bound excludes it, and the expensive ones last.
 Source: Hart, Nilsson and Raphael, A formal basis for the heuristic determination of minimum cost paths (1968).
 """
 
@@ -29,7 +28,7 @@ _ANY = Limit()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan and what is predicted of it."""
+    """A plan and its prediction."""
 
     plan: Plan
     prediction: Prediction
@@ -53,7 +52,7 @@ class Candidate:
 
 @dataclass
 class Seen:
-    """What a search learned of the places that it did not choose.
+    """Statistics of a search on the places that it did not choose.
 
     `predicted`: a place's best plan so far; `missing_bytes`: the least that one of its plans lacks, where some do not
     fit; `refused`: why its plans are illegal, where some are.
@@ -74,7 +73,7 @@ _Groups = Iterator[tuple[float, Whole]]
 
 
 class Node(NamedTuple):
-    """A node of the search tree: plans of some places, with what looks further into them; or one that is predicted."""
+    """Node of the search tree: plans of some places and their expansion, or a predicted plan."""
 
     where: LayoutClass | Degrees
     branch: Callable[[], None] | Candidate
@@ -87,7 +86,7 @@ class Node(NamedTuple):
 
 
 class Search:
-    """The candidates of one space; several orders share what was computed."""
+    """Branch-and-bound search of one space; several orders share cached costs."""
 
     def __init__(self, space: Space, costs: Callable[[int], Costs], grain_size: int) -> None:
         """`costs`: of a number of devices."""
@@ -112,7 +111,7 @@ class Search:
         return found
 
     def classes(self, places: Sequence[Degrees]) -> list[LayoutClass]:
-        """These places, those together that have the same bounds."""
+        """Layout classes of these places."""
         found: dict[tuple[int, int, ModelDegrees], list[int]] = {}
         for place in places:
             key = id(self.costs(place.devices)), self.space.share(place), place.cut
@@ -155,7 +154,7 @@ class Search:
         return self._beside[place]
 
     def groups(self, place: Degrees) -> _Groups:
-        """What a place's ranks may compute at a time and again, by the least seconds; only what may fit.
+        """Schedule families of a place, by the least seconds; only those that may fit.
 
         The same for every number of replicas that leaves a rank as many grains, on devices that cost the same.
         """
@@ -211,11 +210,11 @@ class Search:
         return self.costs(layouts.first.devices).filled(whole.seconds, turns)
 
     def missing_bytes(self, place: Degrees, way: MicrobatchSchedule) -> float:
-        """What even the most divided plan of a family lacks; not positive where one may fit."""
+        """Bytes that even the most divided plan of a family lacks; not positive where one may fit."""
         return min((self.lacks(place, way, plan) for plan in self._most_divided(place, way)), default=0.0)
 
     def missing_at_least(self, place: Degrees) -> float:
-        """What every plan of a place lacks; not positive where no bound says that nothing of it fits.
+        """Bytes that every plan of a place lacks; not positive where no bound says that nothing of it fits.
 
         The smallest microbatches first, of which one nearly always fits where any does.
         """

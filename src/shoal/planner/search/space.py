@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from shoal.hardware.values import SHARED_MEMORY, Cluster
 from shoal.plans.conflicts import excluded
+from shoal.plans.layout import divisors
 from shoal.plans.legal import ModelFacts, conflicts, fits
 from shoal.plans.plan import (
     BatchSection,
@@ -86,12 +87,6 @@ def counts(cluster: Cluster, most: int | None = None) -> tuple[int, ...]:
     limit = min(cluster.num_devices, most or cluster.num_devices)
     host = cluster.devices_per_host
     return (*range(1, min(host, limit) + 1), *range(2 * host, limit + 1, host))
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, in order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 @lru_cache(maxsize=4096)

@@ -1,4 +1,4 @@
-"""Wire: messages between processes that hold the same secret: a JSON header and tensors as raw bytes, nothing else.
+"""Authenticated messages between a run's processes: a JSON header and tensors as raw bytes, nothing else.
 
 Nothing that arrives is run, and nothing of a peer is read before it has proven that it knows the secret. The bytes
 themselves are not encrypted. Not `multiprocessing.connection`, whose messages are copied twice and whose handshake has
@@ -35,11 +35,11 @@ _HANDSHAKE_SECONDS = 10.0
 
 
 class ClosedError(ConnectionError):
-    """The peer is gone, or is none of this run."""
+    """The peer is gone, or belongs to another run."""
 
 
 class Channel:
-    """A connection to a peer that is known. Threads may send at the same time; one receives.
+    """Connection to an authenticated peer. Threads may send at the same time; one receives.
 
     `sent_bytes` and `received_bytes` count tensors.
     """
@@ -129,7 +129,7 @@ def listen() -> socket.socket:
 
 
 def connect(address: str, port: int, key: bytes) -> Channel:
-    """A wire to who listens there. Raises: ClosedError where nobody does who knows the key."""
+    """A channel to a listener there. Raises: ClosedError where no process listens that knows the key."""
     try:
         return _proven(socket.create_connection((address, port), _HANDSHAKE_SECONDS), key, b"client", b"server")
     except OSError as error:
@@ -137,7 +137,7 @@ def connect(address: str, port: int, key: bytes) -> Channel:
 
 
 def admit(connected: socket.socket, key: bytes) -> Channel:
-    """A wire to who has connected. Raises: ClosedError where that one does not prove at once that it knows the key."""
+    """A channel to a connected peer. Raises: ClosedError where the peer does not prove at once to know the key."""
     return _proven(connected, key, b"server", b"client")
 
 

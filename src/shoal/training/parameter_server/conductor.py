@@ -1,7 +1,7 @@
-"""Conductor: gives out steps, decides when and how each is applied, and keeps the records and checkpoints of the run.
+"""Conductor of a parameter-server run: hands out steps, decides updates, and writes records and checkpoints.
 
-It computes no gradient. What a step's update is, is decided here once for all servers, so that every shard has the same
-versions; a worker that dies has changed nothing, and what it was computing is given out again.
+The conductor computes no gradient. Each step's update is decided here once for all servers, so that every shard has the
+same versions; a worker that dies has changed nothing, and its task is handed out again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ALONE_SECONDS = 120.0
 
 
 class Conductor:
-    """Trains one job with the workers and servers of a crew; takes the trainer's place on the conductor's process."""
+    """Training loop of one job with workers and servers, in the trainer's place on the conductor's process."""
 
     def __init__(
         self,

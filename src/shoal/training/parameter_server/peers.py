@@ -25,7 +25,7 @@ _RETRY_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Role:
-    """What a process is, and its number among those that are the same."""
+    """Role of a process, and its number among those of the same role."""
 
     kind: Literal["conductor", "server", "worker"]
     number: int = 0

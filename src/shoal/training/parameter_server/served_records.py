@@ -1,4 +1,4 @@
-"""Served records: a served run's state after each step, and its records. The digest is in the order of the steps."""
+"""Records of a parameter-server run: the state after each step; the sample digest is in the order of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server: a process that keeps a shard of the parameters, takes pushes, and steps their optimizer when told to."""
+"""Server process: holds a shard of the parameters, receives pushes, and steps their optimizer on command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def homes(model: nn.Module, num_servers: int) -> list[list[str]]:
 
 
 class Server:
-    """A shard with its optimizer, and the answers to what conductor and workers ask of it."""
+    """Server of one shard and its optimizer: answers requests of the conductor and the workers."""
 
     def __init__(self, job: Job, plan: Plan, number: int) -> None:
         precision = Precision.of(plan.precision, _CPU)

@@ -143,7 +143,7 @@ class Worker:
         return sum(s.sent_bytes for s in self._servers), sum(s.received_bytes for s in self._servers)
 
     def close(self) -> None:
-        """Ends the wires."""
+        """Closes the channels."""
         for wire in self._servers:
             wire.close()
 

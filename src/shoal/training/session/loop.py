@@ -32,7 +32,7 @@ from shoal.training.session.mistakes import (
     other_passes,
     which_optimizer,
 )
-from shoal.training.session.passes import BatchPass, BatchPasses
+from shoal.training.session.passes import BatchPasses
 from shoal.training.session.prepared import Prepared
 from shoal.training.session.rates import group_values, number_of
 from shoal.training.session.saving import Saving
@@ -180,7 +180,7 @@ class Loop:
     def _batches(self, step: SessionStep, chosen: Chosen) -> Generator[Any]:
         """This rank's batches, then the update."""
         self._agree(step, chosen)
-        self.passes.begin(BatchPass(self.state.step, chosen, len(self._turns), self.state.loss_scale))
+        self.passes.begin(self.state.step, chosen, len(self._turns), self.state.loss_scale)
         self._open = True
         try:
             yield from self.passes.batches(self._microbatches(), self._data.num_microbatches)
@@ -235,7 +235,7 @@ class Loop:
         assert self._guard is not None
         try:
             with self._guard.lifted():
-                update = self.passes.update(sums, self._progress())
+                update = self.passes.update(sums, self.state.loss_scale, self._progress())
         except BaseException as error:
             self._over = True
             if isinstance(error, Exception) and not self.passes.torn:

@@ -10,7 +10,7 @@ from shoal.errors import JobError, PeerError
 
 @dataclass(frozen=True)
 class Word:
-    """What one rank says, as numbers; of a flag 0 is no.
+    """One rank's contribution to a meeting, as numbers; of a flag 0 is no.
 
     `leaves`: its loop has ended, whatever the reason; `asked`: a signal asked it to stop; `error`: its data could not
     be read. `step` counts finished steps, and `clean` says that the state is the one after them. `passes`: the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -29,16 +29,6 @@ from shoal.training.session.rates import Groups, as_one, turned
 from shoal.training.session.ways import Base, Chosen, UpdateWay, UpdateWays
 from shoal.training.telemetry import StepClock
 from shoal.training.trace.recorder import TraceRecorder
-
-
-@dataclass(frozen=True)
-class BatchPass:
-    """Pass over a step (from 0), for some optimizers, and its number in the step."""
-
-    step: int
-    chosen: Chosen
-    turn: int
-    loss_scale: LossScale
 
 
 class BatchPasses:
@@ -85,20 +75,20 @@ class BatchPasses:
         """Keeps what an update has left, to tell what the loop itself changes before the next."""
         self._after, self._values = Groups(self._prepared.optimizers), model_tensors(self._root)
 
-    def begin(self, now: BatchPass) -> None:
-        """A pass starts.
+    def begin(self, step: int, chosen: Chosen, turn: int, loss_scale: LossScale) -> None:
+        """A pass starts: of which step (from 0), for which optimizers, and its number in the step.
 
         Raises: JobError where its optimizers have nothing to train; UserCodeError for gradients changed too late.
         """
-        base, self._now, self.error = self._base, now, None
+        base, self.error = self._base, None
         self._watch.begin(self._prepared.optimizers)
         if base.replay is not None:
             self._replay()
-        self._way: UpdateWay = self.ways.of(now.chosen)
-        self._way.stepper.turn = now.turn
-        parts = self._parts(strategy=self._way.strategy, computer=self._computer(now.turn))
-        self._passes = ForwardBackward(parts, now.loss_scale.factor(base.job.global_batch))
-        self._passes.begin(now.step)
+        self._way: UpdateWay = self.ways.of(chosen)
+        self._way.stepper.turn = turn
+        parts = self._parts(strategy=self._way.strategy, computer=self._computer(turn))
+        self._passes = ForwardBackward(parts, loss_scale.factor(base.job.global_batch))
+        self._passes.begin(step)
         self._observer.begin(self._count, self._passes.factor)
 
     def _computer(self, turn: int) -> LossComputer:
@@ -135,7 +125,7 @@ class BatchPasses:
                 with self._passes.microbatch(loaded) as batch, precision.autocast():
                     yield batch
                     if not self._taken:
-                        raise _no_backward(self._now.step + 1)
+                        raise _no_backward(self._microbatch.step + 1)
                     self._watch.check(self._prepared.optimizers)
                     self._watch.drop()
         except RedoError as redo:
@@ -170,12 +160,12 @@ class BatchPasses:
         """The sums over all ranks, and every parameter's gradient. Collective: all ranks."""
         return self._passes.finish(Flags(errors=int(error is not None)), [])
 
-    def update(self, sums: StepSums, progress: Progress) -> Update:
+    def update(self, sums: StepSums, loss_scale: LossScale, progress: Progress) -> Update:
         """Steps the optimizers of the pass. Raises: as Updater.step."""
         self._way.drop_others()
         begun = self._way.updater.num_begun
         try:
-            update = self._way.updater.step(sums.loss, sums.weight, self._now.loss_scale, progress)
+            update = self._way.updater.step(sums.loss, sums.weight, loss_scale, progress)
         finally:  # in the midst of it the parameters are the state after no step
             self.torn = self._way.updater.num_begun > begun
         said = self._passes.updated(sums, update.skipped)

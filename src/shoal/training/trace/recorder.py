@@ -37,7 +37,7 @@ class ForwardRecorder:
         outputs: Mapping[str, Callable[[Tensor], Tensor] | None] | None = None,
         is_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`outputs` and `is_elsewhere` of a divided model, as Division has them."""
+        """`outputs` and `is_elsewhere` of a divided model, as ModelDivision has them."""
         self._is_elsewhere = is_elsewhere
         self.found: dict[str, dict[int, list[float]]] = {}
         self._outputs = outputs or {}
@@ -150,7 +150,6 @@ class TraceRecorder(Observer):
         self._own.clear()
 
     def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
-        """Fingerprints the batch, and the forward that comes."""
         self._microbatch = microbatch
         self._forward.begin(microbatch, batch)
 
@@ -167,7 +166,6 @@ class TraceRecorder(Observer):
         self._trace.parts.append(MicrobatchTrace(self._rank, grains, ids, float(total), float(weight)))
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
-        """Keeps the mean gradients, and this rank's share of them."""
         trace = self._trace
         trace.loss, trace.weight, trace.forward = loss, weight, self._forward.found
         if not self._sharded_model.divided:
@@ -180,7 +178,6 @@ class TraceRecorder(Observer):
         self._gradients("clipping", 1.0)
 
     def updated(self, skipped: str | None) -> None:
-        """Keeps the state after the step and writes everything."""
         self._trace.skipped = skipped
         self._state()
         write(self._folder, self._trace, self._rank)

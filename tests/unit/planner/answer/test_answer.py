@@ -27,7 +27,7 @@ def whole() -> Answer:
     work = Workload(transformer(layers=4, width=256, ffn=512, vocabulary=4096, positions=64, heads=4), 8, 8)
     case = Case(work, gpus(1, 2), Space(Plan(), facts(8, layers=4, heads=4, positions=64), (1, 2)))
     choice = choose(case.search(), parse("fastest"))
-    return Answer(Question(case, 10), choice, ScalingCurve((), None, ""), (), None, None, 0.0, "job")
+    return Answer(Question(case, 10), choice, ScalingCurve((), None, ""), (), None, 0.0, "job")
 
 
 def of_stages(whole: Answer) -> Answer:

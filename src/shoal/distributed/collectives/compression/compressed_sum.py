@@ -44,7 +44,7 @@ def make_codec(
 ) -> Codec:
     """The codec of a plan's `collectives.compression` for a vector of tensors of these shapes, one after the other.
 
-    Collective: as `Wire.allocate`.
+    Collective: as `CodecTransport.allocate`.
     """
     numel = sum(torch.Size(shape).numel() for shape in shapes)
     if scheme == "bfloat16":
