@@ -86,7 +86,9 @@ class Members:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
-        for wire in list(self._wires):
+        servers = list(self._servers.values())
+        # Workers first: one that finds its servers gone looks for the last word, which is there by then.
+        for wire in (*(wire for wire in list(self._wires) if wire not in servers), *servers):
             _dismiss(wire)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
