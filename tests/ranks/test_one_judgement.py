@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,10 @@ def test_ranks_that_have_nothing_but_their_arguments(tmp_path: Path) -> None:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     found = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    one = wanted(tmp_path, None)
     with contextlib.ExitStack() as ranks:
-        started = [
-            ranks.enter_context(
-                start(wanted(tmp_path, None, environment={**found, "RANK": str(n), "LOCAL_RANK": str(n)}))
-            )
-            for n in range(3)
-        ]
+        variables = [{**found, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)]
+        started = [ranks.enter_context(start(replace(one, environment=more))) for more in variables]
         for rank in started:
             rank.wait().expect(0)
     assert calls(tmp_path, "judge") == calls(tmp_path, "excluded") == ["0"]

@@ -22,6 +22,7 @@ from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.parallel.pipeline.messages import StageMessages
 from shoal.parallel.pipeline.pipeline import Pipeline, Work
+from shoal.parallel.pipeline.stage_units import StageUnits
 from shoal.parallel.pipeline.stages import Stages
 from shoal.plans.grains import Grain
 from shoal.plans.layout import Layout
@@ -167,7 +168,8 @@ class Ranked:
         self.start = {name: b.clone() for name, b in self.model.named_buffers() if not b.is_meta}
 
     def pipeline(self, schedule: str) -> Pipeline:
-        return Pipeline(self.stages, self.wires, schedule, self.per_rank, torch.device("cpu"))
+        units = StageUnits(self.model, {}, keep=False, late=False)
+        return Pipeline(self.stages, self.wires, schedule, self.per_rank, torch.device("cpu"), units)
 
     def trained(self, schedule: str, count: int) -> dict[str, Tensor]:
         """What `alone` tells, of this rank's stages."""
@@ -188,7 +190,7 @@ class Ranked:
             return total
 
         work = Work(self.loss, given, lambda m: Whole(given[m], m), lambda m: None, forwarded)
-        self.pipeline(schedule).run(self.model, work)
+        self.pipeline(schedule).run(work)
         return told | {f"gradient/{n}": p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 
     def evaluated(self) -> dict[str, Tensor]:

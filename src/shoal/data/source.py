@@ -49,7 +49,7 @@ Source = MapSource | Iterable[Any]
 
 @dataclass(frozen=True)
 class Opened:
-    """A data source, and how it is read. `collate` is for a stream's samples; a map-style source has its own.
+    """A data source with its order. `collate` is for a stream's samples; a map-style source has its own.
 
     `shuffle`, `workers` and `reading` (arguments for worker processes) are what a DataLoader said; None where the data
     say nothing. `notes`: what it said and has no effect, a sentence each.

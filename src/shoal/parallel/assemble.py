@@ -154,6 +154,7 @@ class _Axes:
         """Stages. Collective: all ranks, new groups."""
         from shoal.parallel.pipeline.messages import StageMessages
         from shoal.parallel.pipeline.pipeline import Pipeline
+        from shoal.parallel.pipeline.stage_units import StageUnits
         from shoal.parallel.pipeline.stages import Stages
 
         section, mesh, batch, followers = self.plan.pipeline, self.mesh, self._batch(), {}
@@ -172,7 +173,8 @@ class _Axes:
         )
         messages = StageMessages.open(list(mesh.layout.groups("pipeline")), mesh.rank)
         alone = mesh.layout.tensor * mesh.layout.context == 1
-        found = Pipeline(stages, messages, section.schedule, section.stages_per_rank, mesh.device, alone=alone)
+        units = StageUnits(self.model, {}, keep=False, late=False)  # none: nothing is cut over the shard axis yet
+        found = Pipeline(stages, messages, section.schedule, section.stages_per_rank, mesh.device, units, alone)
         parameters = {name for name, _ in self.model.named_parameters()}
         named = parameters | {name for name, _ in self.model.named_buffers()}
         self.division.absent.update(named.difference(found.held))

@@ -171,7 +171,7 @@ class Strategy(ABC):
 
 
 class AccumulatingStrategy(Strategy):
-    """Strategy that accumulates gradients in the backward, whoever runs that: a pipeline may."""
+    """Strategy that accumulates gradients in the backward, whether its own or a pipeline's."""
 
     _sums: Tensor | None = None
 

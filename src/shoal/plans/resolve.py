@@ -80,7 +80,7 @@ def _without_stale_prediction(plan: Plan, given: Plan) -> Plan:
 
 
 class CompletePlan(Plan):
-    """A plan with nothing left open, judged against its job: what engines are built from, and nobody judges again.
+    """Plan with every setting resolved, judged once against its job; engines are built from it alone.
 
     `judge` alone makes one of another plan; a change by `with_sections` is another plan, and not judged.
     """
@@ -97,7 +97,7 @@ class CompletePlan(Plan):
 
 @dataclass(frozen=True)
 class Judged:
-    """A complete plan, and what its layout does not give, a sentence each."""
+    """Complete plan, and the drawbacks of its layout, a sentence each."""
 
     plan: CompletePlan
     notes: tuple[str, ...] = ()

@@ -49,7 +49,7 @@ class StageStep:
             self._before_backward,
             self._backwarded,
         )
-        pipeline.run(computer.model, work)
+        pipeline.run(work)
         self._parts.observer.computed()
 
     def _scope(self, number: int) -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.distributed.failures import is_lost_peer
@@ -68,8 +68,8 @@ class _ForwardState:
 class Pipeline:
     """Pipeline of one rank.
 
-    `units` where parameters are cut over the shard axis. `alone`: no other rank computes in these stages with this
-    one, so that a failure here leaves the others in step; else it is raised at once.
+    `units`: parameters of its stages that are cut over the shard axis. `alone`: no other rank computes in these stages
+    with this one, so that a failure here leaves the others in step; else it is raised at once.
     """
 
     stages: Stages
@@ -77,12 +77,12 @@ class Pipeline:
     schedule: str
     stages_per_rank: int
     device: torch.device
+    units: StageUnits
     alone: bool = True
-    units: StageUnits | None = None
     _error: Exception | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.stages.around = {} if self.units is None else dict(self.units.inner)
+        self.stages.around = dict(self.units.inner)
 
     @property
     def _num_stages(self) -> int:
@@ -139,36 +139,29 @@ class Pipeline:
         """Whether a forward is in modules that another stage computes, whose outputs mean nothing here."""
         return self.stages.is_before
 
-    def run(self, model: nn.Module, work: Work) -> None:
+    def run(self, work: Work) -> None:
         """Forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
 
         Raises: what failed here, once this rank has done its part for the others. Collective: the pipeline's ranks.
         """
         lists = actions(self.schedule, self.messages.num_ranks, self.stages_per_rank, len(work.batches))
-        units = self.units
+        self._run(work, lists[self.messages.place])
+        self.units.end()
 
-        def weights() -> list[Tensor]:
-            return units.weights() if units else [p for p in model.parameters() if p.requires_grad and not p.is_meta]
-
-        self._run(work, lists[self.messages.place], weights)
-        if units is not None:
-            units.end()
-
-    def _run(self, work: Work, own: Actions, weights: Callable[[], list[Tensor]]) -> None:
+    def _run(self, work: Work, own: Actions) -> None:
         self._error = None
         kept: dict[tuple[int, int], _ForwardState] = {}
-        if self.units is not None:
-            self.units.begin(own)
+        self.units.begin(own)
         lasts = [a for a in own if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)][-1:]
         for action in own:
             key = action.stage, action.microbatch
-            with self.units.action(action) if self.units is not None else contextlib.nullcontext():
+            with self.units.action(action):
                 if action.kind is ActionKind.FORWARD:
                     kept[key] = self._forward(work, action)
                 elif action.kind is ActionKind.BACKWARD_WEIGHT:
                     self._guarded(lambda a=action, k=kept[key]: self._weights(work, a, k, a in lasts))  # type: ignore[misc]
                 else:
-                    self._backward(work, action, kept[key], weights, action in lasts)
+                    self._backward(work, action, kept[key], action in lasts)
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 del kept[key]
         self.messages.finish()
@@ -205,11 +198,9 @@ class Pipeline:
             kept.scope = work.scope(m)
             work.begins(m)
             with kept.scope:
-                around = self.units.forward(stage) if self.units is not None else contextlib.nullcontext()
-                with around as leave:
+                with self.units.forward(stage) as leave:
                     passed = self.stages.forward(stage, work.function, work.batches[m], receive)
-                    if leave is not None:
-                        leave(passed.values or passed.result)
+                    leave(passed.values or passed.result)
                 is_last = stage == self._num_stages - 1
                 kept.total = work.forwarded(m, passed.result if is_last else None)
             self._note(work, stage, m, kept, passed)
@@ -252,9 +243,7 @@ class Pipeline:
 
     # ----------------------------------------------------------------------------------------------- backward
 
-    def _backward(
-        self, work: Work, action: Action, kept: _ForwardState, weights: Callable[[], list[Tensor]], last: bool
-    ) -> None:
+    def _backward(self, work: Work, action: Action, kept: _ForwardState, last: bool) -> None:
         stage, m = action.stage, action.microbatch
         gradients: list[Tensor] = []
         if stage < self._num_stages - 1:
@@ -279,7 +268,7 @@ class Pipeline:
                     run_engine(roots, gradients)
                     found: list[Tensor | None] = [value.grad for value in inputs]
                 else:
-                    given, kept.rest = backward_input(roots, gradients, inputs, weights())
+                    given, kept.rest = backward_input(roots, gradients, inputs, self.units.weights())
                     found = list(given)
             if action.kind is ActionKind.BACKWARD:
                 work.backwarded(m, last)
@@ -297,8 +286,7 @@ class Pipeline:
         assert kept.rest is not None
         work.before_backward(action.microbatch, last)
         with kept.scope, self._again(work, action, kept):
-            units = self.units
-            backward_weight(kept.rest, units.turns(action.stage, kept.rest.in_turn) if units is not None else None)
+            backward_weight(kept.rest, self.units.turns(action.stage, kept.rest.in_turn))
         work.backwarded(action.microbatch, last)
 
     def _again(self, work: Work, action: Action, kept: _ForwardState) -> AbstractContextManager[None]:
@@ -323,7 +311,7 @@ class Pipeline:
         work = Work(function, [batch], lambda _: contextlib.nullcontext(), lambda _: None, forwarded)
         try:
             with torch.no_grad():
-                self._run(work, tuple(Action(ActionKind.FORWARD, stage, 0) for stage in self.own_stages), list)
+                self._run(work, tuple(Action(ActionKind.FORWARD, stage, 0) for stage in self.own_stages))
         except Exception as error:
             if is_lost_peer(error):
                 raise

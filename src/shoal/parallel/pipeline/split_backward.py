@@ -7,7 +7,6 @@ so that no gradient of an activation is computed twice. After Qi et al., arXiv 2
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -63,12 +62,11 @@ def backward_input(
     return found, Weights(groups, off_path, list(leaves.values()))
 
 
-def backward_weight(rest: Weights, turns: Iterator[None] | None = None) -> None:
+def backward_weight(rest: Weights, turns: Iterator[None]) -> None:
     """Adds the gradients of the weights to their `.grad`, as a whole backward does, hooks included.
 
     `turns` is asked for its next before those of each `in_turn`, and once more after all.
     """
-    turns = turns or itertools.repeat(None)
     for group in rest.groups:
         next(turns)
         edges, gradients, handles = [], [], []

@@ -1,4 +1,4 @@
-"""Places at which a pipeline can cut a model, found as the engine finds them, and before any rank is started."""
+"""Legal pipeline cuts of a model, by the engine's own rule, before any rank is started."""
 
 from __future__ import annotations
 

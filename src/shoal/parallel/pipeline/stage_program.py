@@ -11,7 +11,7 @@ from shoal.parallel.pipeline.stage_trace import ModuleCall, Outline, Slot, Stage
 
 
 class Do(StrEnum):
-    """Treatment of a call before the stage: its code runs, or is stubbed, or it is where the stage begins."""
+    """Treatment of a call before the stage: its code runs, or is stubbed, or the stage begins there."""
 
     RUN = "run"
     STUB = "stub"

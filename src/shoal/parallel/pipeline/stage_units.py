@@ -123,8 +123,9 @@ class StageUnits:
 
     def begin(self, own: Actions) -> None:
         """Before a rank's actions of one step: notes which is each unit's last backward."""
-        root: Any = self._model
-        root._get_fsdp_state()._lazy_init()  # after memory was given to what is cut, and before any unit by itself
+        if self.units:
+            root: Any = self._model
+            root._get_fsdp_state()._lazy_init()  # after memory was given to what is cut, and before any unit by itself
         self._lasts = {}
         for action in own:
             if action.kind in _WEIGHTS:

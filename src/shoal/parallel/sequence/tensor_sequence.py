@@ -31,7 +31,7 @@ from shoal.parallel.tensor.layers import Column, Entry, Row
 
 
 class FeatureStream(Stream):
-    """A sequence between whose parts pairs divide features: what is computed there takes all positions of slices."""
+    """Sequence whose pairs divide features: their modules take all positions of slices."""
 
     def refusal(self, block: str, conflict: str, remedy: str) -> ShoalError:
         """The error for a block that is used otherwise than in the first batch."""

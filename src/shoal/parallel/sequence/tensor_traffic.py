@@ -27,7 +27,7 @@ def num_rows(batch: Any) -> int:
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """Of a model divided by `plan`, which was found with a batch of `rows` samples; all batches are of its lengths."""
+    """Traffic of a model divided by `plan`, from a batch of `rows` samples; all batches are of its lengths."""
 
     plan: TensorPlan
     sequences: SequencePlan

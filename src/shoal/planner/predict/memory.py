@@ -10,7 +10,7 @@ from shoal.planner.predict.roofline import ITEMSIZE, Share
 from shoal.planner.predict.stage_split import Counts, Held
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import NOTHING, Body, Operation, Phase, Profile, TensorCut
-from shoal.plans.accounting.collectives import Sharding, owned
+from shoal.plans.accounting.collectives import owned
 from shoal.plans.accounting.compressed import buffers
 from shoal.plans.accounting.memory import (
     bucketed,
@@ -156,7 +156,12 @@ class States:
             return self._whole(plan, held, size, on_cpu=on_cpu)
         sharding = self.accounts.sharding(plan, plan.layout, held, microbatches)
         trained = (a for unit in sharding.units for a in unit if a.trainable)
-        return self._sharded(sharding, sum(cut(a, 0, sharding.degree).numel for a in trained))
+        return {
+            "parameters": sharded_parameters(sharding),
+            "gathered": gathered_parameters(sharding),
+            "gradients": scattered_gradients(sharding),
+            "optimizer": self._per_element * sum(cut(a, 0, sharding.degree).numel for a in trained),
+        }
 
     def least(self, plan: Plan, held: Held, size: StageSize, microbatches: int) -> float:
         """Bytes that such a rank has at least, whatever rows are rounded up to and whoever owns which state.
@@ -172,16 +177,9 @@ class States:
         key = held, layout.shard, layout.tensor, widths, shard.level, shard.reduce, microbatches > 1
         if key not in self._least:
             sharding = replace(self.accounts.sharding(plan, plan.layout, held, microbatches), rounds=False)
-            self._least[key] = sum(self._sharded(sharding, trained).values())
+            of_units = gathered_parameters(sharding) + scattered_gradients(sharding)
+            self._least[key] = size.parameter_bytes / layout.shard + of_units + self._per_element * trained
         return self._least[key]
-
-    def _sharded(self, sharding: Sharding, trained: float) -> _Bytes:
-        return {
-            "parameters": sharded_parameters(sharding),
-            "gathered": gathered_parameters(sharding),
-            "gradients": scattered_gradients(sharding),
-            "optimizer": self._per_element * trained,
-        }
 
     def _whole(self, plan: Plan, held: Held, size: StageSize, *, on_cpu: bool) -> _Bytes:
         program = self.program

@@ -130,7 +130,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Unit:
-    """A region of the model that runs as a whole: one repeated block, or what lies before, between or after them.
+    """Region of the model that runs as a whole: one repeated block, or the layers before, between or after them.
 
     Equal blocks have equal `body`s: whoever computes with one may keep the answer by `id(unit.body)`.
     `name` is a module's qualified name where the unit is one module: there a pipeline can cut before it.

@@ -63,7 +63,7 @@ class Turn(NamedTuple):
 
 
 class Costs:
-    """Predictions for ranks that have such a device, corrected by what runs have shown, and lower bounds of them.
+    """Predictions for ranks with such a device, corrected by measured runs, and lower bounds of them.
 
     Equal numbers of devices have one and the same Costs, and others may have too.
     """

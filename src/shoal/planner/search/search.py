@@ -73,7 +73,7 @@ _Groups = Iterator[tuple[float, Whole]]
 
 
 class Node(NamedTuple):
-    """A node of the search tree: plans of some places, with what looks further into them; or one that is predicted."""
+    """Node of the search tree: plans of some places and their expansion, or a predicted plan."""
 
     where: LayoutClass | Degrees
     branch: Callable[[], None] | Candidate

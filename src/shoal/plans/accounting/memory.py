@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import add
 
 from shoal.plans.accounting.collectives import Array, Gradients, Sharding
 from shoal.plans.accounting.partition import gathers, pieces
@@ -179,18 +180,22 @@ def scattered_gradients(sharding: Sharding) -> int:
     root, several = len(sharding.units) - 1, sharding.microbatches > 1
     flat = [sharding.scatter(n).num_bytes for n in range(root + 1)]
     shards = [size // sharding.degree for size in flat]
-    trained = [sum(p.numel for p in unit if p.trainable) for unit in sharding.units]
-    early = trained[root] if sharding.root_early is None else sharding.root_early
+
+    def trained(unit: Sequence[Array]) -> int:
+        return sum(p.numel for p in unit if p.trainable)
+
+    early = trained(sharding.units[root]) if sharding.root_early is None else sharding.root_early
     waiting = [0] * root + [early * sharding.gather_itemsize]  # as the backward made them
     if several and not sharding.reduce_every:  # and of the microbatches before, in the reduce dtype
         if sharding.gather_itemsize == sharding.reduce_itemsize:
             waiting[root] = 0  # added in place
-        waiting = [numel * sharding.reduce_itemsize + own for numel, own in zip(trained, waiting, strict=True)]
+        whole = [trained(unit) * sharding.reduce_itemsize for unit in sharding.units]
+        waiting = list(map(add, whole, waiting))
     summed = sum(shards) if several and sharding.reduce_every else 0
-    peak = 0
+    peak, left = 0, sum(waiting)
     for unit in [*reversed(range(root)), root]:
-        waiting[unit] = 0
+        left -= waiting[unit]
         summed += shards[unit]
-        peak = max(peak, sum(waiting) + summed + flat[unit])
+        peak = max(peak, left + summed + flat[unit])
         summed -= shards[unit] if several and sharding.reduce_every else 0
     return peak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -50,7 +51,7 @@ def trained(stages: Stages, function: Any, batch: Any, num_stages: int, split_ba
         received = passed[stage].received
         if split_backward and stage:
             found, rest = backward_input(roots, gradients, received, weights)
-            backward_weight(rest)
+            backward_weight(rest, itertools.repeat(None))
             gradients = list(found)
         else:
             run_engine(roots, gradients)
