@@ -12,6 +12,7 @@ from tests.conformance.strategies import STRATEGIES, Use
 from tests.usual import SLOW, pairs
 
 import shoal
+from shoal.errors import InternalError
 from shoal.parallel import assemble
 from shoal.parallel.base import Strategy
 from shoal.parallel.data import pushed
@@ -52,11 +53,16 @@ ROWS = [
 USUAL = pairs([row for row in ROWS if not CASES[row[0]].slow], [(0, 1), (1, 2)])
 
 
+# torch: "FSDP does not support non-contiguous parameters yet"; said as an error of shoal's own, which it should not be.
+NOT_YET = pytest.mark.xfail(raises=InternalError, strict=True, reason="fully_shard takes contiguous parameters only")
+
+
 def marks(row: tuple[str, str, str], last: bool) -> tuple[pytest.MarkDecorator, ...]:
     """Slow are compiled cases, those that are not usual, and all numbers of ranks but the last."""
     if CASES[row[0]].slow:
         return COMPILED
-    return () if row in USUAL and last else (SLOW,)
+    known = (NOT_YET,) if row[0] == "strided gradients" and STRATEGIES[row[2]].kind == "FullySharded" else ()
+    return known if row in USUAL and last else (SLOW, *known)
 
 
 def numbers_of_ranks(case: Case, use: Use) -> tuple[int, ...]:
