@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launching import Run, run, start
+from tests.launching import Ended, Run, run, run_all, start
 
 pytestmark = pytest.mark.ranks
 
@@ -42,6 +42,8 @@ counted(shoal.plans.legal, "excluded")
 """
 START = "import sys\n\nimport counted\nfrom shoal.cli.main import main\n\nsys.exit(main())\n"
 JOB = """
+import os
+
 import counted
 import torch
 from torch import nn
@@ -102,15 +104,31 @@ def test_servers(tmp_path: Path) -> None:
     assert calls(tmp_path, "excluded") == ["none", "none"]
 
 
-def test_ranks_that_have_nothing_but_their_arguments(tmp_path: Path) -> None:
+def by_hand(one: Run) -> list[Ended]:
+    """Three ranks that are told nothing but RANK and the like, by nobody of shoal's."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     found = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    one = wanted(tmp_path, None)
     with contextlib.ExitStack() as ranks:
         variables = [{**found, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(3)]
         started = [ranks.enter_context(start(replace(one, environment=more))) for more in variables]
-        for rank in started:
-            rank.wait().expect(0)
+        return [rank.wait() for rank in started]
+
+
+def test_ranks_that_have_nothing_but_their_arguments(tmp_path: Path) -> None:
+    for ended in by_hand(wanted(tmp_path, None)):
+        ended.expect(0)
     assert calls(tmp_path, "judge") == calls(tmp_path, "excluded") == ["0"]
+
+
+def test_what_rank_0_refuses_is_refused_by_all(tmp_path: Path) -> None:
+    """With one exit code, by which a scheduler tells a mistake from a rank that was lost."""
+    for ended in by_hand(wanted(tmp_path, None, "grains=2,")):
+        assert "3 data ranks for a job of grains=2" in ended.expect(2).stderr
+
+
+def test_a_job_that_depends_on_the_process_is_refused(tmp_path: Path) -> None:
+    """The process that looks at it is no rank, and the ranks load other grains than it has judged."""
+    (ended,) = run_all([wanted(tmp_path, 2, "grains=4 if 'RANK' in os.environ else 8,")])
+    assert "the plan was judged for the same file with grains=8" in ended.expect(2).stderr

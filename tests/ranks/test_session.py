@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import shoal
-from shoal.errors import ExitCode, JobError, PeerError, UserCodeError
+from shoal.errors import ExitCode, JobError, LaunchError, PeerError, UserCodeError
 from shoal.launch.environment import Environment
 from shoal.verification.forked import forked
 
@@ -188,6 +188,16 @@ def rates_by_rank() -> Told:
 def test_rates_that_depend_on_the_rank_are_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"group 0: lr = 0\.1 on rank 0 and 0\.2 on rank 1"):
         in_ranks(2, rates_by_rank, tmp_path / "ranks")
+
+
+def exact_on_rank_0() -> Told:
+    session(exact=os.environ["RANK"] == "0")
+    return {}
+
+
+def test_settings_that_depend_on_the_rank_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"rank 1 on .*: plan = \{'execution': \{'exact': False\}\}"):
+        in_ranks(2, exact_on_rank_0, tmp_path / "ranks")
 
 
 # ------------------------------------------------------------------------------------------- several models and updates

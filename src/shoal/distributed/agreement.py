@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
-from shoal.errors import PeerError, ShoalError
+from shoal.errors import PeerError, ShoalError, from_json
 from shoal.runs.handover import dumped, loaded
 from shoal.runs.records import SPANS, Spread
 
@@ -125,14 +125,26 @@ def together(mesh: Mesh, work: Callable[[], T]) -> T:
 
 
 def decided_by_rank_0(mesh: Mesh, kind: type[T], work: Callable[[], T]) -> T:
-    """Rank 0's result of `work`, a value of the `kind`, which no other rank does; raises everywhere where it raises.
+    """Rank 0's result of `work`, a value of the `kind`, which no other rank does. Raises: its error, on every rank.
 
-    Collective: all ranks, two JSON gathers; none with one rank.
+    Collective: all ranks, one JSON gather; none with one rank.
     """
     if mesh.world_size == 1:
         return work()
-    text = together(mesh, lambda: dumped(work()) if mesh.rank == 0 else "")
-    return loaded(kind, mesh.gather_json(text)[0])
+    decision: dict[str, Any] = {}
+    error: ShoalError | None = None
+    if mesh.rank == 0:
+        try:
+            decision = {"value": dumped(work())}
+        except Exception as caught:
+            error = as_shoal_error(caught)
+            decision = {"error": to_json(error, mesh.rank, mesh.host)}
+    decision = mesh.gather_json(decision)[0]
+    if "error" in decision:
+        error = error or from_json(decision["error"])
+        error.rank, error.host, error.everywhere = 0, decision["error"]["host"], True
+        raise error
+    return loaded(kind, decision["value"])
 
 
 def collectively(mesh: Mesh, divided: bool, work: Callable[[], T]) -> T:

@@ -97,9 +97,11 @@ class CompletePlan(Plan):
 
 @dataclass(frozen=True)
 class Judged:
-    """Complete plan, and the drawbacks of its layout, a sentence each."""
+    """Complete plan, the grains of the job that it was judged for, and the drawbacks of its layout, a sentence each."""
 
     plan: CompletePlan
+    num_grains: int
+    grain_size: int
     notes: tuple[str, ...] = ()
 
 
@@ -112,7 +114,8 @@ def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> J
     if plan.layout.data * plan.layout.shard <= facts.num_grains:  # else it is refused, and nothing fits
         plan = plan.with_sections(batch={"grains_per_microbatch": _microbatch(plan, facts, max_microbatch)})
     refuse(conflicts(plan, facts))
-    return Judged(CompletePlan.from_mapping(plan.to_mapping(), source="plan"), tuple(notes(plan, facts)))
+    found = CompletePlan.from_mapping(plan.to_mapping(), source="plan")
+    return Judged(found, facts.num_grains, facts.grain_size, tuple(notes(plan, facts)))
 
 
 def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int | None = None) -> CompletePlan:

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter
 
+from shoal.errors import LaunchError
+
 T = TypeVar("T")
 
 
@@ -18,4 +20,11 @@ def dumped(value: object) -> str:
 
 def loaded(kind: type[T], text: str) -> T:
     """The value of that kind that `dumped` was given."""
-    return TypeAdapter(kind).validate_json(text)
+    try:
+        return TypeAdapter(kind).validate_python(json.loads(text))
+    except ValueError as error:
+        raise LaunchError(
+            given=f"a {kind.__name__} that another process of this run wrote",
+            conflict=f"it cannot be read: {error}",
+            remedy="start every process with the same version of shoal",
+        ) from error

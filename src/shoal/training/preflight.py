@@ -16,7 +16,7 @@ from shoal.data.opened import training_data
 from shoal.data.source import MapSource
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
-from shoal.errors import LaunchError
+from shoal.errors import JobError, LaunchError
 from shoal.job import Job
 from shoal.parallel.model.model_facts import facts_of
 from shoal.parallel.model.repeated_blocks import repeated_blocks
@@ -47,6 +47,16 @@ def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
     return judge(plan, _facts(job, plan, model), max_microbatch)
 
 
+def refuse_other_grains(found: Judged, job: Job) -> None:
+    """Raises: JobError where this process has loaded another job than the one that the plan was judged for."""
+    if (found.num_grains, found.grain_size) != (job.grains, job.grain_size):
+        raise JobError(
+            given=f"grains={job.grains} of {job.grain_size} samples in this process",
+            conflict=f"the plan was judged for the same file with grains={found.num_grains} of {found.grain_size}",
+            remedy="write a job file that makes the same job in every process, whatever its environment",
+        )
+
+
 def outline(job: Job) -> nn.Module | None:
     """The job's model without values; None where its constructor computes with them, and only building it tells."""
     try:
@@ -74,10 +84,7 @@ def one_grain(job: Job) -> Any:
 
 
 def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
-    """Compares a digest of what each rank runs. Raises: LaunchError, on every rank, where they differ.
-
-    Collective: all ranks, one JSON gather, and where they differ another.
-    """
+    """Compares versions, job, plan and device of all ranks. Raises and collective: as `refuse_differences`."""
     mine = {
         "shoal": __version__,
         "torch": torch.__version__,
@@ -87,6 +94,14 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         "--max-microbatch": request.wishes.max_microbatch,
         "device": mesh.device.type,
     }
+    refuse_differences(mesh, mine)
+
+
+def refuse_differences(mesh: Mesh, mine: dict[str, Any]) -> None:
+    """Compares values under the same names on all ranks. Raises: LaunchError, on every rank, for the first difference.
+
+    Collective: all ranks, one JSON gather of a digest, and where they differ another.
+    """
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
     if len(set(mesh.gather_json(digest))) == 1:
         return
@@ -95,8 +110,16 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         differing = [name for name in mine if other[name] != told[0][name]]
         if differing:
             name = differing[0]
+            theirs, first = _apart(other[name], told[0][name]), _apart(told[0][name], other[name])
             raise LaunchError(
-                given=f"rank {rank} on {other['host']}: {name} = {str(other[name])[:200]}",
-                conflict=f"rank 0 on {told[0]['host']} has {name} = {str(told[0][name])[:200]}",
+                given=f"rank {rank} on {other['host']}: {name} = {str(theirs)[:200]}",
+                conflict=f"rank 0 on {told[0]['host']} has {name} = {str(first)[:200]}",
                 remedy="start every rank with the same files, versions and arguments",
             )
+
+
+def _apart(value: Any, beside: Any) -> Any:
+    """Of a mapping the entries that another has not; anything else whole."""
+    if not isinstance(value, dict) or not isinstance(beside, dict):
+        return value
+    return {key: _apart(one, beside.get(key)) for key, one in value.items() if beside.get(key) != one}

@@ -37,7 +37,7 @@ from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
 from shoal.training.engine import Engine, Options, build
 from shoal.training.metering import StepMeter
-from shoal.training.preflight import judged, shake_hands
+from shoal.training.preflight import judged, refuse_other_grains, shake_hands
 from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -93,6 +93,7 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
     found = request.judged or decided_by_rank_0(mesh, Judged, lambda: judged(job, request.plan, most))
     if mesh.rank == 0:
         _warn(job, request, unprepared)
+    together(mesh, lambda: refuse_other_grains(found, job))
     loaded = replace(call.loaded, job=together(mesh, lambda: opened(job)))
     shake_hands(mesh, loaded, request)
     return found.plan, replace(call, loaded=loaded, notes=found.notes)
@@ -140,6 +141,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
     key_of(environment)  # or it was not shoal's launcher, which has judged the plan
     assert request.judged is not None, "a request for servers is looked at"
     plan, call = request.judged.plan, replace(call, notes=request.judged.notes)
+    refuse_other_grains(request.judged, job)
     if environment.rank == 0:
         _warn(job, request, unprepared=False)
     if take_part(job, plan, environment):
@@ -180,7 +182,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             if first < num_steps:
                 engine.rehearse()
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
-            outcome, served = _trained(engine, (state, num_steps), around, records, crew)
+            with contextlib.closing(records):
+                outcome, served = _trained(engine, (state, num_steps), around, records, crew)
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
             result.write_failed(as_shoal_error(caught))

@@ -150,6 +150,10 @@ class States:
     def _per_element(self) -> float:
         return self.profile.state_bytes_per_element + self.program.master_bytes
 
+    def _per_gradient(self, plan: Plan) -> float:
+        given = self.program.gradient_bytes
+        return ITEMSIZE[plan.precision.reduce] if given is None else given
+
     def bytes(self, plan: Plan, held: Held, size: StageSize, microbatches: int, *, on_cpu: bool) -> _Bytes:
         """Bytes by category of a rank with these units."""
         if not plan.shards_model:
@@ -171,7 +175,7 @@ class States:
         layout, shard, precision = plan.layout, plan.shard, plan.precision
         trained = size.trainable / layout.shard
         if not plan.shards_model:
-            summed = size.trainable * (self.program.gradient_bytes or ITEMSIZE[precision.reduce])
+            summed = size.trainable * self._per_gradient(plan)
             return size.parameter_bytes + summed + self._per_element * trained
         widths = precision.parameters, precision.reduce
         key = held, layout.shard, layout.tensor, widths, shard.level, shard.reduce, microbatches > 1
@@ -184,8 +188,7 @@ class States:
     def _whole(self, plan: Plan, held: Held, size: StageSize, *, on_cpu: bool) -> _Bytes:
         program = self.program
         gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
-        per_gradient = program.gradient_bytes or ITEMSIZE[plan.precision.reduce]
-        summed, trained = size.trainable * per_gradient, size.trainable / plan.layout.shard
+        summed, trained = size.trainable * self._per_gradient(plan), size.trainable / plan.layout.shard
         if program.own_buckets:
             compresses = plan.collectives.compression != "none" and plan.layout.world_size > 1
             native = plan.collectives.all_reduce == "native"

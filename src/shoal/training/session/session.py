@@ -24,10 +24,11 @@ from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute
 from shoal.plans import AXES, Plan
 from shoal.plans.conflicts import idle
-from shoal.plans.legal import ModelFacts
+from shoal.plans.legal import ModelFacts, conflicts, refuse
 from shoal.plans.resolve import Judged, Wishes, apply_wishes, judge
 from shoal.plans.unheeded import unheeded, warn_of
 from shoal.training.evaluation import Evaluator
+from shoal.training.preflight import refuse_differences
 from shoal.training.session.loop import Loop, SessionStep
 from shoal.training.session.prepared import Prepared
 from shoal.training.session.reading import open_loader
@@ -59,6 +60,7 @@ class Session:
         wishes = Wishes(devices=None if plan else environment.world_size, exact=exact, precision=precision)
         plan = apply_wishes(plan or Plan(), wishes, from_file=False)
         self.replay = Replay.told(os.environ)
+        refuse(conflicts(plan))
         if environment.rank == 0 and not self.replay:
             warn_of(idle(plan))
             warn_of(self._job.without_effect())
@@ -72,6 +74,7 @@ class Session:
         with contextlib.ExitStack() as opened:
             self.mesh = opened.enter_context(open_mesh(environment, plan.degrees))
             facts = ModelFacts(self._job.grains, self._job.grain_size)  # its model comes later
+            refuse_differences(self.mesh, {"plan": plan.to_mapping(), "job": self._job.describe()})
             self.plan = decided_by_rank_0(self.mesh, Judged, lambda: judge(plan, facts)).plan
             self._exit = opened.pop_all()
         self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
