@@ -164,7 +164,7 @@ def test_one_process_asked_twice_stops_at_once(tmp_path: Path) -> None:
 def test_asked_to_stop_before_it_has_begun(number: int, devices: int, undisturbed: Ended, tmp_path: Path) -> None:
     """While torch is being imported, the longest part of a start: the first step is then not begun."""
     out = tmp_path / "run"
-    with start(Run(JOB, out, devices, True)) as started:
+    with start(Run(JOB, out, devices, True, fresh=True)) as started:
         started.until(lambda: importing_torch(started) == devices, "the import of torch")
         started.send(number)
         ended = started.wait().expect(75)
