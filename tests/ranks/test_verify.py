@@ -12,6 +12,7 @@ from tests.conformance.cases import job as small
 from tests.launching import JOBS, Ended, Gate, Run, run, start_command
 
 import shoal
+from shoal.errors import SettingWarning
 from shoal.verification import judge
 
 pytestmark = pytest.mark.ranks
@@ -63,6 +64,13 @@ def test_mistakes_in_the_users_own_code(job: str, code: int, said: str, tmp_path
     assert ended.code == code, ended.output
     assert said in ended.output
     assert "Traceback" not in ended.output
+
+
+def test_a_setting_without_effect_is_told_of() -> None:
+    plan = shoal.Plan().with_sections(layout={"data": 2}, precision={"loss_scale": "dynamic"})
+    with pytest.warns(SettingWarning, match=r"precision\.loss_scale = 'dynamic' has no effect") as told:
+        assert shoal.verify(small(), plan, steps=1).verified
+    assert [warning.filename for warning in told] == [__file__]
 
 
 def test_a_launcher_is_refused(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from shoal.errors import JobError
 from shoal.job import Job
+from shoal.plans.conflicts import idle
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import complete
+from shoal.plans.unheeded import warn_of
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, at_least_one, judge_traces
 from shoal.verification.traced_run import left_out
@@ -30,6 +32,7 @@ def verify(job: Job, plan: Plan, steps: int = 3) -> Verdict:
         )
     at_least_one("steps", steps)
     notes = left_out(plan)
+    warn_of(idle(plan))
     complete_plan = complete(plan.uncompressed, job.grains, job.grain_size)
     with tempfile.TemporaryDirectory(prefix="shoal-verify-") as name:
         folder = Path(name)
