@@ -123,6 +123,7 @@ def measure(job: shoal.Job, blocks: int) -> dict[str, list[Seconds]]:
         turns = InTurn({"leanest": bare(job, by_number(job)), "ordinary": bare(job, loaded(job))})
         num_steps = (blocks + 1) * (UNCOUNTED + BLOCK)
         engine.trainer(None, num_steps, Surroundings(lambda text: None, turns, lambda: False), writer).train()
+        writer.close()
         engine.close()
     return {name: seconds[1:] for name, seconds in turns.found.items()}
 

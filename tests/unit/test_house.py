@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
+from tests.unit import words
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "shoal"
@@ -167,6 +168,7 @@ RULES: list[Rule] = [
     unsafe_loads,
     text_run_as_code,
     shells,
+    *words.RULES,
 ]
 
 VIOLATIONS = [
@@ -192,6 +194,7 @@ VIOLATIONS = [
     (shells, "import subprocess\nsubprocess.run('ls', shell=True)"),
     (shells, "from subprocess import Popen\nPopen('ls', shell=flag)"),
     (shells, "import os\nos.system('ls')"),
+    *words.VIOLATIONS,
 ]
 
 INNOCENT = [
@@ -204,6 +207,7 @@ INNOCENT = [
     (unsafe_loads, "import torch, json\ntorch.load(path, weights_only=True)\njson.load(file)\nmodel.load(path)"),
     (text_run_as_code, "model.eval()\nself.exec(action)\n'eval(x)'"),
     (shells, "import subprocess\nsubprocess.run(['ls'], shell=False)"),
+    *words.INNOCENT,
 ]
 
 

@@ -144,7 +144,3 @@ class StepRecords:
                 raise told from error
         assert self._evaluated is not None, "just now, or before"
         return Outcome(status, state, *self._evaluated[1:], self._step_seconds, unsaved)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._writer.close()

@@ -49,20 +49,17 @@ class Trainer:
         """
         parts = self._parts
         parts.model.train()
+        if parts.job.on_nonfinite == "rollback" and self.state.step == 0:
+            parts.keeper.save(self.state, wait=True)
         try:
-            if parts.job.on_nonfinite == "rollback" and self.state.step == 0:
-                parts.keeper.save(self.state, wait=True)
-            try:
-                status = self._steps()
-            except Exception as error:
-                told = as_shoal_error(error)
-                parts.keeper.rescue(told, self.state, self._torn)
-                self._records.write()  # the last good step's, of which the other ranks' measures are still to come
-                raise told from error
-            self._records.write(agree(self._mesh, Report(measures=self._measures)))
-            return self._records.conclude(self.state, status)
-        finally:
-            self._records.close()
+            status = self._steps()
+        except Exception as error:
+            told = as_shoal_error(error)
+            parts.keeper.rescue(told, self.state, self._torn)
+            self._records.write()  # the last good step's, of which the other ranks' measures are still to come
+            raise told from error
+        self._records.write(agree(self._mesh, Report(measures=self._measures)))
+        return self._records.conclude(self.state, status)
 
     @property
     def _torn(self) -> str | None:

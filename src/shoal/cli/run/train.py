@@ -93,8 +93,12 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
     found = request.judged or decided_by_rank_0(mesh, Judged, lambda: judged(job, request.plan, most))
     if mesh.rank == 0:
         _warn(job, request, unprepared)
-    together(mesh, lambda: refuse_other_grains(found, job))
-    loaded = replace(call.loaded, job=together(mesh, lambda: opened(job)))
+
+    def own() -> Job:
+        refuse_other_grains(found, job)
+        return opened(job)
+
+    loaded = replace(call.loaded, job=together(mesh, own))
     shake_hands(mesh, loaded, request)
     return found.plan, replace(call, loaded=loaded, notes=found.notes)
 

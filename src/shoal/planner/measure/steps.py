@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import tempfile
 from collections.abc import Iterator
@@ -62,7 +63,8 @@ def _measured(job: Job, mesh: Mesh, count: int) -> list[float]:
         with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:  # records and meter, as in a run
             meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, [])
             records = RecordWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)
-            outcome = engine.trainer(None, _WARM_UP + count, around, records).train()
+            with contextlib.closing(records):
+                outcome = engine.trainer(None, _WARM_UP + count, around, records).train()
     finally:
         meter.close()
         engine.close()

@@ -97,7 +97,6 @@ class Conductor:
             status = self._steps()
         finally:
             self._records.write()
-            self._records.close()
         self.servers.fetch(optimizer=True)
         return self._records.conclude(self.state, status)
 

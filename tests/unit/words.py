@@ -1,0 +1,91 @@
+"""Rules on the words of docstrings, for test_house.py, and what each of them finds and passes."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+
+# What opens a sentence whose subject is no noun; a label before it ("Loader: what ...") changes nothing in that.
+PRONOUNS = r"what|who|whom|whose|it|he|she|they|we|you|this one|these|those|that|everything|something|all that"
+QUESTIONS = rf"{PRONOUNS}|how|where|which|whether|why|when|so many"
+PARTICIPLES = r"found|told|held|kept|made|given"
+
+Rule = Callable[[str], list[str]]
+
+
+# ------------------------------------------------------------------------------------------------ rules on one module
+
+
+def _first_sentence(docstring: str) -> str:
+    paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?]) (?=[A-Z`])", paragraph)[0]
+
+
+def _docstrings(source: str) -> Iterator[tuple[str, str, str, bool]]:
+    """(kind, name, first sentence, whether all of the name is public) of each docstring."""
+
+    def within(node: ast.AST, prefix: str, public: bool) -> Iterator[tuple[str, str, str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                name, shown = prefix + child.name, public and not child.name.startswith("_")
+                kind = "class" if isinstance(child, ast.ClassDef) else "function"
+                if text := ast.get_docstring(child):
+                    yield kind, name, _first_sentence(text), shown
+                yield from within(child, f"{name}.", shown and kind == "class")
+            else:
+                yield from within(child, prefix, public)
+
+    tree = ast.parse(source)
+    if text := ast.get_docstring(tree):
+        yield "module", "module", _first_sentence(text), True
+    yield from within(tree, "", True)
+
+
+def openings_without_a_noun(source: str) -> list[str]:
+    """First sentences of public docstrings that begin with a pronoun or a question instead of the thing's name."""
+    found = []
+    for kind, name, sentence, public in _docstrings(source):
+        words = PRONOUNS if kind == "function" else QUESTIONS
+        label = r"(?:[^:.]{1,40}: )?" if kind == "module" else ""
+        if public and re.match(rf"{label}(?:{words})\b", sentence, re.IGNORECASE):
+            found.append(f"{name}: {sentence}")
+    return found
+
+
+def participles_as_nouns(source: str) -> list[str]:
+    """First sentences whose subject is a participle: the kept, found of one, told by another."""
+    subject = rf"(?:(?:the|a|an|all|any|each|every|no) )?(?:{PARTICIPLES})\b"
+    verb = r"(?= (?:of|by|in|on|at|to|from|for|with|is|are|was|were|has|have|and|that|which)\b|[,:.]|$)"
+    return [
+        f"{name}: {sentence}"
+        for _, name, sentence, _ in _docstrings(source)
+        if re.match(subject + verb, sentence, re.IGNORECASE)
+    ]
+
+
+RULES: list[Rule] = [openings_without_a_noun, participles_as_nouns]
+
+VIOLATIONS = [
+    (openings_without_a_noun, '"""Loader: what a rank reads."""'),
+    (openings_without_a_noun, '"""Roles: which process is what."""'),
+    (openings_without_a_noun, '"""How a model is cut. A list."""'),
+    (openings_without_a_noun, '"""It reads a file."""'),
+    (openings_without_a_noun, 'class A:\n    """What a rank holds."""'),
+    (openings_without_a_noun, 'class A:\n    """So many steps."""'),
+    (openings_without_a_noun, 'class A:\n    class B:\n        """Those of a session."""'),
+    (openings_without_a_noun, 'class A:\n    def f(self):\n        """What is sent."""'),
+    (openings_without_a_noun, 'if x:\n    def f():\n        """This one is told."""'),
+    (participles_as_nouns, '"""The kept of a step."""'),
+    (participles_as_nouns, 'class A:\n    """Found by a search."""'),
+    (participles_as_nouns, 'def _f():\n    """Given."""'),
+    (participles_as_nouns, 'def f():\n    """All told are sent."""'),
+    (participles_as_nouns, 'def f():\n    """Each held, in order."""'),
+]
+
+INNOCENT = [
+    (openings_without_a_noun, '"""Loaders: microbatches of a rank. What it reads is theirs.\n\nIt is one."""'),
+    (openings_without_a_noun, '"""Whatever: a word. It is one."""\nclass _A:\n    """What is private."""'),
+    (openings_without_a_noun, 'def f():\n    """Whether it is one."""\ndef g():\n    """How many there are."""'),
+    (openings_without_a_noun, 'def f():\n    """A closure."""\n    def g():\n        """What is inside."""'),
+    (participles_as_nouns, '"""The given plan, found by a search. Kept."""\n"""Found by no docstring."""'),
+    (participles_as_nouns, 'def f():\n    """Ranks that were found."""\n    return "Found of it."'),
+]
