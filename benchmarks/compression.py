@@ -98,12 +98,13 @@ def job(task: str, **settings: Any) -> Any:
 def planned(made: Any, row: Row) -> Any:
     """Two data ranks."""
     import shoal
-    from shoal.plans.resolve import complete
 
     sections: dict[str, dict[str, Any]] = {"layout": {"data": 2}, "collectives": {"compression": row.scheme}}
     if row.scheme != "none":
         sections["compression"] = {"guard_every": GUARD_EVERY, **row.options}
-    return complete(shoal.Plan().with_sections(**sections), made.grains, made.grain_size)
+    from shoal.training.preflight import judged
+
+    return judged(made, shoal.Plan().with_sections(**sections)).plan
 
 
 def train(task: str, name: str, seed: int, folder: Path) -> Cell:
@@ -120,7 +121,7 @@ def train(task: str, name: str, seed: int, folder: Path) -> Cell:
 
 def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
     from shoal.distributed.mesh import open_mesh
-    from shoal.plans.accounting.compressed import payload
+    from shoal.plans.accounting.all_reduce import compressed_calls
     from shoal.training.computation import MicrobatchPolicy
     from shoal.training.engine import Options, build
     from shoal.training.metering import Shares, StepMeter, describe, predicted
@@ -141,11 +142,16 @@ def _rank(made: Any, plan: Any, folder: Path, environment: Any) -> None:
             if mesh.rank:
                 return
             compared = [r.compression for r in records if r.compression]
-            whole = step.gradients.numel * step.gradients.reduce_itemsize
+            payload = step.gradients.numel * step.gradients.reduce_itemsize
+            if plan.collectives.compression != "none":
+                buckets = [[step.gradients.parameters[i].shape for i in group] for group in step.gradients.groups]
+                payload = sum(
+                    call.numel * call.itemsize for shapes in buckets for call in compressed_calls(plan, shapes)
+                )
             told = {
                 "eval_loss": outcome.metrics.get("loss", outcome.metrics.get("bits_per_byte")),
                 "eval_accuracy": outcome.metrics["accuracy"],
-                "payload_bytes": payload(step.gradients, plan) if plan.collectives.compression != "none" else whole,
+                "payload_bytes": payload,
                 "traffic": (meter.to_json() or {})["traffic"],
                 "predicted": predicted(plan, step, mesh.rank)["traffic"],
                 "num_compared": len(compared),

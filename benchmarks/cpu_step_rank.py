@@ -24,10 +24,10 @@ from benchmarks.step_time_rank import ENDLESS, Turns
 from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.launch.environment import joined
-from shoal.plans.resolve import complete
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
 from shoal.training.optimizer_step import fused
+from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -182,7 +182,7 @@ def shoal_training(name: str, turns: Turns, options: argparse.Namespace) -> None
     execution = {"exact": options.exact, "channels_last": options.channels_last}
     sections = {"layout": {options.axis: environment.world_size}, "execution": execution}
     plan = shoal.Plan().with_sections(**sections, collectives={"all_reduce": options.all_reduce})
-    plan = complete(plan, job.grains, job.grain_size)
+    plan = judged(job, plan).plan
     with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.degrees) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder)))
         writer = RecordWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)

@@ -35,9 +35,9 @@ from benchmarks import small_jobs
 from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.launch.environment import Environment
-from shoal.plans.resolve import complete
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
+from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -116,7 +116,7 @@ class InTurn:
 
 def measure(job: shoal.Job, blocks: int) -> dict[str, list[Seconds]]:
     """Seconds of a step in each block, of the trainer's and of the bare loops'; the first blocks are left out."""
-    plan = complete(shoal.Plan(), job.grains, job.grain_size)
+    plan = judged(job, shoal.Plan()).plan
     with tempfile.TemporaryDirectory() as folder, open_mesh(Environment(), plan.degrees) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder)))
         writer = RecordWriter(Path(folder) / "records.jsonl")

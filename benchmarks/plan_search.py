@@ -29,12 +29,11 @@ from benchmarks.small_jobs import adamw, continued
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import shoal
 from models import GPT
+from shoal.planner.answer.answer import question
 from shoal.planner.answer.outlook import curve
-from shoal.planner.answer.question import question
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.choice import choose
-from shoal.plans.plan import Plan
-from shoal.plans.words import described
+from shoal.plans.plan import Plan, described
 
 RESULTS = Path(__file__).resolve().parent / "results" / "plan_search.json"
 # Devices and grains.

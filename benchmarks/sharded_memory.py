@@ -31,10 +31,10 @@ from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, return_freed_memory
 from shoal.launch.environment import Environment
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import complete
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine, Options, build
 from shoal.training.metering import Shares, StepMeter, describe, predicted
+from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.verification.forked import forked
@@ -142,7 +142,7 @@ def measure(level: str, ranks: int, lean: bool) -> list[dict[str, Any]]:
 
     def work(environment: Environment) -> None:
         jobs = job(layers=2, width=64), job()
-        plans = [complete(whole, made.grains, made.grain_size) for made in jobs]
+        plans = [judged(made, whole).plan for made in jobs]
         prepare_process(exact=False, num_threads=1)
         if lean:
             return_freed_memory()

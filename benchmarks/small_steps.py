@@ -32,13 +32,12 @@ import torch
 
 from shoal.cli.bench import busy_seconds
 from shoal.hardware.fastest_all_reduce import all_reduce_here
-from shoal.planner.answer.question import question
+from shoal.planner.answer.answer import question
 from shoal.planner.calibrate.comparison import PARTS
 from shoal.planner.measure.clock import sample
 from shoal.planner.measure.probes import probes
 from shoal.planner.predict.step_time import Predictor
-from shoal.plans.plan import Plan
-from shoal.plans.toml import write
+from shoal.plans.plan import Plan, plan_text
 from shoal.runs.job_file import load, parse_target
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +102,7 @@ def trial(name: str, layout: str) -> tuple[list[dict[str, Any]], float]:
     (job, *settings), steps = JOBS[name]
     with tempfile.TemporaryDirectory() as folder:
         out, file = Path(folder) / "run", Path(folder) / "plan.toml"
-        file.write_text(write(plan_of(layout)), encoding="utf-8")
+        file.write_text(plan_text(plan_of(layout)), encoding="utf-8")
         command = [sys.executable, "-m", "shoal", "run", f"benchmarks/small_jobs.py:{job}", "--plan", str(file)]
         command += ["--steps", str(steps), "--out", str(out)]
         command += [text for setting in settings for text in ("--set", setting)]

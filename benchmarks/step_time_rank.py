@@ -32,9 +32,10 @@ from models import GPT, LeNet
 from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.launch.environment import joined
-from shoal.plans.resolve import Wishes, apply_wishes, complete
+from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
+from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -115,7 +116,7 @@ def shoal_training(name: str, turns: Turns) -> None:
     environment = joined(os.environ)
     assert environment is not None
     job = lenet_job.job(batch=256, eval_samples=256) if name == "lenet" else gpt_job.job(batch=32, steps=1000)
-    plan = complete(apply_wishes(shoal.Plan(), Wishes(devices=2), from_file=False), job.grains, job.grain_size)
+    plan = judged(job, apply_wishes(shoal.Plan(), Wishes(devices=2), from_file=False)).plan
     with tempfile.TemporaryDirectory() as folder, open_mesh(environment, plan.degrees) as mesh:
         engine = build(job, plan, mesh, Options(Path(folder)))
         writer = SwitchedWriter(Path(folder) / "records.jsonl" if mesh.rank == 0 else None)

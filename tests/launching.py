@@ -95,13 +95,14 @@ class Run:
     cwd: Path | None = None
     launcher: tuple[str, ...] = ("-m", "shoal")
     fresh: bool = False
+    restarts: int = 0  # of lost ranks: most tests are about how a run ends
 
     @property
     def command(self) -> list[str]:
         devices = () if self.devices is None else ("--devices", str(self.devices))
         settings = [text for name, value in self.settings.items() for text in ("--set", f"{name}={value}")]
         exact = ("--exact",) if self.exact else ()
-        out = ("--out", str(self.out))
+        out = ("--out", str(self.out), "--max-restarts", str(self.restarts))
         return [
             sys.executable,
             *self.launcher,

@@ -93,13 +93,13 @@ def _verified(row: Row, sections: Sections) -> Found:
 def _hashed(row: Row) -> Found:
     """Whether exact runs on 1, 2 and 3 processes end with the same bits."""
     import shoal
-    from shoal.plans.resolve import complete
+    from shoal.training.preflight import judged
     from shoal.verification.forked import trace_forked
 
     job, hashes, num_parameters = row.job(), {}, 0
     for ranks, kinds in ((2, ("alone", "parallel")), (3, ("parallel",))):
         plan = shoal.Plan().with_sections(layout={"data": ranks}, execution={"exact": True})
-        plan = complete(plan, job.grains, job.grain_size)
+        plan = judged(job, plan).plan
         with tempfile.TemporaryDirectory(prefix="corpus-") as name:
             trace_forked(lambda: job, plan, Path(name), STEPS)
             for kind in kinds:

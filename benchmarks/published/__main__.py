@@ -2,6 +2,7 @@
 
 python -m benchmarks.published predict --rows IN.csv --out OUT.csv [--kind ddp] [--calibration one-per-source]
 python -m benchmarks.published score --rows IN.csv --predictions OUT.csv [--kind ddp]
+python -m benchmarks.published errors --rows IN.csv --predictions OUT.csv --out src/shoal/.../published_errors.toml
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.published import errors
 from benchmarks.published import rows as published
 from benchmarks.published import score as scoring
 from benchmarks.published.predict import Answer, Predictors
@@ -20,10 +22,10 @@ from benchmarks.published.rows import Outcome, Row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one of the two commands; 0, or 2 where the rows cannot be read."""
+    """Runs one of the commands; 0, or 2 where the rows cannot be read."""
     options = _parser().parse_args(arguments)
     try:
-        return int({"predict": _predict, "score": _score}[options.command](options))
+        return int({"predict": _predict, "score": _score, "errors": _errors}[options.command](options))
     except (OSError, KeyError) as error:
         print(f"benchmarks.published: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
@@ -39,6 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     score = commands.add_parser("score", help="what predictions are worth, by source")
     score.add_argument("--rows", type=Path, required=True)
     score.add_argument("--predictions", type=Path, required=True)
+    table = commands.add_parser("errors", help="the table of errors that shoal prints error bars from")
+    table.add_argument("--rows", type=Path, required=True)
+    table.add_argument("--predictions", type=Path, required=True)
+    table.add_argument("--out", type=Path, required=True)
     for command in (predict, score):
         command.add_argument("--kind", choices=("transformers", "ddp"), default="transformers")
     return parser
@@ -96,6 +102,13 @@ def _score(options: argparse.Namespace) -> int:
     rows, predictions = published.read(options.rows), published.read(options.predictions)
     found = scoring.pairs(rows, predictions, lambda row: outcome(options.kind, row))
     print(scoring.table(scoring.score(found)))
+    return 0
+
+
+def _errors(options: argparse.Namespace) -> int:
+    rows, predictions = published.read(options.rows), published.read(options.predictions)
+    found = scoring.pairs(rows, predictions, published.outcome)
+    options.out.write_text(errors.text(found), encoding="utf-8")
     return 0
 
 

@@ -17,6 +17,7 @@ import torch
 from benchmarks.published.modules import cut_in_pairs, transformer
 from benchmarks.published.rows import Row, integer, number
 from shoal.hardware import cluster as named_cluster
+from shoal.hardware.power import capped
 from shoal.hardware.values import Cluster, Link
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.profile.profiles import profile
@@ -43,6 +44,8 @@ class Framework:
     """
 
     fused_kernels: bool = False
+    fused_loss: bool = False  # cross entropy reads logits as they are, and keeps no float32 copy
+    metrics: int = 0  # times that the loss is computed once more
     dropout: float = 0.0
     fused_attention: bool = True
     time_first: bool = False
@@ -74,7 +77,14 @@ _MEGATRON_CORE = dataclasses.replace(
     _MEGATRON,
     dropout=0.0,
     fused_attention=True,
-    program=dataclasses.replace(_MEGATRON.program, attention="flash3", scatter_messages=False),
+    program=dataclasses.replace(
+        _MEGATRON.program,
+        attention="flash3",
+        scatter_messages=False,
+        keeps_cast=True,
+        shards_context=True,  # its distributed optimizer's group is that of data and context ranks
+        overlaps_exchanges=True,  # tp_comm_overlap of Transformer Engine, and its ring of keys and values
+    ),
 )
 FRAMEWORKS = (
     ("nemo", _MEGATRON_CORE),
@@ -83,7 +93,15 @@ FRAMEWORKS = (
     ("megatron core", _MEGATRON_CORE),
     ("megatron", _MEGATRON),
     # torchtitan: fully_shard sums gradients in float32 (MixedPrecisionPolicy(reduce_dtype=torch.float32)).
-    ("torchtitan", Framework(reduce="float32")),
+    # Its selective recomputation keeps attention and every second product (torchtitan/models/llama3/parallelize.py),
+    # and its shard axis is dp_shard x cp (torchtitan/distributed/parallel_dims.py).
+    (
+        "torchtitan",
+        Framework(
+            reduce="float32",
+            program=dataclasses.replace(_USUAL, selective="alternate_products", shards_context=True),
+        ),
+    ),
     # nanotron: gradients are summed in float32 (FP32GradientAccumulator) beside DDP's buckets; a stage takes blocks
     # until the FLOPs pass its share (nanotron/models/base.py); gathered inputs are kept unless tp_recompute_allgather;
     # norm and rotation are fused kernels of flash-attn.
@@ -103,8 +121,13 @@ FRAMEWORKS = (
         ),
     ),
     # llm-foundry: FSDP keeps float32 parameters; MP=PURE sums gradients in the compute dtype, DEFAULT in float32
-    # (composer, mosaic_fsdp). Its release of these figures required flash-attn 1.0.x.
-    ("foundry", Framework(program=Program(attention="flash1", **_OTHERS), master=False)),
+    # (composer, mosaic_fsdp). Its release of these figures required flash-attn 1.0.x, whose fused cross entropy is
+    # the model's default (modeling_mpt.py: loss_fn fused_crossentropy), and which computes cross entropy and perplexity
+    # of each microbatch beside it (use_train_metrics).
+    (
+        "foundry",
+        Framework(program=Program(attention="flash1", **_OTHERS), master=False, fused_loss=True, metrics=2),
+    ),
 )
 
 
@@ -159,6 +182,8 @@ def _dimensions(row: Row) -> tuple[str, dict[str, Any]]:
         "tied": row.get("tied_embeddings") != "0",
         "fused_attention": attention != "unfused" if attention else facts.fused_attention,
         "fused_kernels": facts.fused_kernels,
+        "fused_loss": facts.fused_loss,
+        "metrics": facts.metrics,
         "time_first": facts.time_first,
         "dropout": facts.dropout,
     }
@@ -187,13 +212,10 @@ def plan(row: Row) -> Plan:
     blocks = integer(row, "n_layers")
     if layout["pipeline"] * virtual > blocks + 2:
         raise UnknownError(f"{layout['pipeline'] * virtual} stages of {blocks} blocks")
-    micro = integer(row, "micro_batch", 0) or max(
-        1, integer(row, "global_batch") // (data * integer(row, "grad_accum"))
-    )
     facts = framework(row)
     return Plan().with_sections(
         layout=layout,
-        batch={"grains_per_microbatch": micro},
+        batch={"grains_per_microbatch": microbatches(row)[0]},
         shard={"level": {1: "optimizer", 2: "gradients"}.get(stage, "parameters")},
         tensor={"sequence": row.get("sequence_parallel") in ("1", "True", "true")},
         pipeline={"schedule": "interleaved_1f1b" if virtual > 1 else "1f1b", "stages_per_rank": virtual},
@@ -203,9 +225,29 @@ def plan(row: Row) -> Plan:
     )
 
 
+def microbatches(row: Row) -> tuple[int, ...]:
+    """Samples of a microbatch that a row may mean, the fewest first: one, or where it tells none all that divide.
+
+    A rank's share is never meant as one microbatch where nothing says so: who measures a cluster takes the best.
+    """
+    told, times = integer(row, "micro_batch", 0), integer(row, "grad_accum", 0)
+    share = max(1, integer(row, "global_batch") // integer(row, "dp"))
+    if told or times:
+        return (told or max(1, share // times),)
+    return tuple(size for size in range(1, share + 1) if share % size == 0 and size & (size - 1) == 0)
+
+
 # Adam of a narrow dtype is traced with two moments of that dtype, 4 bytes; these programs keep both, and a copy of the
 # parameters, in float32: 12.
 _MASTER_BYTES = 8.0
+# DeepSpeed's reduce_bucket_size and allgather_bucket_size, each 5e8 elements of 16 bits (docs/config-json).
+_DEEPSPEED_BUCKETS = 2 * 5e8 * 2
+# DeepSpeed's ZeRO-3 of 2021 (runtime/zero/partition_parameters.py, _allgather_param): an all_gather for each parameter,
+# into a list with a tensor a rank, which torch copies one by one. That takes the host a few operators' time for each.
+_DEEPSPEED_PARAMETERS: dict[str, Any] = {"gathers_apart": True, "slice_seconds": 15e-6}
+# nanotron's runs on pipelines gather again what tensor parallelism gathered (as tp_recompute_allgather says); those
+# on one stage keep it. What its allocator holds beside the activations there: ultrascale-playbook, 362 rows.
+_NANOTRON_PIPELINE: dict[str, Any] = {"keeps_gathered": False, "pipeline_fragmentation": 0.4}
 
 
 def program(row: Row) -> Program:
@@ -213,12 +255,26 @@ def program(row: Row) -> Program:
     facts = framework(row)
     narrow = precision(row, facts).parameters != "float32"
     found = dataclasses.replace(facts.program, master_bytes=_MASTER_BYTES if narrow else 0.0, fused_optimizer=True)
+    found = dataclasses.replace(found, fuses=row.get("compile") in ("1", "True"))
     layers = {"fp8": "float8", "fp4": "float4"}.get(kind(row))
     if layers is not None:
         found = dataclasses.replace(found, layers=layers)
     if row.get("gradient_overlap") == "0":
         found = dataclasses.replace(found, overlap=False)
+    name = row.get("framework", "").lower()
+    if "deepspeed" in name and integer(row, "zero_stage", 0):
+        found = dataclasses.replace(found, buffer_bytes=_DEEPSPEED_BUCKETS)
+    if integer(row, "zero_stage", 0) == 3 and _by_deepspeed(row):
+        found = dataclasses.replace(found, **_DEEPSPEED_PARAMETERS)
+    if "nanotron" in name and integer(row, "pp") > 1:
+        found = dataclasses.replace(found, **_NANOTRON_PIPELINE)
     return found
+
+
+def _by_deepspeed(row: Row) -> bool:
+    """Whether DeepSpeed divides the parameters: Megatron-LM had no such division of its own."""
+    told = " ".join(row.get(key, "") for key in ("framework", "sharding")).lower()
+    return "fsdp" not in told and ("deepspeed" in told or "megatron" in told)
 
 
 # A row's `gpu` as the catalogue calls it.
@@ -232,12 +288,24 @@ def cluster(row: Row) -> Cluster:
     gpu, gib = row.get("gpu", ""), row.get("gpu_mem_gb", "")
     num_devices = integer(row, "n_gpus")
     per_host = min(integer(row, "gpus_per_node", 8), num_devices)
+    if gpu.upper().startswith(("GB200", "GB300")):  # told by trays of four: what they share is an NVLink domain of 72
+        per_host = max(size for size in range(1, min(72, num_devices) + 1) if num_devices % size == 0)
     hosts = -(-num_devices // per_host)
     found = named_cluster(f"{hosts}x{per_host}x{device_name(gpu, gib)}")
+    watts = cap(row)
+    if watts is not None and found.device.watts is not None and watts < found.device.watts:
+        found = dataclasses.replace(found, device=capped(found.device, watts))
     gbps = number(row, "inter_node_gbps_per_node")
     if gbps and found.between is not None:
         found = dataclasses.replace(found, between=_at_rate(found.between, gbps))
     return found
+
+
+def cap(row: Row) -> float | None:
+    """The power limit in watts that a row tells of its devices, None where it tells none."""
+    told = " ".join(row.get(key, "") for key in ("gpu", "notes", "framework"))
+    found = re.search(r"\b(\d{3,4}) ?W(?:atts?)?\b", told)
+    return float(found[1]) if found else None
 
 
 def device_name(gpu: str, gib: str) -> str:
@@ -248,6 +316,8 @@ def device_name(gpu: str, gib: str) -> str:
         return f"A100-{'40' if gib == '40' else '80'}-{form}"
     if family == "V100":
         return f"V100-SXM2-{'16' if gib == '16' else '32'}"
+    if family == "P100":
+        return "P100-PCIe" if form == "PCIE" else "P100-SXM2"
     if family != "H100":
         return family
     if _NVL.search(gpu):

@@ -54,6 +54,7 @@ class Dimensions:
     fused_kernels: bool = False
     fused_loss: bool = False
     float_logits: bool = True  # the loss is computed from float32 logits
+    metrics: int = 0  # times that a step computes the loss once more, to print it
     token_types: int = 0
     time_first: bool = False  # [T, B, hidden] inside, as Megatron-LM has it: unfused attention then copies less
     head: Literal["tokens", "span", "masked"] = "tokens"
@@ -265,6 +266,9 @@ def _loss(d: Dimensions, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         return total, 2 * ids.shape[0]
     ids, targets, *picked = batch
     logits, targets = model(ids, *picked).flatten(0, -2), targets.flatten()
+    with torch.no_grad():
+        for _ in range(d.metrics):
+            F.cross_entropy(logits.float(), targets)
     if d.fused_loss:
         return CrossEntropy.apply(logits, targets).sum(), targets.numel()
     logits = logits.float() if d.float_logits else logits

@@ -8,6 +8,7 @@ from benchmarks.published import describe
 from benchmarks.published.rows import Row
 from shoal.errors import ShoalError
 from shoal.planner.predict.step_time import Predictor
+from shoal.plans.plan import Plan
 
 GIB = 1 << 30
 
@@ -35,19 +36,43 @@ class Predictors:
             return self._answer(row)
         except (describe.UnknownError, ShoalError) as error:
             return Answer(note=str(error).splitlines()[0])
+        except (ValueError, ArithmeticError, LookupError, RuntimeError, TypeError) as error:  # of this row alone
+            return Answer(note=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
     def _answer(self, row: Row) -> Answer:
         work, plan, cluster, program = self._described(row)
-        key = repr((id(work.profile), work.global_batch, work.num_grains, cluster.name, cluster.between, program))
+        key = repr(
+            (
+                id(work.profile),
+                work.global_batch,
+                work.num_grains,
+                cluster.name,
+                cluster.device.name,
+                cluster.between,
+                program,
+            )
+        )
         if key not in self._known:
             self._known[key] = Predictor(work, cluster, program)
+        plan, chosen = self._best(self._known[key], plan, row)
         found = self._known[key].predict(plan)
         largest = sorted(found.terms.items(), key=lambda term: -term[1])[:3]
         told = ", ".join(f"{name} {100 * seconds / found.step_seconds:.0f} %" for name, seconds in largest if seconds)
+        told += f"; {chosen}" if chosen else ""
         # Most sources print what torch's allocator counts, without the driver's and the library's own memory.
         apart = 0.0 if "nvidia-smi" in row.get("mem_def", "") else found.memory["reserved"]
         peak = self._known[key].first_bytes(plan) if "rank-0" in row.get("mem_def", "") else found.peak_bytes
         return Answer(found.step_seconds, (peak - apart) / GIB, found.fits, told)
+
+    def _best(self, predictor: Predictor, plan: Plan, row: Row) -> tuple[Plan, str]:
+        """The plan with the fastest microbatch that fits, of those that a row may mean; and what was chosen."""
+        sizes = describe.microbatches(row) if self._kind == "transformers" else ()
+        if len(sizes) < 2:
+            return plan, ""
+        plans = [plan.with_sections(batch={"grains_per_microbatch": size}) for size in sizes]
+        fitting = [one for one in plans if predictor.predict(one).fits] or plans[:1]
+        best = min(fitting, key=lambda one: predictor.predict(one).step_seconds)
+        return best, f"the best microbatch, {best.batch.grains_per_microbatch}, since the row tells none"
 
     def _described(self, row: Row) -> describe.Described:
         if self._kind == "ddp":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,15 +59,28 @@ def described(row: Row) -> dict[str, str]:
     return {key: value for key, value in row.items() if key not in OUTCOMES}
 
 
+class CellError(ValueError):
+    """A cell of a row has no number where one belongs."""
+
+
 def number(row: Row, key: str, otherwise: float = 0.0) -> float:
-    """A number in a row; `otherwise` where the cell is empty."""
+    """A number in a row; `otherwise` where the cell is empty. Raises: CellError."""
     text = (row.get(key) or "").strip()
-    return float(text) if text else otherwise
+    try:
+        found = float(text) if text else otherwise
+    except ValueError:
+        raise CellError(f"{key} = {text!r} is no number") from None
+    if not math.isfinite(found):
+        raise CellError(f"{key} = {text!r} is no finite number")
+    return found
 
 
 def integer(row: Row, key: str, otherwise: int = 1) -> int:
-    """A whole number in a row; `otherwise` where the cell is empty."""
-    return int(number(row, key, otherwise))
+    """A whole number in a row; `otherwise` where the cell is empty. Raises: CellError."""
+    found = number(row, key, otherwise)
+    if found != int(found) or found < 0:
+        raise CellError(f"{key} = {row.get(key)!r} is no whole number from 0 on")
+    return int(found)
 
 
 def outcome(row: Row) -> Outcome:

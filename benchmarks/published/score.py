@@ -34,9 +34,13 @@ def pairs(rows: Iterable[Row], predictions: Iterable[Row], outcome: Callable[[Ro
         prediction = told.get(row["row_id"])
         if prediction is None or row.get("trust") == "C":
             continue
+        try:
+            measured = outcome(row)
+        except published.CellError:
+            continue  # nothing to compare with
         seconds = published.number(prediction, "step_time_s") or None
         gib = published.number(prediction, "peak_mem_gib") or None
-        found.append(Pair(row, outcome(row), seconds, gib, prediction.get("fits") == "True"))
+        found.append(Pair(row, measured, seconds, gib, prediction.get("fits") == "True"))
     return found
 
 

@@ -27,6 +27,7 @@ _HOMES = {
     "Verdict": "shoal.verification",
     "verify": "shoal.verification",
     "verify_session": "shoal.verification",
+    "load": "shoal.checkpoint.weights",
     "weights_sha256": "shoal.checkpoint",
 }
 
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "cross_entropy",
+    "load",
     "mse",
     "verify",
     "verify_session",
@@ -56,6 +58,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from shoal.checkpoint import weights_sha256
+    from shoal.checkpoint.weights import load
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.numerics.losses import accuracy, cross_entropy, mse

@@ -94,7 +94,8 @@ class Job:
         iterable stream, or a callable without arguments that returns one of these.
     metrics: name -> (model, batch) -> (sum, count); evaluation divides the two sums over all samples.
     global_batch: samples in one optimizer step, whatever the number of devices.
-    grains: groups that the global batch is divided into; also the largest possible number of data ranks.
+    grains: groups that the global batch is divided into; also the largest possible number of data ranks. None: as fits
+        the job, `shoal.plans.grains.default_grains`.
     length: Epochs, Steps or Samples. schedule: multiplies every learning rate; a function of progress in [0, 1].
     clip_norm: largest global gradient norm, None for no clipping. seed: of everything random.
     collate: list of samples -> batch, torch's default where None. shuffle: a new order each epoch; None: as
@@ -102,6 +103,8 @@ class Job:
     on_nonfinite: what a NaN or infinite loss or gradient does: skip the step, rollback to the last checkpoint and go
         on without the bad step, or stop.
     fuse: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
+    watch: "accuracy:max" or "loss:min", say: after each evaluation that is better than all before it the checkpoint is
+        kept as checkpoints/best.
     Raises: JobError with every mistake at once.
     """
 
@@ -112,7 +115,7 @@ class Job:
     global_batch: int
     eval_data: Any = None
     metrics: Mapping[str, Callable[[Any, Any], Any]] = field(default_factory=dict)
-    grains: int = 8
+    grains: int | None = None
     length: Length = Epochs(1)
     schedule: Callable[[Progress], float] | None = None
     clip_norm: float | None = None
@@ -121,6 +124,7 @@ class Job:
     shuffle: bool | None = None
     on_nonfinite: Literal["skip", "rollback", "stop"] = "stop"
     fuse: bool = True
+    watch: str | None = None
 
     def __post_init__(self) -> None:
         mistakes = [m for check in (_callables, _numbers, _others) for m in check(self)]
@@ -132,9 +136,26 @@ class Job:
             )
 
     @property
+    def num_grains(self) -> int:
+        """Groups that the global batch is divided into. Raises: JobError where the job's default is not known yet."""
+        if self.grains is None:
+            raise JobError(
+                given="Job(grains=None)",
+                conflict="how many grains fit this job was not asked yet: that takes its model and a few samples",
+                remedy="write job = shoal.training.default_grains.with_grains(job), or Job(grains=8), say",
+            )
+        return self.grains
+
+    @property
     def grain_size(self) -> int:
-        """Samples in a full grain."""
-        return grain_size(self.global_batch, self.grains)
+        """Samples in a full grain. Raises: as `num_grains`."""
+        return grain_size(self.global_batch, self.num_grains)
+
+    @property
+    def watched(self) -> tuple[str, bool] | None:
+        """The metric that decides which checkpoint is the best, and whether the largest is; None for none."""
+        name, _, best = (self.watch or "").rpartition(":")
+        return (name, best == "max") if self.watch is not None else None
 
     def without_effect(self) -> list[str]:
         """The settings that have no effect, a sentence each."""
@@ -142,7 +163,9 @@ class Job:
         if self.metrics and self.eval_data is None:
             names = ", ".join(map(str, self.metrics))
             found.append(f"metrics ({names}) have no effect: there is no eval_data to evaluate")
-        if self.grains > self.global_batch and self.grains != type(self).grains:
+        if self.watch is not None and self.eval_data is None:
+            found.append(f"watch = {self.watch!r} has no effect: there is no eval_data to evaluate")
+        if self.grains is not None and self.grains > self.global_batch:
             batch = self.global_batch
             found.append(f"grains = {self.grains}: no effect beyond {batch}, since a step has {batch} samples")
         return found
@@ -197,6 +220,8 @@ def _is_int(value: Any) -> bool:
 def _numbers(job: Job) -> Iterator[Mistake]:
     for name in ("global_batch", "grains"):
         value = getattr(job, name)
+        if name == "grains" and value is None:
+            continue
         if not _is_int(value) or value < 1:
             yield f"{name}={value!r}", f"{name} counts at least one", f"write {name}=8, say"
     if not _is_int(job.seed) or job.seed < 0:
@@ -219,6 +244,10 @@ def _others(job: Job) -> Iterator[Mistake]:
         yield "train_data=None", "a step needs samples", "give a dataset or a function that returns one"
     if job.on_nonfinite not in ("skip", "rollback", "stop"):
         yield f"on_nonfinite={job.on_nonfinite!r}", "the policies are skip, rollback and stop", 'write "stop", say'
+    known = ["loss", *job.metrics] if isinstance(job.metrics, Mapping) else ["loss"]
+    if job.watch is not None and job.watch not in [f"{name}:{best}" for name in known for best in ("min", "max")]:
+        wanted = f"a metric ({', '.join(known)}) and which is best, min or max"
+        yield f"watch={job.watch!r:.60}", f"watch names {wanted}", f'write watch="{known[-1]}:max", say'
     for name in ("shuffle", "fuse"):
         value = getattr(job, name)
         if not isinstance(value, bool) and not (name == "shuffle" and value is None):

@@ -1,6 +1,7 @@
 """Published rows: predicted from what describes them alone, and scored by source."""
 
 import csv
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.published import describe, modules, score
 from benchmarks.published import rows as published
 from benchmarks.published.__main__ import main
+from benchmarks.published.errors import text as errors_table
 from benchmarks.published.predict import Predictors
 
 from shoal.planner.profile.engine_pairs import as_engine
@@ -207,3 +209,72 @@ def test_the_curve_over_devices():
     rows = [row("1", 1, 8.0), row("2", 2, 4.0), row("3", 4, 4.0)]
     found = scored(rows, [prediction("1", 8.0), prediction("2", 4.0), prediction("3", 2.0)])
     assert found["a"]["efficiency error"] == "25.0 points"  # right on 2, 100 % instead of 50 % on 4
+
+
+def test_a_row_without_a_microbatch_means_the_best_one(predictors):
+    told = {**published.described(LLAMA[0]), "grad_accum": ""}
+    share = int(told["global_batch"]) // int(told["dp"])
+    each = {size: predictors.answer({**told, "micro_batch": str(size)}) for size in (1, 2, 4, 8, 16, share)}
+    found = predictors.answer({**told, "micro_batch": ""})
+    fitting = [answer.seconds for answer in each.values() if answer.fits]
+    assert found.seconds == min(fitting)
+    assert not each[share].fits
+    assert "the best microbatch" in found.note
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "note"),
+    [
+        ("hidden", "1,024", "hidden = '1,024' is no number"),
+        ("n_gpus", "8.5", "no whole number"),
+        ("global_batch", "nan", "no finite number"),
+        ("n_heads", "7", ""),
+        ("dp", "0", ""),
+        ("gpu", "Abacus", "Abacus"),
+    ],
+)
+def test_a_bad_cell_ends_one_rows_prediction_with_its_reason(column, text, note, predictors):
+    answer = predictors.answer({**published.described(GPT[0]), column: text})
+    assert answer.seconds is None
+    assert note.lower() in answer.note.lower()
+    assert answer.note
+    assert predictors.answer(published.described(GPT[0])).seconds is not None
+
+
+def test_a_capped_device_is_read_from_its_row():
+    row = {**published.described(LLAMA[0]), "gpu": "H100-SXM-96GB-HBM2e", "notes": "power limit 500W"}
+    assert describe.cluster(row).device.watts == 500
+    assert describe.cluster({**row, "notes": "700 W"}).device.watts == 700
+
+
+@pytest.mark.parametrize(("devices", "hosts"), [("64", 1), ("128", 2), ("8", 1)])
+def test_trays_share_a_domain(devices, hosts):
+    row = {**published.described(LLAMA[0]), "gpu": "GB300", "gpus_per_node": "4", "n_gpus": devices}
+    assert describe.cluster(row).num_hosts == hosts
+
+
+def pair(ratio: float, **changes: str) -> score.Pair:
+    row = {**LLAMA[0], **changes}
+    return score.Pair(row, published.Outcome(ratio, None, True), 1.0, None, True)
+
+
+def test_the_table_of_errors_has_nine_of_ten_rows_and_counts_those_beyond_twice():
+    found = [pair(1.0 + number / 100) for number in range(20)] + [pair(2.5)] * 3
+    of_all = next(one for one in tomllib.loads(errors_table(found))["group"] if one["family"] == "any")
+    assert (of_all["rows"], of_all["beyond"]) == (20, 3)
+    assert (of_all["low"], of_all["high"]) == (1.02, 1.17)
+    assert "group" not in tomllib.loads(errors_table(found[:5]))
+
+
+@pytest.mark.slow
+def test_the_table_of_errors_is_of_these_predictions(tmp_path):
+    """Every row is predicted anew: whoever changes a prediction writes the table again."""
+    files = ["--rows", str(DATA), "--predictions", str(tmp_path / "out.csv")]
+    assert main(["predict", "--rows", str(DATA), "--out", str(tmp_path / "out.csv")]) == 0
+    assert main(["errors", *files, "--out", str(tmp_path / "errors.toml")]) == 0
+    kept = ROOT / "src" / "shoal" / "planner" / "predict" / "published_errors.toml"
+    found, expected = (tomllib.loads(path.read_text())["group"] for path in (tmp_path / "errors.toml", kept))
+    for one, other in zip(found, expected, strict=True):
+        assert one == {
+            key: pytest.approx(value, abs=0.01) if key in ("low", "high") else value for key, value in other.items()
+        }

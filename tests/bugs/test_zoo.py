@@ -9,7 +9,7 @@ import pytest
 from tests.bugs.zoo import ZOO, Bug
 
 import shoal
-from shoal.plans.resolve import complete
+from shoal.training.preflight import judged
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 
@@ -19,7 +19,7 @@ def verdict_on(bug: Bug, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Verdi
     job = bug.job()
     axis = "shard" if "shard" in bug.sections else "data"
     plan = shoal.Plan().with_sections(layout={axis: bug.ranks}, **bug.sections)
-    plan = complete(plan, job.grains, job.grain_size)
+    plan = judged(job, plan).plan
     with monkeypatch.context() as patch:
         bug.plant(patch)
         trace_forked(lambda: job, plan, folder, 3)

@@ -192,8 +192,8 @@ def mask_by_place(patch: pytest.MonkeyPatch) -> None:
     """Dropout keyed by the place in the microbatch: every rank draws the same masks."""
     original = grain_randomness.GrainScope.__init__
 
-    def init(self: Any, seed: int, step: int, grains: Any) -> None:
-        original(self, seed, step, grains)
+    def init(self: Any, seed: int, step: int, grains: Any, **named: Any) -> None:
+        original(self, seed, step, grains, **named)
         self._indices = list(range(len(grains)))
 
     patch.setattr(grain_randomness.GrainScope, "__init__", init)
@@ -202,8 +202,8 @@ def mask_by_place(patch: pytest.MonkeyPatch) -> None:
 def mask_by_rank(patch: pytest.MonkeyPatch) -> None:
     original = grain_randomness.GrainScope.__init__
 
-    def init(self: Any, seed: int, step: int, grains: Any) -> None:
-        original(self, seed + (dist.get_rank() if dist.is_initialized() else 0), step, grains)
+    def init(self: Any, seed: int, step: int, grains: Any, **named: Any) -> None:
+        original(self, seed + (dist.get_rank() if dist.is_initialized() else 0), step, grains, **named)
 
     patch.setattr(grain_randomness.GrainScope, "__init__", init)
 

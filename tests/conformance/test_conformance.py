@@ -18,7 +18,7 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.data import pushed
 from shoal.parallel.shard import zero23
 from shoal.parallel.shard.zero1 import ShardedOptimizer
-from shoal.plans.resolve import complete
+from shoal.training.preflight import judged
 from shoal.verification.judge import Verdict, judge_traces
 
 
@@ -30,8 +30,8 @@ def applies(case: Case, use: Use) -> bool:
         return False
     if use.exact:
         return not case.sections
-    if case.slow and use.kind != "DataParallel":
-        return False
+    if case.slow and (use.kind != "DataParallel" or use.axis == "tensor"):
+        return False  # compiled: a plan with tensor ranks is refused, see tests/unit/plans/test_legal.py
     return "exact" not in case.sections.get("execution", {})
 
 
@@ -84,7 +84,7 @@ RUNS = [
 
 def verdict_on(job: shoal.Job, plan: shoal.Plan, folder: Path, steps: int) -> Verdict:
     """Traced by the chosen adapter, judged by shoal."""
-    plan = complete(plan, job.grains, job.grain_size)
+    plan = judged(job, plan).plan
     chosen().trace(job, plan, folder, steps)
     return judge_traces(job, plan, folder)
 

@@ -32,7 +32,7 @@ def test_a_second_run_in_the_directory_of_a_living_one_is_refused(tmp_path: Path
         ):
             refused = run(replace(second, environment=dict(second.environment))).expect(2)
             assert f"it is in use by pid {first.pid} on {os.uname().nodename} since" in refused.stderr
-            assert f"(shoal run {JOB} --devices 2 --out {out})" in refused.stderr
+            assert f"(shoal run {JOB} --devices 2 --out {out} --max-restarts 0)" in refused.stderr
         assert content(out) == before
         gate.open()
         ended = first.wait().expect(0)

@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.launching import GONE_WITHIN_SECONDS, JOBS, Ended, Gate, Run, Started, run, start
+from tests.launching import GONE_WITHIN_SECONDS, JOBS, Ended, Gate, Run, Started, run, start, start_command
 from tests.sharing import Shared
 from tests.usual import parametrize
+
+from shoal.launch.signals import SAME_SECONDS
 
 pytestmark = pytest.mark.faults
 
@@ -87,6 +89,62 @@ def context_switches(pid: int) -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches")))
 
 
+@parametrize(
+    ("number", "arguments"),
+    [(signal.SIGTERM, ()), (signal.SIGHUP, ()), (signal.SIGTERM, ("--workers", "1"))],
+    ids=["SIGTERM", "SIGHUP", "data workers"],
+    usual=["SIGTERM", "data workers"],
+)
+def test_the_whole_group_is_asked_to_stop(
+    number: int, arguments: tuple[str, ...], undisturbed: Ended, tmp_path: Path
+) -> None:
+    """As systemd, containers and Slurm steps do: every process gets it, and the launcher hands its own on."""
+    step = random_step(f"group {number}")
+    gate, out = Gate(tmp_path / "gate", step), tmp_path / "run"
+    wanted = Run(JOB, out, 2, True, (*CHECKPOINTS, *arguments), environment=gate.environment)
+    with start(wanted) as started:
+        started.until(lambda: gate.reached(2), "the gate")
+        for _ in range(2):
+            for pid in started.processes():
+                os.kill(pid, number)
+            time.sleep(0.1)
+        gate.open()
+        ended = started.wait().expect(75)
+    assert (ended.result["status"], ended.result["steps"]) == ("preempted", step + 1)
+    assert "Traceback" not in ended.output
+    assert_same(resume(out, 1), undisturbed)
+
+
+def test_a_hangup_is_nothing_under_nohup(undisturbed: Ended, tmp_path: Path) -> None:
+    gate, out = Gate(tmp_path / "gate", 3), tmp_path / "run"
+    command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *at_the_gate(out, gate, 2).command]
+    with start_command(command, out, gate.environment, fresh=True) as started:
+        started.until(lambda: gate.reached(2), "the gate")
+        for pid in started.processes():
+            os.kill(pid, signal.SIGHUP)
+        gate.open()
+        assert_same(started.wait().expect(0), undisturbed)
+
+
+def test_ctrl_z_stops_and_continues_all(undisturbed: Ended, tmp_path: Path) -> None:
+    gate, out = Gate(tmp_path / "gate", random_step("pause")), tmp_path / "run"
+    with start(at_the_gate(out, gate, 2)) as started:
+        started.until(lambda: gate.reached(2), "the gate")
+        everyone = [started.pid, *started.workers().values()]
+        assert len(everyone) == 3
+        started.send(signal.SIGTSTP)
+        started.until(lambda: all(state(pid) == "T" for pid in everyone), "all stopped")
+        started.send(signal.SIGCONT)
+        started.until(lambda: not any(state(pid) == "T" for pid in everyone), "all continued")
+        gate.open()
+        assert_same(started.wait().expect(0), undisturbed)
+
+
+def state(pid: int) -> str:
+    """R, S, D, T (stopped) or Z."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+
+
 @parametrize(("devices", "then"), [(3, 2), (1, 3)], usual=["3-2"])
 def test_killed_altogether(devices: int, then: int, undisturbed: Ended, tmp_path: Path) -> None:
     step = random_step(f"kill {devices}")
@@ -140,6 +198,7 @@ def test_asked_twice_it_stops_at_once(number: int, undisturbed: Ended, tmp_path:
         started.send(number)
         wait_until_handed_on(started)
         assert started.process.poll() is None
+        time.sleep(SAME_SECONDS)
         started.send(number)
         ended = started.wait().expect(130)
     assert "Traceback" not in ended.output
@@ -152,7 +211,7 @@ def test_one_process_asked_twice_stops_at_once(tmp_path: Path) -> None:
         started.until(lambda: gate.reached(1), "the gate")
         started.send(signal.SIGTERM)
         started.send(signal.SIGINT)  # one of each is a scheduler's habit, not impatience
-        time.sleep(0.2)  # the process sleeps at the gate and is to go on doing so
+        time.sleep(SAME_SECONDS + 0.2)  # the process sleeps at the gate and is to go on doing so
         assert started.process.poll() is None
         started.send(signal.SIGTERM)
         ended = started.wait().expect(130)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.distributed.collectives.base import DTYPES, OPERATIONS, Collective, Team, combine
 from shoal.distributed.collectives.choose import open_collective, open_tree
-from shoal.distributed.collectives.exact.shared_tree import SharedTreeSum
+from shoal.distributed.collectives.fixed_tree import SharedTreeSum
 from shoal.distributed.collectives.shared_memory import process_group
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.process_group import SharedGroup, open_group

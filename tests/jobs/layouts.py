@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import tiny
@@ -66,3 +67,8 @@ def stack(steps: int = 50) -> shoal.Job:
         schedule=shoal.warmup_cosine(warmup=0.2),
         clip_norm=0.5,
     )
+
+
+def watched(watch: str = "loss:max", epochs: int = 5) -> shoal.Job:
+    """The same in epochs; the best checkpoint is the one of the largest loss, say, which is an early one."""
+    return dataclasses.replace(stack(), length=shoal.Epochs(epochs), watch=watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -28,16 +29,19 @@ def trained(ids: Tensor) -> None:
 
 
 def wait_at_gate(step: int) -> None:
-    """Waits where $TEST_GATE=FOLDER:STEP:RANK says so ('all' for every rank), until FOLDER/open is there."""
-    text = os.environ.get("TEST_GATE")
-    if not text:
-        return
-    folder, at, ranks = text.rsplit(":", 2)
-    if step != int(at) or ranks not in ("all", RANK):
-        return
-    Path(folder, f"reached-{RANK}").touch()
-    while not Path(folder, "open").exists():
-        time.sleep(0.005)
+    """Waits where $TEST_GATE=FOLDER:STEP:RANK says so ('all' for every rank), until FOLDER/open is there.
+
+    Several are divided by semicolons. With $TEST_GIL it waits for ever, and holds the interpreter's lock.
+    """
+    for text in filter(None, os.environ.get("TEST_GATE", "").split(";")):
+        folder, at, ranks = text.rsplit(":", 2)
+        if step != int(at) or ranks not in ("all", RANK):
+            continue
+        Path(folder, f"reached-{RANK}").touch()
+        if os.environ.get("TEST_GIL") and not Path(folder, "open").exists():
+            ctypes.PyDLL(None).sleep(600)  # a call of C that keeps every other thread of Python from running
+        while not Path(folder, "open").exists():
+            time.sleep(0.005)
 
 
 class Gated:

@@ -20,8 +20,8 @@ import shoal
 from shoal.checkpoint.state import sha256_of
 from shoal.distributed.mesh import open_mesh
 from shoal.launch.environment import Environment
-from shoal.plans.resolve import complete
 from shoal.training.engine import Options, build
+from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.verification.forked import forked
@@ -84,7 +84,7 @@ def trained(
     job: shoal.Job, plan: dict[str, Any], folder: Path, steps: int, checkpoints: Path | None = None
 ) -> list[Trained]:
     """Trains, from the newest checkpoint where there is one, on forked ranks; what came of it on each."""
-    complete_plan = complete(shoal.Plan().with_sections(**plan), job.grains, job.grain_size)
+    complete_plan = judged(job, shoal.Plan().with_sections(**plan)).plan
 
     def work(environment: Environment) -> None:
         records: list[shoal.runs.records.StepRecord] = []

@@ -38,11 +38,12 @@ from shoal.plans.accounting.memory import (
     sharded_parameters,
 )
 from shoal.plans.layout import Layout
-from shoal.plans.resolve import complete
 from shoal.training.computation import MicrobatchPolicy
+from shoal.training.default_grains import with_grains
 from shoal.training.engine import Options, build
 from shoal.training.memory_meter import MemoryMeter
 from shoal.training.metering import MEASURED_STEPS, Shares, StepMeter, describe, predicted
+from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.verification.forked import forked
@@ -116,7 +117,7 @@ PLANS: dict[str, dict[str, Any]] = {
 def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int = 3) -> list[dict[str, Any]]:
     """Trains some steps on forked ranks; what each of them measured, and what the formulas say."""
 
-    plan = complete(shoal.Plan().with_sections(**sections), job.grains, job.grain_size)
+    plan = judged(job, shoal.Plan().with_sections(**sections)).plan
 
     def work(environment: Environment) -> None:
         around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
@@ -124,12 +125,12 @@ def measured(job: shoal.Job, sections: dict[str, Any], folder: Path, steps: int 
             meter = StepMeter()
             engine = build(job, plan, mesh, Options(telemetry=False, observer=meter))
             try:
-                wires = engine.pipeline.groups if engine.pipeline is not None else []
+                wires = engine.pipeline.messages.groups if engine.pipeline is not None else []
                 meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, wires)
                 outcome = engine.trainer(None, steps, around, RecordWriter(None)).train()
                 found = MicrobatchPolicy.from_json(outcome.state.computation or {})
                 grains = engine.order.grains(meter.step or 0)
-                shares = Shares(job.grains, grains, found.effective_grains, found.buffers)
+                shares = Shares(engine.job.num_grains, grains, found.effective_grains, found.buffers)
                 step = describe(engine.sharded_model, engine.updater.optimizer, plan, engine.precision, shares)
                 told = {"measured": meter.to_json(), "predicted": predicted(plan, step, mesh.rank)}
                 (folder / f"told-{mesh.rank}.json").write_text(json.dumps(told))
@@ -284,8 +285,8 @@ def test_what_autograd_keeps_is_what_the_plan_said(name: str, tmp_path: Path) ->
     sections, off = PLANNED[name]
     # A tensor axis takes the GPT's attention for a pair, the transformer's not.
     job = gpt() if name == "tensor" else transformer(optimizer=adamw, model=partial(Transformer, blocks=4))
-    plan = complete(shoal.Plan().with_sections(**sections), job.grains, job.grain_size)
-    work = Workload(profile_job(job, plan, device="cpu"), job.global_batch, job.grains)
+    plan = judged(job, shoal.Plan().with_sections(**sections)).plan
+    work = Workload(profile_job(job, plan, device="cpu"), job.global_batch, with_grains(job).num_grains)
     said = section(predict(plan, work, cluster(plan.degrees.world_size)), {"device_kind": "cpu"})
     for told in measured(job, {**sections, "prediction": said}, tmp_path / "ranks"):
         found, wanted = told["measured"]["memory"], told["predicted"]["memory"]

@@ -31,12 +31,11 @@ from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.parallel import base
 from shoal.parallel.base import Strategy
-from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.parallel.model_sums import whole_tensors
+from shoal.parallel.model.sharded_model import ShardedModel, whole_tensors
 from shoal.plans.grains import random_key
-from shoal.plans.resolve import complete
 from shoal.runs.records import StepRecord
 from shoal.training.engine import Options, build
+from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.verification.forked import forked
@@ -347,7 +346,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 def in_ranks(made: shoal.Job, sections: dict[str, dict[str, Any]], folder: Path) -> Trained:
     """The job on forked ranks, grain by grain."""
     plan = shoal.Plan().with_sections(**sections, batch={"grains_per_microbatch": 1})
-    plan = complete(plan, made.grains, made.grain_size)
+    plan = judged(made, plan).plan
 
     def work(environment: Environment) -> None:
         records: list[StepRecord] = []

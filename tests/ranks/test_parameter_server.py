@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,14 @@ from shoal.parallel.data.pushed import Push, ServerShard
 from shoal.plans.accounting.partition import pieces
 from shoal.plans.grains import divide, share
 from shoal.plans.plan import PrecisionSection
-from shoal.plans.resolve import complete
+from shoal.training.default_grains import with_grains
 from shoal.training.engine import Options, build, build_model
 from shoal.training.metering import array
 from shoal.training.parameter_server.channel import Channel
 from shoal.training.parameter_server.conductor import Conductor
-from shoal.training.parameter_server.members import Members
-from shoal.training.parameter_server.part import take_part
-from shoal.training.parameter_server.peers import identity
+from shoal.training.parameter_server.members import Members, identity
+from shoal.training.parameter_server.worker import take_part
+from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.verification.forked import forked, trace_forked
@@ -45,7 +47,7 @@ def planned(job: shoal.Job, mode: str, workers: int = 3, servers: int = 2, **sec
     staleness = sections.pop("staleness", 0)
     server = {"mode": mode, "num_servers": servers, "staleness": staleness}
     plan = shoal.Plan().with_sections(layout={"data": workers}, server=server, **sections)
-    return complete(plan, job.grains, job.grain_size)
+    return judged(job, plan).plan
 
 
 def normalised() -> shoal.Job:
@@ -54,6 +56,7 @@ def normalised() -> shoal.Job:
 
 
 def verdict_on(job: shoal.Job, plan: shoal.Plan, folder: Path) -> Verdict:
+    job = with_grains(job)
     trace_forked(lambda: job, plan, folder, 2)
     return judge_traces(job, plan, folder)
 
@@ -62,6 +65,7 @@ def trained(
     job: shoal.Job, plan: shoal.Plan, folder: Path, checkpoints: Path | None = None, steps: int = 0
 ) -> dict[str, Any]:
     """The report, final values and digest of a run, up to its end or so many steps; resumed where it can be."""
+    job = with_grains(job)
 
     def rank(environment: Environment) -> None:
         if take_part(job, plan, environment):
@@ -90,7 +94,7 @@ def by_one_process(
 ) -> tuple[str, str]:
     """The digest and the final values of a run without servers; resumed where it can be."""
     plan = shoal.Plan().with_sections(execution={"exact": exact})
-    engine = build(job, complete(plan, job.grains, job.grain_size), alone(CPU), Options(checkpoints))
+    engine = build(job, judged(job, plan).plan, alone(CPU), Options(checkpoints))
     around = Surroundings(print, lambda record, rank: None, lambda: False)
     try:
         state, last = engine.load()[0], steps or engine.order.num_steps
@@ -184,6 +188,21 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_servers(mode: str, tmp_pat
     with pytest.raises(NonFiniteError, match=r"step 2: rank [345] on .*, grains \[2\], samples \[37\]") as caught:
         trained(stopping, planned(stopping, mode), tmp_path / "stopped")
     assert ("less momentum and a lower rate" in caught.value.remedy) == (mode == "asynchronous")
+
+
+def test_a_worker_that_nobody_listens_to_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last worker comes so late that the conductor ends before it has read its words, and resets it."""
+    listen_to = Members._listen_to
+
+    def late(self: Members, wire: Channel) -> None:
+        told = wire._socket.recv(1000, socket.MSG_PEEK)
+        if b'"kind": "worker", "number": 2' in told:
+            time.sleep(60)
+        listen_to(self, wire)
+
+    monkeypatch.setattr(Members, "_listen_to", late)
+    job = small(length=shoal.Steps(3))
+    assert trained(job, planned(job, "synchronous"), tmp_path / "run")["applied_steps"] == 3
 
 
 def test_a_worker_that_raises_is_named(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ import shoal
 from shoal.distributed.mesh import open_mesh
 from shoal.errors import JobError, UserCodeError
 from shoal.launch.environment import Environment
-from shoal.plans.resolve import complete
 from shoal.training.engine import Options, build
+from shoal.training.preflight import judged
 from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.verification.forked import forked
@@ -88,7 +88,7 @@ def in_ranks(
     def work(environment: Environment) -> None:
         made = job()
         sections: dict[str, Any] = {"layout": layout, "shard": {"level": level}}
-        wanted = complete(shoal.Plan().with_sections(**sections), made.grains, made.grain_size)
+        wanted = judged(made, shoal.Plan().with_sections(**sections)).plan
         around = Surroundings(lambda line: None, lambda record, rank: None, lambda: False)
         with open_mesh(environment, wanted.degrees) as mesh:
             engine = build(made, wanted, mesh, Options(telemetry=False))

@@ -31,11 +31,11 @@ from shoal.launch.environment import Environment
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.model.trial import ModelTrial
-from shoal.parallel.sequence.tensor_sequence_plan import plan_sequence
+from shoal.parallel.sequence.tensor_sequence import plan_sequence
 from shoal.parallel.tensor.tensor_parallel import TensorParallel, apply, plan_model
 from shoal.plans.grains import Grain
 from shoal.plans.layout import Layout
-from shoal.plans.resolve import complete
+from shoal.training.preflight import judged
 from shoal.verification.forked import forked, trace_forked
 from shoal.verification.judge import judge_traces
 
@@ -628,7 +628,7 @@ def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path
         return GPT(layers=2, width=32, heads=4, block=16, dropout=0.2)
 
     job = examples_job(model, partial(tokens, 256), language, 4)
-    plan = complete(shoal.Plan().with_sections(**SEQUENCE[name], tensor={"sequence": True}), job.grains, job.grain_size)
+    plan = judged(job, shoal.Plan().with_sections(**SEQUENCE[name], tensor={"sequence": True})).plan
     trace_forked(lambda: job, plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
@@ -638,7 +638,7 @@ def test_norms_that_see_a_part_of_the_positions_are_verified(name: str, tmp_path
 def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     job = EXAMPLES[name]()
-    plan = complete(shoal.Plan().with_sections(layout={"tensor": 2}), job.grains, job.grain_size)
+    plan = judged(job, shoal.Plan().with_sections(layout={"tensor": 2})).plan
     trace_forked(lambda: job, plan, tmp_path, 1)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
@@ -647,7 +647,7 @@ def test_the_models_of_the_examples_are_verified(name: str, tmp_path: Path) -> N
 def test_a_pipeline_whose_last_stage_has_a_sharded_loss_is_verified(tmp_path: Path) -> None:
     job = EXAMPLES["gpt"]()
     sections = {"layout": {"tensor": 2, "pipeline": 2}, "batch": {"grains_per_microbatch": 1}}
-    plan = complete(shoal.Plan().with_sections(**sections), job.grains, job.grain_size)
+    plan = judged(job, shoal.Plan().with_sections(**sections)).plan
     trace_forked(lambda: job, plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()
@@ -663,7 +663,7 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 @parametrize("name", LAYOUTS, usual=["2 x shard 2, parameters"])
 def test_verified_with_other_axes(name: str, tmp_path: Path) -> None:
     job = language_job(dropout=0.2)
-    plan = complete(shoal.Plan().with_sections(**LAYOUTS[name]), job.grains, job.grain_size)
+    plan = judged(job, shoal.Plan().with_sections(**LAYOUTS[name])).plan
     trace_forked(lambda: job, plan, tmp_path, 2)
     verdict = judge_traces(job, plan, tmp_path)
     assert verdict.verified, verdict.render()

@@ -1,9 +1,10 @@
-"""RUN_OPTIONS, VERIFY_OPTIONS, PLAN_OPTIONS and BENCH_OPTIONS: each option of a command, and what was seen of it."""
+"""RUN_OPTIONS, VERIFY_OPTIONS and those of the other commands: each option of a command, and what was seen of it."""
 
 from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 from tests.settings.laboratory import Acts, Call, Ended, Refuses, Says, Table
@@ -38,6 +39,19 @@ def resumed(*arguments: str, after: Call = KEPT) -> Call:
     return Call(arguments=("--resume", *arguments), after=after)
 
 
+def read(path: Path) -> Any:
+    """The JSON value in a file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def weights_in(folder: Path) -> Any:
+    """The hash of the weights at the end of a run in another directory."""
+    return read(folder / "result.json")["weights_sha256"]
+
+
+FROM_ONE = PLAIN.with_("--out", "other", "--init-from", "out", after=KEPT)
+FROM_RENAMED = FROM_ONE.with_("--init-rename", "last.2.bias=last.3.bias")
+
 MICRO = "--max-microbatch"
 
 RUN_OPTIONS: Table = {
@@ -50,6 +64,14 @@ RUN_OPTIONS: Table = {
         Call(plan={"layout": {"data": 2}}, arguments=("--devices", "3")), "the plan's degrees make a world of 2"
     ),
     "--devices: under a launcher": Refuses(Call(arguments=("--devices", "3"), ranks=2), "WORLD_SIZE=2"),
+    "--devices: of a run with other degrees": Says(
+        Call(
+            arguments=("--resume", "--devices", "1", "--steps", "4"),
+            after=Call(plan={"layout": {"shard": 2}}, arguments=("--steps", "2")),
+        ),
+        "the run's layout, shard 2, ZeRO-3, becomes one device",
+        resumed("--steps", "4"),
+    ),
     "--exact": Acts(PLAIN.with_("--exact"), PLAIN, forwards, 2),
     "--exact: over a plan": Acts(
         Call(plan={"batch": {}}, arguments=("--exact",)), PLAIN, lambda ended: ended.plan["execution"]["exact"], True
@@ -120,13 +142,37 @@ RUN_OPTIONS: Table = {
         lambda ended: [record["learning_rate"] for record in ended.records],
         [0.1, 0.1, 0.02, 0.02],
     ),
+    "--accept-changes": Says(
+        resumed("--steps", "4", "--set", "change=seed", "--accept-changes"), "the job was changed, as accepted: seed = "
+    ),
+    "--accept-changes: without --resume": Refuses(PLAIN.with_("--accept-changes"), "add --resume"),
     "--checkpoint-every": Acts(
         PLAIN.with_("--checkpoint-every", "2", "--steps", "3"), PLAIN.with_("--steps", "3"), checkpoints, [2, 3]
     ),
     "--checkpoint-every: more than the steps": Acts(
         PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
     ),
+    "--max-restarts": Refuses(PLAIN.with_("--max-restarts", "-1"), "--max-restarts"),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
+    "--init-from": Acts(
+        FROM_ONE, PLAIN.with_("--out", "other", after=KEPT), lambda ended: weights_in(ended.folder / "other")
+    ),
+    "--init-from: nothing there": Refuses(PLAIN.with_("--init-from", "gone"), "there is no such file or folder"),
+    "--init-from: no weights": Refuses(PLAIN.with_("--init-from", "."), "no checkpoint is there"),
+    "--init-from: another model": Refuses(FROM_ONE.with_(job="gpt"), "missing in the checkpoint: "),
+    "--init-from: with --resume": Refuses(resumed("--init-from", "out"), "a run that goes on has its own weights"),
+    "--init-allow": Acts(
+        FROM_RENAMED.with_("--init-allow", "missing,unexpected"),
+        FROM_ONE,
+        lambda ended: len(read(ended.folder / "other/job.json")["initial_weights"]["missing"]),
+        1,
+    ),
+    "--init-allow: none such": Refuses(FROM_ONE.with_("--init-allow", "all"), "missing, unexpected, mismatched"),
+    "--init-allow: alone": Refuses(PLAIN.with_("--init-allow", "missing"), "add --init-from"),
+    "--init-rename": Refuses(FROM_RENAMED, "missing in the checkpoint: "),
+    "--init-rename: no such prefix": Refuses(FROM_ONE.with_("--init-rename", "gone=new"), "no name there begins so"),
+    "--init-rename: in words": Refuses(FROM_ONE.with_("--init-rename", "gone"), "OLD=NEW"),
+    "--init-rename: alone": Refuses(PLAIN.with_("--init-rename", "a=b"), "add --init-from"),
     "--no-telemetry": Acts(
         PLAIN.with_("--no-telemetry"), PLAIN, lambda ended: (ended.out / "records.jsonl").exists(), False
     ),
@@ -233,9 +279,16 @@ PLAN_OPTIONS: Table = {
     "--aim: none such": Refuses(planned("--aim", "quickest"), "fastest"),
     "--max-devices": Acts(planned("--max-devices", "1"), ASKED, table),
     "--max-devices: none": Refuses(planned("--max-devices", "0"), "a whole number"),
+    "--seq": Refuses(planned("--seq", "8"), "a job file says its own"),
+    "--batch": Refuses(planned("--batch", "8"), "a job file says its own"),
     "--precision": Acts(planned("--precision", "bf16"), ASKED, table),
     "--set": Acts(planned("--set", "change=global_batch"), ASKED, table),
     "--mtbf": Acts(planned("--mtbf", "0.001"), ASKED, table),
+    "--price": Acts(planned("--price", "2.5"), ASKED, table),
+    "--price: none": Refuses(planned("--price", "0"), "a number of US dollars above zero"),
+    "--tokens": Refuses(planned("--tokens", "1e9"), "no sequences of integer tokens"),
+    "--samples": Acts(planned("--samples", "1e9"), ASKED, table),
+    "--samples: and tokens": Refuses(planned("--samples", "1e9", "--tokens", "1e9"), "each of them is the length"),
     "--output": Acts(planned("-o", "found.toml"), ASKED, written("found.toml"), True),
     "--output: a folder": Refuses(planned("-o", "."), "that is a folder"),
     "--html": Acts(planned("--html", "page.html"), ASKED, written("page.html"), True),
@@ -247,13 +300,93 @@ PLAN_OPTIONS: Table = {
             "--cluster": "8xH100",
             "--aim": "cheapest",
             "--max-devices": "2",
+            "--seq": "8",
+            "--batch": "8",
             "--precision": "bf16",
             "--set": "lr=1",
             "--mtbf": "9",
+            "--price": "2",
+            "--tokens": "1e9",
+            "--samples": "1e9",
             "--output": "plan.toml",
             "--html": "page.html",
         }.items()
     },
+}
+
+
+def export(*arguments: str, after: Call = KEPT) -> Call:
+    """Weights of a run of two checkpoints."""
+    return Call("export", ("out", *arguments), job=None, after=after)
+
+
+def files(folder: str) -> Any:
+    """The files in a folder, with their sizes."""
+    return lambda ended: {path.name: path.stat().st_size for path in sorted((ended.folder / folder).glob("*"))}
+
+
+def dtypes(ended: Ended) -> Any:
+    """Those in the header of the file."""
+    with (ended.folder / "found/model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+
+
+def content(ended: Ended) -> Any:
+    """Of the file."""
+    return (ended.folder / "found/model.safetensors").read_bytes()
+
+
+EXPORTED = export("-o", "found")
+
+EXPORT_OPTIONS: Table = {
+    "run": Refuses(Call("export", ("gone",), job=None), "no checkpoint is there"),
+    "--output": Acts(EXPORTED, export(), lambda ended: (ended.folder / "found/model.safetensors").exists(), True),
+    "--output: a folder with files": Refuses(export("-o", "out"), "nothing is overwritten"),
+    "--step": Acts(export("-o", "found", "--step", "1"), EXPORTED, content),
+    "--step: best of none": Refuses(export("--step", "best"), "no checkpoint is kept as the best"),
+    "--step: of none": Refuses(export("--step", "7"), "there are checkpoints of the steps 1, 2"),
+    "--step: in words": Refuses(export("--step", "first"), "--step takes last, best, or the number"),
+    "--max-shard-size": Acts(
+        export("-o", "found", "--max-shard-size", "0.5KB"),
+        EXPORTED,
+        lambda ended: (ended.folder / "found/model.safetensors.index.json").exists(),
+        True,
+    ),
+    "--max-shard-size: none": Refuses(export("--max-shard-size", "0"), "--max-shard-size takes a number of bytes"),
+    "--dtype": Acts(export("-o", "found", "--dtype", "bfloat16"), EXPORTED, dtypes, {"BF16"}),
+    "--dtype: none such": Refuses(export("--dtype", "int4"), "int4"),
+    "--tokenizer": Acts(
+        export("-o", "found", "--tokenizer", ".", after=KEPT).with_(files={"tokenizer.json": "{}"}),
+        EXPORTED,
+        lambda ended: "tokenizer.json" in files("found")(ended),
+        True,
+    ),
+    "--tokenizer: none there": Refuses(export("--tokenizer", "out"), "it has none of tokenizer.json"),
+}
+
+
+def evaluate(*arguments: str, **changes: Any) -> Call:
+    """The evaluation of a run of two checkpoints."""
+    return Call("evaluate", ("out", *arguments), **{"after": KEPT, **changes})
+
+
+def said(ended: Ended) -> Any:
+    """What it printed."""
+    return ended.said
+
+
+EVALUATED = evaluate()
+
+EVALUATE_OPTIONS: Table = {
+    "job": Refuses(evaluate(job="gpt"), "a checkpoint of another model"),
+    "run": Refuses(evaluate(after=None), "no checkpoint is there"),
+    "--step": Acts(evaluate("--step", "1"), EVALUATED, said),
+    "--devices": Acts(evaluate("--devices", "2"), EVALUATED, lambda ended: "data 2" in ended.said, True),
+    "--devices: too many": Refuses(evaluate("--devices", "9"), "9 data ranks for a job of grains=8"),
+    "--set": Acts(evaluate("--set", "change=eval_data"), EVALUATED, lambda ended: "11 samples" in ended.said, True),
+    "--set: nothing to evaluate": Refuses(evaluate("--set", "change=no eval_data"), "the job has no eval_data"),
+    "--json": Acts(evaluate("--json"), EVALUATED, lambda ended: '"samples": 21' in ended.said, True),
 }
 
 

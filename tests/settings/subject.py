@@ -140,6 +140,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "skip": {"train_data": poisoned, "on_nonfinite": "skip"},
     "rollback": {"train_data": poisoned, "on_nonfinite": "rollback"},
     "fuse": {"fuse": False},
+    "watch": {"watch": "accuracy:max"},
+    "watch nothing": {"watch": "loss:min", "eval_data": None, "metrics": {}},
+    "watch another": {"watch": "perplexity:min"},
     "images": {
         "model": Images,
         "train_data": partial(tiny.images, 64),

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 
 import pytest
-from tests.settings.command_rows import BENCH_OPTIONS, PLAN_OPTIONS, RUN_OPTIONS, SLOW, VERIFY_OPTIONS
+from tests.settings.command_rows import (
+    BENCH_OPTIONS,
+    EVALUATE_OPTIONS,
+    EXPORT_OPTIONS,
+    PLAN_OPTIONS,
+    RUN_OPTIONS,
+    SLOW,
+    VERIFY_OPTIONS,
+)
 from tests.settings.laboratory import Laboratory, Table, of_field
 from tests.usual import parametrize
 
@@ -17,6 +25,8 @@ TABLES: dict[str, Table] = {
     "run": RUN_OPTIONS,
     "verify": VERIFY_OPTIONS,
     "plan": PLAN_OPTIONS,
+    "export": EXPORT_OPTIONS,
+    "evaluate": EVALUATE_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
 CASES = [(command, key) for command, table in TABLES.items() for key in table]

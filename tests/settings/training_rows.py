@@ -62,7 +62,7 @@ JOB: Table = {
         changed("metrics named as what is counted"), PLAIN, metrics, ["loss", "samples", "step", "steps"]
     ),
     "metrics: named loss": Refuses(changed("metrics named loss"), "the job's own loss is reported under that name"),
-    "grains": Acts(changed("grains"), PLAIN, lambda ended: "4 grains of 4" in ended.said, True),
+    "grains": Acts(changed("grains"), PLAIN, lambda ended: "4 (4 samples each; as the job says)" in ended.said, True),
     "grains: more than samples": Says(changed("more grains than samples"), "grains = 64: no effect beyond 16", PLAIN),
     "grains: fewer than data ranks": Refuses(
         Call(arguments=("--set", "change=grains"), plan={"layout": {"data": 5}}), "5 data ranks for a job of grains=4"
@@ -86,6 +86,9 @@ JOB: Table = {
         "batch.grains_per_microbatch = 4: no effect, since Job(fuse=False)",
         changed("fuse"),
     ),
+    "watch": Acts(changed("watch"), PLAIN, lambda ended: (ended.out / "checkpoints/best").is_dir(), True),
+    "watch: nothing to evaluate": Says(changed("watch nothing"), "watch = 'loss:min' has no effect", NO_DATA),
+    "watch: no such metric": Refuses(changed("watch another"), "watch names a metric (loss, accuracy)"),
     "fuse: with a pipeline": Acts(
         Call(arguments=("--set", "change=fuse"), plan={"layout": {"pipeline": 2}}, ranks=2),
         Call(plan={"layout": {"pipeline": 2}}, ranks=2),

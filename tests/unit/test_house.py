@@ -254,6 +254,21 @@ def test_empty_name_is_found(path: str) -> None:
     assert empty_names("data/order.py") == empty_names("scores.py") == []
 
 
+def of_no_module(test: str, modules: set[str]) -> bool:
+    """Whether FOLDER/test_MODULE.py, or test_MODULE_subject.py, has no FOLDER/MODULE.py to be about."""
+    path = PurePosixPath(test)
+    words = path.stem.split("_")[1:]
+    return modules.isdisjoint(f"{path.parent}/{'_'.join(words[: end + 1])}.py" for end in range(len(words)))
+
+
+def test_unit_tests_have_their_modules_names() -> None:
+    modules = {path.relative_to(PACKAGE).as_posix() for path in _modules()}
+    tests = (path.relative_to(ROOT / "tests/unit").as_posix() for path in (ROOT / "tests/unit").rglob("*/test_*.py"))
+    assert sorted(test for test in tests if of_no_module(test, modules)) == []
+    assert of_no_module("data/test_orders.py", modules)
+    assert not of_no_module("data/test_order_seeds.py", modules)
+
+
 # ------------------------------------------------------------------------------------------------- text of all files
 
 # Home directories and work trees of one machine; not the tail of a longer path, of a URL or of a variable.

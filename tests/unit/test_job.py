@@ -47,7 +47,7 @@ def test_every_mistake_is_told_at_once() -> None:
     ("name", "value"),
     [
         *[("global_batch", v) for v in (0, -4, 2.0, True, "8", None)],
-        *[("grains", v) for v in (0, -1, True, None)],
+        *[("grains", v) for v in (0, -1, True, 2.0)],
         *[("seed", v) for v in (-1, 1.5, None, True)],
         *[("clip_norm", v) for v in (0, -1.0, math.inf, math.nan, True, "1")],
         *[("length", v) for v in (None, 3, Steps(0), Steps(2.5), Samples(-1), Epochs(0.0), Epochs(math.nan))],

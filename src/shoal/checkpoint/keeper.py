@@ -1,10 +1,12 @@
-"""Saves and restores a training run's state in checkpoints. Collective: all ranks."""
+"""Checkpoint manager of a run: saves its state, in a thread or on all ranks together, and restores it."""
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
-from dataclasses import dataclass, field, replace
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,73 +14,75 @@ import torch
 from shoal.checkpoint.error_feedback_state import GROUP, CompressedState, left_behind
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
+from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
 from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
-from shoal.checkpoint.writer import CheckpointWriter
 from shoal.data.loader import Loader
-from shoal.data.sample_digest import EMPTY_DIGEST, chain_digest
 from shoal.distributed.agreement import together
 from shoal.distributed.mesh import Mesh
 from shoal.errors import IntegrityError, NonFiniteError, PeerError, ShoalError, StorageError
 from shoal.numerics.precision import LossScale
-from shoal.parallel.base import StepSums, Strategy
+from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices
 
+# By default a checkpoint may take about 1 % of the time between two, within these limits.
+_SHARE, _SOONEST_SECONDS, _LATEST_SECONDS = 0.01, 5.0, 600.0
 
-@dataclass
-class RunState:
-    """Training progress besides tensors: counters, sums and schedules. The same on all ranks.
 
-    `step` counts finished steps; `digest` is over the ids of all samples read so far; `bad_steps`, with what was found
-    there, are left out when a rollback comes to them again; `server` is what the guard over stale parameters has seen.
-    Nothing random is here: every draw is a function of seed, step and grain.
-    """
+class CheckpointWriter:
+    """Writer thread of a store. A disk that refuses is a warning, not the end of the training."""
 
-    step: int = 0
-    samples: int = 0
-    digest: str = EMPTY_DIGEST
-    loss: float | None = None
-    loss_scale: LossScale = field(default_factory=LossScale)
-    skipped_steps: int = 0
-    bad_streak: int = 0
-    bad_steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-    computation: dict[str, Any] | None = None
-    server: dict[str, Any] | None = None
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[float] | None = None
+        self._cost_seconds = 0.0
+        self._last = time.monotonic()
+        self.failure: OSError | None = None
 
-    def advance(self, sums: StepSums, skipped: str | None) -> None:
-        """Counts a step of these sums; `skipped` says why its update was left out, as in Update."""
-        self.adapt(skipped)
-        self.count(sums, skipped)
+    def due(self) -> bool:
+        """Whether enough time has passed since the last one for the next to cost little."""
+        interval = min(_LATEST_SECONDS, max(_SOONEST_SECONDS, self._cost_seconds / _SHARE))
+        return time.monotonic() - self._last >= interval
 
-    def adapt(self, skipped: str | None) -> None:
-        """The loss scale after an update."""
-        if skipped in (None, "overflow"):
-            self.loss_scale = self.loss_scale.after(skipped == "overflow")
+    def write(self, snapshot: Snapshot) -> None:
+        """Starts writing; waits first for the one before."""
+        self.wait()
+        self._pending = self._thread.submit(self._timed_write, snapshot)
+        self._last = time.monotonic()
 
-    def count(self, sums: StepSums, skipped: str | None) -> None:
-        """Counts a step, and its samples."""
-        self.samples += sums.num_samples
-        self.digest = chain_digest(self.digest, sums.digest)
-        self.loss = sums.loss if math.isfinite(sums.loss) else None
-        if skipped is not None:
-            self.skipped_steps += 1
-        elif self.step > max(self.bad_steps, default=-1):  # not while replaying what came before a bad step
-            self.bad_streak = 0
-        self.step += 1
+    def _timed_write(self, snapshot: Snapshot) -> float:
+        began = time.monotonic()
+        self._store.write(snapshot)
+        return time.monotonic() - began
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON value of this state."""
-        now = self.loss_scale
-        scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
-        return {**vars(self), "loss_scale": scale, "bad_steps": dict(self.bad_steps)}
+    def wait(self) -> None:
+        """Waits until nothing is on its way; warns where it failed, and keeps the reason in `failure`."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            self._cost_seconds = pending.result()
+            self.failure = None
+        except OSError as error:
+            self.failure = error
+            _warn(error)
 
-    @classmethod
-    def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
-        """From `to_json`; whether the loss scale is dynamic comes from the plan in force."""
-        saved = document["loss_scale"]
-        scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
-        bad_steps = {int(step): found for step, found in document["bad_steps"].items()}  # JSON has made texts of them
-        return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps})
+    def wrote(self, failure: str | None, seconds: float) -> None:
+        """Notes what came of a checkpoint that the ranks wrote together."""
+        self._last, self._cost_seconds = time.monotonic(), seconds
+        self.failure = None if failure is None else OSError(failure)
+        if failure is not None:
+            _warn(failure)
+
+    def close(self) -> None:
+        """Waits and ends the thread."""
+        self.wait()
+        self._thread.shutdown()
+
+
+def _warn(reason: object) -> None:
+    warnings.warn(f"no checkpoint written: {reason}; the last good one stays", RuntimeWarning, stacklevel=3)
 
 
 class AlsoKept(Protocol):
@@ -140,6 +144,11 @@ class Keeper:
         if wait:
             self._confirm(self._store)
 
+    def save_best(self, state: RunState) -> None:
+        """Saves a state whose evaluation is the best; its checkpoint is kept as such. Collective: all ranks."""
+        self._newest = -1  # or what was saved before the evaluation would do
+        self.save(state)
+
     def rescue(self, error: ShoalError, state: RunState, torn: str | None = None) -> None:
         """Saves `state` before an error ends the run, and says so in the error's remedy.
 
@@ -195,13 +204,14 @@ class Keeper:
 
     def _start(self, state: RunState) -> None:
         document = self._document(state, self._mesh.gather_json(self._trained.loader.state()))
+        best = state.best is not None and state.best["step"] == state.step
         compressed = self._compressed
         if compressed is not None:
             document[GROUP] = compressed.document()
         if self._is_divided(compressed):
-            self._write_together(state.step, document)
+            self._write_together(Snapshot(state.step, {}, document, best))
         else:
-            together(self._mesh, lambda: self._hand_over(state.step, document))
+            together(self._mesh, lambda: self._hand_over(Snapshot(state.step, {}, document, best)))
 
     def _is_divided(self, compressed: CompressedState | None) -> bool:
         """Whether a checkpoint needs more than rank 0 has."""
@@ -217,13 +227,14 @@ class Keeper:
         if self._writer is None:
             return "rank 0 has the state"
         if state.step != self._newest:
-            self._hand_over(state.step, self._document(state, [places]))
+            self._hand_over(Snapshot(state.step, {}, self._document(state, [places])))
             self._newest = state.step
         self._writer.wait()
         return str(self._writer.failure) if self._writer.failure is not None else None
 
     def _document(self, state: RunState, streams: list[Any]) -> dict[str, Any]:
         document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": streams}
+        document["keys"] = self._trained.sharded_model.key_names()
         schedulers = self._trained.schedulers
         return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 
@@ -237,25 +248,25 @@ class Keeper:
             held[GROUP] = compressed.held()
         return held, document
 
-    def _hand_over(self, step: int, document: dict[str, Any]) -> None:
-        """What rank 0 holds, which is everything, to the thread that writes."""
+    def _hand_over(self, empty: Snapshot) -> None:
+        """The snapshot with what rank 0 holds, which is everything, to the thread that writes."""
         if self._writer is None:
             return
         held, optimizer = self._held(copy=True)
         written = index([described(held)])
-        document = {**document, "optimizer": optimizer, "tensors": written}
+        document = {**empty.document, "optimizer": optimizer, "tensors": written}
         content = dict(share(held, written, 0, 1))
         # The optimizer's are copies already; the model's will change while the thread writes.
         content["model"] = {name: tensor.clone() for name, tensor in content["model"].items()}
-        self._writer.write(Snapshot(step, content, document))
+        self._writer.write(replace(empty, tensors=content, document=document))
 
-    def _write_together(self, step: int, document: dict[str, Any]) -> None:
+    def _write_together(self, empty: Snapshot) -> None:
         """Each rank writes what it is the first to hold, so that none ever has the whole. Collective: all ranks."""
         assert self._store is not None
         began = time.monotonic()
         held, optimizer = together(self._mesh, lambda: self._held(copy=False))  # nothing changes while it is written
-        document = {**document, "optimizer": merged_optimizers(self._mesh.gather_json(optimizer))}
-        failure = write_together(self._mesh, self._store, Snapshot(step, {}, document), held)
+        document = {**empty.document, "optimizer": merged_optimizers(self._mesh.gather_json(optimizer))}
+        failure = write_together(self._mesh, self._store, replace(empty, document=document), held)
         if self._writer is not None:
             self._writer.wrote(failure, time.monotonic() - began)
 
@@ -268,11 +279,17 @@ class Keeper:
         if self._store is None:
             return None, []
         store = self._store
+        if self._mesh.rank == 0:
+            store.clean()
         newest, complaints = together(self._mesh, lambda: self._newest_good(store))
         step, complaints = self._mesh.gather_json([newest.step if newest else None, complaints])[0]
         if step is None:
             return None, complaints
         state = together(self._mesh, lambda: self._take_up(store, newest, step, loss_scale))
+        best = state.best
+        if best is not None and self._writer is not None:
+            with contextlib.suppress(OSError):
+                store.mend_best(best["step"])
         return state, [*complaints, *self._notes]
 
     def _take_up(self, store: Store, saved: SavedCheckpoint | None, step: int, loss_scale: LossScale) -> RunState:

@@ -1,10 +1,13 @@
-"""Checkpoint manifest: name, size and SHA-256 of each file of a checkpoint directory. Pure: no file access."""
+"""Manifest of a checkpoint: the size and SHA-256 of each of its files, sealed by its own."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
@@ -15,12 +18,29 @@ class ManifestError(ValueError):
     """A manifest is not the one that was written, or the files are not the ones that it names."""
 
 
+class FormatError(ManifestError):
+    """A checkpoint is of a format that this version does not read; it is not damaged."""
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """A file's size in bytes and the SHA-256 of its content, hexadecimal."""
 
     size: int
     sha256: str
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> FileEntry:
+        """From a manifest, which may be forged. Raises: ValueError, KeyError, TypeError."""
+        if set(entry) != {"size", "sha256"} or not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
+            raise ValueError(f"{entry} is no size with a SHA-256")
+        return cls(_count(entry["size"]), entry["sha256"])
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} counts nothing")
+    return value
 
 
 @dataclass(frozen=True)
@@ -33,7 +53,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The manifest as canonical JSON that carries its own SHA-256."""
         body = {"format": FORMAT, "step": self.step, "files": {k: asdict(v) for k, v in sorted(self.files.items())}}
-        return _seal(body)
+        return seal(body)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
@@ -47,12 +67,12 @@ class Manifest:
         try:
             document = json.loads(content)
             body = document["body"]
-            if content != _seal(body):
+            if content != seal(body):
                 raise ManifestError("the manifest's own checksum does not match")
             if body["format"] != FORMAT:
-                raise ManifestError(f"checkpoint format {body['format']}; this version reads {FORMAT}")
-            files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
-            manifest = cls(body["step"], files)
+                raise FormatError(f"checkpoint format {body['format']}; this version reads {FORMAT}")
+            files = {name: FileEntry.of(entry) for name, entry in body["files"].items()}
+            manifest = cls(_count(body["step"]), files)
         except ManifestError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -68,12 +88,8 @@ def check_name(name: str) -> None:
         raise ManifestError(f"the manifest names {name!r}, which is no plain file name")
 
 
-def directory_name(step: int) -> str:
-    """The name of the directory of a checkpoint taken after `step` steps."""
-    return f"step-{step:08d}"
-
-
-def _seal(body: object) -> bytes:
+def seal(body: object) -> bytes:
+    """A manifest's content: its body as canonical JSON, and the SHA-256 of that."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f'{{"body":{text},"sha256":"{digest}"}}\n'.encode()

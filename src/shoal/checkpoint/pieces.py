@@ -75,10 +75,7 @@ def share(
 
 
 def fill(saved: SavedCheckpoint, group: str, targets: TensorSlices) -> None:
-    """Copies what a checkpoint has into the targets, one file in memory at a time.
-
-    Raises: ManifestError where it does not have all of one.
-    """
+    """Copies a checkpoint's tensors to targets, one file in memory at a time. Raises: ManifestError where some lack."""
     known = saved.document["tensors"].get(group, {})
     missing = {path: part.numel for path, (part, _) in targets.items()}
     absent = sorted(targets.keys() - known.keys())
@@ -126,7 +123,7 @@ def write_together(mesh: Mesh, store: Store, snapshot: Snapshot, held: Mapping[s
         every = {name: FileEntry(**entry) for of, _ in told for name, entry in of.items()}
         if failure is None:
             document = {**snapshot.document, "tensors": written}
-            _, failure = _attempt(lambda: store.commit(aside, snapshot.step, every, document))
+            _, failure = _attempt(lambda: store.commit(aside, snapshot.step, every, document, best=snapshot.best))
         if failure is not None:
             shutil.rmtree(aside, ignore_errors=True)
     found: str | None = mesh.gather_json(failure)[0]

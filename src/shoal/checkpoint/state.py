@@ -56,7 +56,7 @@ def refuse_differences(mine: Mapping[str, str], saved: Mapping[str, str]) -> Non
 def optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, copy: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's tensors, and a JSON document of everything else, by parameter name.
+    """The optimizer's tensors by path, and a JSON document of everything else, by parameter name.
 
     The tensors are copies on the CPU, or without `copy` this rank's own memory of them.
     """

@@ -1,13 +1,11 @@
-"""Safetensors files, written from the tensors' own memory.
-
-The library's `save` makes the whole file in memory first; at the end of a run that fills its memory there is no room
-for that, and a failed allocation of the library's ends the process or leaves it standing.
-"""
+"""Tensor files: safetensors, written without a copy of what is in them."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch import Tensor
 from shoal.checkpoint.state import raw
 
 # What the format calls the dtypes.
-NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -36,17 +34,29 @@ NAMES = {
 _ALIGNMENT = 8
 
 
-def chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The bytes of a file, in order: its header, then each tensor's own memory. Raises: KeyError for other dtypes."""
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each at a multiple of its size
-    header, end = {}, 0
-    for name in order:
-        tensor, begin = tensors[name], end
-        end += tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    yield len(text).to_bytes(8, "little")
-    yield text
+def tensor_file_chunks(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file, in order: its header, then each tensor's own memory. Raises: KeyError for other dtypes.
+
+    The library's `save` makes the whole file in memory first; at the end of a run that fills its memory there is no
+    room for that, and a failed allocation of the library's ends the process or leaves it standing.
+    """
+    order, header = tensor_file_head({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+    yield header
     for name in order:
         yield raw(tensors[name])
+
+
+def tensor_file_head(
+    described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[list[str], bytes]:
+    """The names in the order of their data, and the header of a file with tensors of such dtypes and shapes."""
+    order = sorted(described, key=lambda name: (-described[name][0].itemsize, name))  # each at a multiple of its size
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        dtype, shape = described[name]
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return order, len(text).to_bytes(8, "little") + text

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,10 @@ def bench(options: BenchOptions) -> int:
         if busy.share() >= _BUSY_SHARE:
             print(f"note: other programs used {busy.share():.0%} of the cores meanwhile; run it again when idle")
         return code
-    session = _Session(options.quick)
-    measured = session.on_gpus(ranks) if found_gpus else session.on_cores(ranks)
+    measured = _measurements(ranks, options.quick, bool(found_gpus))
     found = undisturbed(assembled(measured, found_gpus), busy.share())
-    text = dump(found, beside={"machine": _machine(measured), "measurements": _tables(measured)})
+    tables = {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
+    text = dump(found, beside={"machine": _machine(measured[0].facts), "measurements": tables})
     kept = measured_file()
     kept.parent.mkdir(parents=True, exist_ok=True)
     for path in filter(None, (kept, out)):
@@ -89,15 +89,12 @@ def _refuse_unread(options: BenchOptions) -> None:
 
 def _rank(what: str, task: dict[str, Any], environment: Environment) -> int:
     from shoal.distributed.worker_process import as_rank
+    from shoal.planner.measure.collectives_worker import Sampling, measure_collectives
+    from shoal.planner.measure.worker import MeasureTask, measure
 
     task = {**task, "folder": Path(task["folder"])}
     if what == "collectives":
-        from shoal.planner.measure.collectives_worker import Sampling
-        from shoal.planner.measure.collectives_worker import measure as compare
-
-        return as_rank(environment, lambda: compare(Sampling(**task), environment))
-    from shoal.planner.measure.worker import MeasureTask, measure
-
+        return as_rank(environment, lambda: measure_collectives(Sampling(**task), environment))
     return as_rank(environment, lambda: measure(MeasureTask(**task), environment))
 
 
@@ -170,33 +167,19 @@ def _own_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-@dataclass(frozen=True)
-class _Session:
-    """One call of the command."""
-
-    quick: bool
-
-    def on_cores(self, ranks: int) -> list[Measured]:
-        """A measurement for each count of processes that share the cores."""
-        wanted = counts(ranks)
-        total = _QUICK_SECONDS if self.quick else _SECONDS
-        seconds = max(_FEWEST_SECONDS / (2 if self.quick else 1), total / len(wanted))
-        return [self.measured(count, max(1, cores() // count), seconds) for count in wanted]
-
-    def on_gpus(self, ranks: int) -> list[Measured]:
-        """One GPU by itself, and the exchanges between all."""
-        seconds = _QUICK_SECONDS if self.quick else _SECONDS
-        found = [self.measured(1, max(1, cores() // ranks), seconds)]
-        if ranks > 1:
-            found.append(self.measured(ranks, max(1, cores() // ranks), seconds, exchange_only=True))
-        return found
-
-    def measured(self, count: int, threads: int, seconds: float, *, exchange_only: bool = False) -> Measured:
-        """What so many processes found, all at once. Raises: what went wrong on one of them."""
-        many = "process" if count == 1 else "processes"
+def _measurements(ranks: int, quick: bool, on_gpus: bool) -> list[Measured]:
+    """One for each count of processes that share the cores; else of one GPU by itself, and of exchanges between all."""
+    wanted = sorted({1, ranks}) if on_gpus else counts(ranks)
+    seconds = _QUICK_SECONDS if quick else _SECONDS
+    if not on_gpus:
+        seconds = max(_FEWEST_SECONDS / (2 if quick else 1), seconds / len(wanted))
+    measured = []
+    for count in wanted:
+        threads, many = max(1, cores() // (ranks if on_gpus else count)), "process" if count == 1 else "processes"
         print(f"measuring with {count} {many} of {threads} thread{'s' * (threads > 1)} ...", flush=True)
-        task = {"seconds": seconds, "quick": self.quick, "computes": not exchange_only}
-        return Measured.of(found_by("machine", task, count, threads, f"a measurement with {count} {many}"))
+        task = {"seconds": seconds, "quick": quick, "computes": count == 1 or not on_gpus}
+        measured.append(Measured.of(found_by("machine", task, count, threads, f"a measurement with {count} {many}")))
+    return measured
 
 
 def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluster:
@@ -206,17 +189,18 @@ def assembled(measured: Sequence[Measured], found_gpus: Sequence[str]) -> Cluste
     torch = first.facts.get("torch")
     model = found_gpus[0] if found_gpus else processor()
     source = f"measured by shoal bench on {when}, torch {torch}, {model}"
-    if found_gpus:
-        device, alternatives = _gpu(first, model, source), {}
+    alternatives: dict[int, Device] = {}
+    if found_gpus:  # with the catalogue's peaks, tile and price where it knows the model
+        known = catalogued(kind) if (kind := kind_of(model)) else None
+        facts = first.facts
+        device = device_of(first, str(facts["model"]), int(facts["memory_bytes"]), source, known=known)
     else:
-        devices = {
+        alternatives = {
             one.ranks: device_of(one, f"{model}, {_threads(one)}", memory_bytes() // one.ranks, _with(source, one))
             for one in measured
         }
-        device = devices.pop(last.ranks)
-        alternatives = devices
-    how = "nccl" if found_gpus else "gloo"
-    name = f"{how} between {last.ranks} processes of one host"
+        device = alternatives.pop(last.ranks)
+    name = f"{'nccl' if found_gpus else 'gloo'} between {last.ranks} processes of one host"
     storage = first.of_name("storage")
     return Cluster(
         name="here",
@@ -238,16 +222,7 @@ def _threads(measured: Measured) -> str:
     return f"{number} thread{'s' * (number > 1)}"
 
 
-def _gpu(measured: Measured, model: str, source: str) -> Device:
-    """The GPU measured, with the catalogue's peaks, tile and price where it knows the model."""
-    kind = kind_of(model)
-    known = catalogued(kind) if kind else None
-    memory = int(measured.facts["memory_bytes"])
-    return device_of(measured, str(measured.facts["model"]), memory, source, known=known)
-
-
-def _machine(measured: Sequence[Measured]) -> dict[str, Any]:
-    facts = measured[0].facts
+def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "processor": processor(),
         "cores": cores(),
@@ -256,10 +231,6 @@ def _machine(measured: Sequence[Measured]) -> dict[str, Any]:
         "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
         **{key: facts[key] for key in ("shoal", "torch", "python")},
     }
-
-
-def _tables(measured: Sequence[Measured]) -> dict[str, Any]:
-    return {f"{one.ranks} x {_threads(one)}": table(one) for one in measured}
 
 
 def summary(found: Cluster) -> str:

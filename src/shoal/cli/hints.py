@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shoal.errors import nearest
-from shoal.runs.job_file_static import parameters_of
+from shoal.runs.job_file import parameters_of
 
 # Words of other tools, by the option that says the same here; the first option that a command has is told.
 _SAME: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -54,10 +54,7 @@ _COMMANDS = {**dict.fromkeys(("train", "fit", "launch", "start"), "run"), **dict
 
 
 def hints(command: str | None, options: Mapping[str, Sequence[str]], given: Sequence[str]) -> str:
-    """Suggestions for unknown words among `given`, to append to a remedy.
-
-    `options`: of each command the names of its own.
-    """
+    """Suggestions for unknown words among `given`, to append to a remedy; `options`: those of each command."""
     if command is None or command not in options:
         word = next((word for word in given if not word.startswith("-")), "")
         meant = _COMMANDS.get(word)
@@ -70,7 +67,6 @@ def hints(command: str | None, options: Mapping[str, Sequence[str]], given: Sequ
 
 
 def _of(command: str, options: Mapping[str, Sequence[str]], given: Sequence[str], number: int) -> str:
-    """The hint for the word at a place."""
     option, equals, value = given[number].partition("=")
     if not equals:
         value = next((word for word in given[number + 1 : number + 2] if not word.startswith("-")), "")

@@ -3,21 +3,60 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from shoal.cli.options import BenchOptions, PlanOptions, RunOptions, VerifyOptions, add_options, options_of
-from shoal.errors import CommandError, ExitCode, SettingWarning, ShoalError
+from shoal.cli.options import (
+    BenchOptions,
+    EvaluateOptions,
+    ExportOptions,
+    PlanOptions,
+    RunOptions,
+    VerifyOptions,
+    add_options,
+    options_of,
+)
+from shoal.cli.output import unfailing_output
+from shoal.errors import CommandError, SettingWarning, ShoalError
+
+# Threads of pools end by themselves once Python asks them to.
+_THREADS_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; prints an error in three beats, without a traceback, and returns its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    with unfailing_output():
+        code = _done(given)
+    if arguments is None:
+        _end_without_threads(code)
+    return code
+
+
+def _end_without_threads(code: int) -> None:
+    """Sees to it that this process ends soon, with the code: Python waits for threads, also those of the job."""
+
+    def end() -> None:
+        left = ", ".join(thread.name for thread in threading.enumerate() if not thread.daemon and thread is not own)
+        with contextlib.suppress(OSError):
+            print(f"note: not waited for threads that the job's code has left: {left}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+    own = threading.main_thread()
+    if any(not thread.daemon and thread is not own for thread in threading.enumerate()):
+        last = threading.Timer(_THREADS_SECONDS, end)
+        last.daemon = True
+        last.start()
+
+
+def _done(given: list[str]) -> int:
     plain, warnings.formatwarning = warnings.formatwarning, _warning
     try:
         parsed = _parse(given)
@@ -27,9 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShoalError as error:
         print(error.render(), file=sys.stderr)
         return int(error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return int(ExitCode.FAILED)
     finally:
         warnings.formatwarning = plain
 
@@ -134,6 +170,20 @@ _COMMANDS = {
         PlanOptions,
         "how many devices, which layout, how long, how much memory, and why",
         "Search all layouts of a job on a cluster, running nothing on it, and say why the best is.",
+    ),
+    "export": _Command(
+        "shoal.cli.export",
+        ExportOptions,
+        "write a run's weights as safetensors, as Hugging Face lays them out",
+        "Write the weights of a checkpoint, of any layout, to files that other programs read; needs no GPU and no job.",
+        "exit codes: 0 done, 2 user error, 73 not written, 74 the checkpoint is damaged",
+    ),
+    "evaluate": _Command(
+        "shoal.cli.evaluate",
+        EvaluateOptions,
+        "a job's evaluation on the weights of a checkpoint",
+        "Compute the metrics of a job on its evaluation data with the weights of a checkpoint, of any layout.",
+        "exit codes: 0 done, 2 user error, 69 a process died, 74 the checkpoint is damaged",
     ),
     "bench": _Command(
         "shoal.cli.bench",

@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 def _option(text: str, metavar: str | None = None, *flags: str, default: Any = None, **more: Any) -> Any:
-    """A field with what argparse is told of it; its name is the flag where there are no `flags`.
-
-    `least`: it is a whole number of at least so much.
-    """
+    """A field with what argparse is told of it: a flag of its name without `flags`, a whole number with a `least`."""
     told = {"flags": flags, "least": more.pop("least", None)}
     told["settings"] = {"help": text, **({"metavar": metavar} if metavar else {}), **more}
     return field(default=default, metadata=told)
@@ -59,9 +56,25 @@ class RunOptions(TrainingOptions):
 
     steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
+    accept_changes: bool = _switch("with --resume: go on although the job was changed")
     checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
     require_certificate: str | None = _option("train only what `shoal verify` has verified", "FILE")
     no_telemetry: bool = _switch("no spans and no step records")
+    max_restarts: int = _option(
+        "starts of lost ranks in a row that bring no new step or checkpoint (default: 5; 0: a lost rank ends the run)",
+        "N",
+        default=5,
+        least=0,
+    )
+    init_from: str | None = _option(
+        "initial weights: a run, a checkpoint, a .safetensors or .pt file, or a Hugging Face model folder", "PATH"
+    )
+    init_allow: str | None = _option(
+        "with --init-from: tensors that may differ: missing, unexpected, mismatched (default: none)", "KINDS"
+    )
+    init_rename: tuple[str, ...] = _option(
+        "with --init-from: rename a prefix of names", "OLD=NEW", default=(), action="append"
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,12 @@ class VerifyOptions(TrainingOptions):
 class PlanOptions:
     """Options of `shoal plan`."""
 
-    job: str | None = _job(nargs="?")
+    job: str | None = _option(
+        "a Python file and its job function (default: job), or a folder with a Hugging Face config.json",
+        "JOBFILE[:FUNCTION]|hf:DIR",
+        "job",
+        nargs="?",
+    )
     cluster: str = _option("8xH100, 4x8xA100, FILE.toml or here (default)", "C", default="here")
     aim: str = _option(
         "fastest (default); cheapest; deadline=2h: the cheapest that ends the whole job in 2 hours; "
@@ -85,12 +103,49 @@ class PlanOptions:
         default="fastest",
     )
     max_devices: int | None = _option("use at most N devices", "N", least=1)
+    seq: int | None = _option("of hf:DIR, tokens of a sequence", "N", least=1)
+    batch: int | None = _option("of hf:DIR, sequences of a step", "N", least=1)
     precision: str | None = _option(*_PRECISION)
     set: tuple[str, ...] = _option(*_SET, default=(), action="append")
     mtbf: str | None = _option("hours between failures of one device, on average", "HOURS")
+    price: str | None = _option("US dollars of a device-hour (default: the catalogue's)", "DOLLARS")
+    tokens: str | None = _option("the job's length in tokens, such as 1e12, for its time and cost", "N")
+    samples: str | None = _option("the job's length in samples", "N")
     output: str | None = _option("write the plan, for shoal run --plan", "FILE", "-o", "--output")
     html: str | None = _option("write a page with the curve, the waterfalls and every reason", "FILE")
     learn: tuple[str, ...] | None = _option("correct the predictions by what these runs took", "RUNDIR", nargs="+")
+
+
+_STEP = "last (default), best (where the job watches a metric), or the step that a checkpoint was taken after"
+_RUN = "a run directory, or one checkpoint"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of `shoal export`."""
+
+    run: str = _option(_RUN, "RUN", "run", default=MISSING)
+    output: str | None = _option("a new folder (default: RUN/export)", "DIR", "-o", "--output")
+    step: str = _option(_STEP, "STEP", default="last")
+    max_shard_size: str = _option("the most bytes in a file (default: 5GB)", "SIZE", default="5GB")
+    dtype: str | None = _option(
+        "convert floating-point tensors (default: as they were trained)", choices=["bfloat16", "float16", "float32"]
+    )
+    tokenizer: str | None = _option("copy the tokenizer's files from this folder", "DIR")
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Options of `shoal evaluate`."""
+
+    job: str = _job(default=MISSING)
+    run: str = _option(_RUN, "RUN", "run", default=MISSING)
+    step: str = _option(_STEP, "STEP", default="last")
+    devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
+    set: tuple[str, ...] = _option(
+        "set a parameter of the job function (default: as the run)", "K=V", default=(), action="append"
+    )
+    json: bool = _switch("print one JSON object and nothing else")
 
 
 @dataclass(frozen=True)

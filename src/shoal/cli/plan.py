@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import TextIO
 
 from rich.console import Console
 
 from shoal.cli.options import PlanOptions
 from shoal.errors import CommandError, ExitCode
-from shoal.planner.answer.answer import Answer, answer
-from shoal.planner.answer.page import page
-from shoal.planner.answer.question import question
-from shoal.planner.answer.table import show
-from shoal.planner.calibrate.files import learn_from
+from shoal.hardware import cluster as find_cluster
+from shoal.job import Job
+from shoal.planner.answer.answer import answer, question
+from shoal.planner.answer.display import page, show
+from shoal.planner.calibrate.lessons import learn_from
+from shoal.planner.configured_job import PREFIX, configured_job
 from shoal.planner.search.aims import parse
-from shoal.plans.plan import Plan
+from shoal.plans.plan import Plan, plan_text
 from shoal.plans.resolve import Wishes, apply_wishes
-from shoal.plans.toml import write as plan_text
 from shoal.runs.directory import write_file
 from shoal.runs.job_file import load, parse_target
 
-_WIDTH = 140  # of a table that is not written to a terminal
+_WIDTH = 80  # of what is not written to a terminal
+_QUIET_SECONDS, _BETWEEN_SECONDS = 2.0, 0.2
+_STEPS = 64  # of a search, between two looks at the clock
+
+
+class SearchProgress:
+    """Progress of a search that takes more than two seconds: a line on stderr, renewed in place on a terminal.
+
+    To a file or a pipe the line is written once.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._stream, self._clock = stream, clock
+        self._is_terminal = stream.isatty()
+        self._began, self._num_steps, self._width = clock(), 0, 0
+        self._due = self._began + _QUIET_SECONDS
+
+    def step(self) -> None:
+        """Counts one more node of the search."""
+        self._num_steps += 1
+        if self._num_steps % _STEPS == 0 and (now := self._clock()) >= self._due:
+            self._due = now + _BETWEEN_SECONDS if self._is_terminal else float("inf")
+            line = f"searching: {self._num_steps:,} groups of plans in {now - self._began:.0f} s"
+            self._width = len(line)
+            self._stream.write(f"\r{line}" if self._is_terminal else f"{line} ...\n")
+            self._stream.flush()
+
+    def end(self) -> None:
+        """Clears the line of a terminal."""
+        if self._is_terminal and self._width:
+            self._stream.write(f"\r{' ' * self._width}\r")
+            self._stream.flush()
 
 
 def plan(options: PlanOptions) -> ExitCode:
@@ -39,18 +72,63 @@ def plan(options: PlanOptions) -> ExitCode:
             remedy="write shoal plan JOBFILE --cluster 8xH100, or shoal plan --learn RUNDIR",
         )
     aim = parse(options.aim)
-    hours = _hours(options.mtbf)
+    hours = _above_zero("--mtbf", options.mtbf, "hours", "8")
+    dollars = _above_zero("--price", options.price, "US dollars", "2.50")
+    tokens = _above_zero("--tokens", options.tokens, "tokens", "1e12")
+    samples = _above_zero("--samples", options.samples, "samples", "1e9")
+    if tokens is not None and samples is not None:
+        raise CommandError(
+            given=f"--tokens {options.tokens} --samples {options.samples}",
+            conflict="each of them is the length of the job",
+            remedy="write one of them",
+        )
     for text in (options.output, options.html):
         _refuse_folder(text)
-    base = apply_wishes(Plan(), Wishes(precision=options.precision), from_file=False)
-    target = parse_target(options.job, options.set)
-    loaded = load(target)
-    asked = question(loaded.job, base, options.cluster, options.max_devices)
-    found = answer(asked, aim, f"{target.path}:{loaded.function}", hours, time.perf_counter)
+    job, name, precision = _loaded(options, options.job)
+    base = apply_wishes(Plan(), Wishes(precision=precision), from_file=False)
+    asked = question(job, base, options.cluster, options.max_devices)
+    asked = asked.of_length(tokens=tokens, samples=samples).at_price(dollars)
+    progress = SearchProgress(sys.stderr, time.monotonic)
+    asked = replace(asked, case=replace(asked.case, watch=progress.step))
+    try:
+        found = answer(asked, aim, name, hours, time.perf_counter)
+    finally:
+        progress.end()
     console = Console()
     show(found, console if console.is_terminal else Console(width=_WIDTH))
-    _write(found, options)
+    if options.output:
+        write_file(Path(options.output), plan_text(found.plan))
+        trained = "JOBFILE" if options.job.startswith(PREFIX) else options.job
+        print(f"\nplan written: shoal run {trained} --plan {options.output}")
+    if options.html:
+        write_file(Path(options.html), page(found))
+        print(f"page written: {options.html}")
     return ExitCode.DONE
+
+
+def _loaded(options: PlanOptions, target: str) -> tuple[Job, str, str | None]:
+    """The job, its name, and its precision: of a configuration bfloat16 on GPUs, where none is asked for."""
+    if target.startswith(PREFIX):
+        if options.set:
+            raise CommandError(
+                given=f"--set {options.set[0]} with {target}",
+                conflict="a configuration has no job function to set parameters of",
+                remedy="write --seq and --batch, and the other sizes into its config.json",
+            )
+        job = configured_job(target, options.seq, options.batch)
+        is_gpu = find_cluster(options.cluster).device.kind == "gpu"
+        return job, target, options.precision or ("bf16" if is_gpu else None)
+    sizes = {"--seq": options.seq, "--batch": options.batch}
+    for flag, size in sizes.items():
+        if size is not None:
+            raise CommandError(
+                given=f"{flag} {size} with {target}",
+                conflict=f"{flag} is for a configuration, hf:DIR: a job file says its own",
+                remedy="write --set NAME=VALUE for a parameter of the job function",
+            )
+    request = parse_target(target, options.set)
+    loaded = load(request)
+    return loaded.job, f"{request.path}:{loaded.function}", options.precision
 
 
 def _refuse_beside_learn(options: PlanOptions, learn: Sequence[str]) -> None:
@@ -65,16 +143,7 @@ def _refuse_beside_learn(options: PlanOptions, learn: Sequence[str]) -> None:
         )
 
 
-def _write(found: Answer, options: PlanOptions) -> None:
-    if options.output:
-        write_file(Path(options.output), plan_text(found.plan))
-        print(f"\nplan written: shoal run {options.job} --plan {options.output}")
-    if options.html:
-        write_file(Path(options.html), page(found))
-        print(f"page written: {options.html}")
-
-
-def _hours(text: str | None) -> float | None:
+def _above_zero(flag: str, text: str | None, unit: str, example: str) -> float | None:
     if text is None:
         return None
     try:
@@ -83,7 +152,9 @@ def _hours(text: str | None) -> float | None:
         value = 0.0
     if not 0.0 < value < float("inf"):
         raise CommandError(
-            given=f"--mtbf {text}", conflict="--mtbf takes a number of hours above zero", remedy="write --mtbf 8, say"
+            given=f"{flag} {text}",
+            conflict=f"{flag} takes a number of {unit} above zero",
+            remedy=f"write {flag} {example}, say",
         )
     return value
 

@@ -15,12 +15,12 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import ExitCode, PlanError
 from shoal.hardware.detect import cores
-from shoal.plans.plan import Plan
-from shoal.plans.words import described
+from shoal.plans.plan import Plan, described
 from shoal.runs.directory import RunDirectory, write_file
 from shoal.runs.job_file import load
 from shoal.runs.request import RunRequest
-from shoal.verification.certify import certificate
+from shoal.training.preflight import with_judged_grains
+from shoal.verification import certificate
 from shoal.verification.forked import trace_forked
 from shoal.verification.judge import Verdict, judge_traces
 from shoal.verification.traced_run import left_out
@@ -42,23 +42,30 @@ def verify(request: RunRequest, num_steps: int) -> ExitCode:
 
 def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     began = time.monotonic()
-    _refuse_ahead(request.plan)
+    if request.plan.server.mode in ("bounded", "asynchronous"):
+        raise PlanError(
+            given=f'server.mode = "{request.plan.server.mode}"',
+            conflict="its gradients are of older parameters: it does not compute what one process computes",
+            remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
+        )
     print(
-        f"verifying          {request.job.path}: {num_steps} steps on {request.num_processes} process(es)", flush=True
+        f"verifying          {request.job.path}: {num_steps} steps on {request.plan.num_processes} process(es)",
+        flush=True,
     )
-    if request.num_processes == 1:
+    if request.plan.num_processes == 1:
         print("note               one process is compared with one: say --devices N for a parallel run", flush=True)
 
     assert request.judged is not None, "a request to verify is looked at"
     plan = request.judged.plan.uncompressed
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     num_threads = int(told) if told.isdecimal() and int(told) else request.threads_per_process
-    trace_forked(lambda: load(request.job).job, plan, folder, num_steps, num_threads)
+    judged = request.judged
+    trace_forked(lambda: with_judged_grains(judged, load(request.job).job), plan, folder, num_steps, num_threads)
     parallel_seconds = time.monotonic() - began
     print(f"parallel run       done after {parallel_seconds:.1f} s; computing the references", flush=True)
     prepare_process(plan.execution.exact, cores())
     loaded = load(request.job)
-    loaded = replace(loaded, job=opened(loaded.job))
+    loaded = replace(loaded, job=opened(with_judged_grains(judged, loaded.job)))
     verdict = judge_traces(loaded.job, plan, folder)
     verdict.notes += left_out(request.plan)
     if verdict.verified and verdict.num_steps < num_steps:
@@ -68,16 +75,6 @@ def _verify(request: RunRequest, num_steps: int, folder: Path) -> ExitCode:
     write_file(request.out / "certificate.json", json.dumps(document, indent=1) + "\n")
     print(f"written            {request.out / 'certificate.json'}")
     return ExitCode.DONE if verdict.verified else ExitCode.FAILED
-
-
-def _refuse_ahead(plan: Plan) -> None:
-    """Raises: PlanError for workers that run ahead of each other."""
-    if plan.server.mode in ("bounded", "asynchronous"):
-        raise PlanError(
-            given=f'server.mode = "{plan.server.mode}"',
-            conflict="its gradients are of older parameters: it does not compute what one process computes",
-            remedy='verify server.mode = "synchronous"; of the others compare the loss: docs/parameter-server.md',
-        )
 
 
 def _print(verdict: Verdict, plan: Plan, parallel_seconds: float) -> None:

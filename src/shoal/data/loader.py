@@ -1,4 +1,4 @@
-"""Data loaders: the microbatches of this rank for each step, prefetched where that helps.
+"""Data loaders: the microbatches of this rank for each step, prefetched where that helps, and moved to the device.
 
 A loader is told the step; it has no position of its own that could differ from the trainer's.
 """
@@ -7,22 +7,104 @@ from __future__ import annotations
 
 import functools
 import itertools
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from shoal.data.microbatch import Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
 from shoal.data.source import MapSource
 from shoal.errors import DataError, ShoalError
+from shoal.launch.signals import stop_signals
 from shoal.plans.grains import Grain, microbatches, random_key, share
 
 # A dataset worker that says nothing for so long is taken for stuck.
 WORKER_TIMEOUT_SECONDS = 300
+_OWN_MESSAGE = "look for its own message above; data.workers = 0 reads in the rank itself"
+_SHARED_MEMORY = "make /dev/shm larger (docker run --shm-size 8g, say); data.workers = 0 reads in the rank itself"
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Neighbouring grains that share one forward; `batch` is the collate function's result.
+
+    `ids` holds one int64 array of sample ids a grain. `read` makes a microbatch of some of the samples, read again.
+    """
+
+    step: int
+    grains: tuple[Grain, ...]
+    ids: tuple[Ids, ...]
+    batch: Any
+    read: Callable[[tuple[Grain, ...], tuple[Ids, ...]], Microbatch]
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all its grains."""
+        return sum(g.size for g in self.grains)
+
+    def split(self) -> list[Microbatch]:
+        """The same samples, read again, grain by grain."""
+        return [self.read((grain,), (ids,)) for grain, ids in zip(self.grains, self.ids, strict=True)]
+
+    def samples(self) -> list[Microbatch]:
+        """The samples of a single grain, read again, one by one."""
+        (grain,), (ids,) = self.grains, self.ids
+        alone = [Grain(grain.index, grain.start + i, 1) for i in range(grain.size)]
+        return [self.read((one,), (ids[i : i + 1],)) for i, one in enumerate(alone)]
+
+    def without_batch(self) -> Microbatch:
+        """The same, which keeps no tensors; dataclasses.replace would take three times as long."""
+        return Microbatch(self.step, self.grains, self.ids, None, self.read)
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One rank's microbatches of one step: `num_microbatches` of them, which may be none."""
+
+    step: int
+    epoch: int
+    num_microbatches: int
+    microbatches: Iterator[Microbatch]
+
+
+class Transfer:
+    """Moves batches by `move`; on CUDA from pinned memory, on a stream of its own."""
+
+    def __init__(self, device: torch.device, move: Callable[[Any], Any]) -> None:
+        self._move = move
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, batch: Any) -> Callable[[], Any]:
+        """Begins to move a batch; the result gives it, ready for use on the current stream."""
+        stream = self._stream
+        if stream is None:
+            return lambda: self._move(batch)
+        pinned = tree_map(_pin, batch)
+        with torch.cuda.stream(stream):
+            moved = self._move(pinned)
+
+        def ready() -> Any:
+            current = torch.cuda.current_stream()
+            current.wait_stream(stream)
+            # The allocator may give the memory away once the side stream is done with it; the current one is not yet.
+            for leaf in tree_leaves(moved):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(current)
+            return moved
+
+        return ready
+
+
+def _pin(value: Any) -> Any:
+    movable = isinstance(value, Tensor) and value.device.type == "cpu" and not value.is_pinned()
+    return value.pin_memory() if movable else value
 
 
 @dataclass(frozen=True)
@@ -95,10 +177,16 @@ class _Fetcher(Dataset[Any]):
             return error
 
 
-def _started(own: Callable[[int], object], data: Any, worker: int) -> None:
-    """Calls a user's worker_init_fn in a worker process, where it finds its dataset as under torch's own loader."""
-    object.__setattr__(get_worker_info(), "dataset", data)
-    own(worker)
+def _started(own: Callable[[int], object] | None, data: Any, worker: int) -> None:
+    """Calls a user's worker_init_fn in a worker process, where it finds its dataset as under torch's own loader.
+
+    Requests to stop, which a scheduler sends to every process, are the rank's: it finishes its step with these samples.
+    """
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
+    if own is not None:
+        object.__setattr__(get_worker_info(), "dataset", data)
+        own(worker)
 
 
 class MapLoader(Loader):
@@ -180,7 +268,7 @@ class MapLoader(Loader):
             raise DataError(
                 given=f"data.workers = {self._workers}",
                 conflict=f"a worker process died or was stuck: {str(error).splitlines()[0]}",
-                remedy="look for its own message above; data.workers = 0 reads in the rank itself",
+                remedy=_SHARED_MEMORY if "shared memory" in str(error) else _OWN_MESSAGE,
             ) from error
         if isinstance(batch, ShoalError):
             raise batch
@@ -189,9 +277,7 @@ class MapLoader(Loader):
     def _data_loader(self, first: _Request) -> DataLoader[Any]:
         ahead = itertools.chain.from_iterable(map(self.requests, itertools.count(first.step)))
         wanted = itertools.dropwhile(lambda r: (r.step, r.grains) != (first.step, first.grains), ahead)
-        start = self._reading.get("worker_init_fn")
-        if start is not None:
-            start = functools.partial(_started, start, self._fetcher.source.data)
+        start = functools.partial(_started, self._reading.get("worker_init_fn"), self._fetcher.source.data)
         return DataLoader(
             self._fetcher,
             sampler=wanted,
@@ -205,4 +291,8 @@ class MapLoader(Loader):
         shutdown = getattr(self._batches, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+            for worker in getattr(self._batches, "_workers", ()):
+                if worker.is_alive():  # torch's own last resort is SIGTERM, which it ignores
+                    worker.kill()
+                    worker.join()
         self._batches = None

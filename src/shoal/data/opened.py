@@ -2,22 +2,203 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
+
 from shoal.data.loader import DataRank, Loader, MapLoader
 from shoal.data.order import Order
-from shoal.data.source import Collate, MapSource, Opened, built, source_of
+from shoal.data.source import Collate, MapSource, Opened, built, is_stream, source_of
 from shoal.data.stream import StreamLoader
-from shoal.data.taken_apart import is_loader, refuse_batches, take_apart
 from shoal.errors import DataError, JobError
 from shoal.job import Epochs, Job, Length
 
 if TYPE_CHECKING:
     from shoal.distributed.mesh import Mesh
 
+_Mistake = tuple[str, str, str]
+_MARKS = ("dataset", "batch_size", "batch_sampler", "sampler", "collate_fn", "num_workers", "drop_last")
+_WORKER_OPTIONS = ("worker_init_fn", "multiprocessing_context", "prefetch_factor", "timeout")
 # A stream's length is unknown: one pass that no training comes to the end of by counting.
 _ENDLESS = 1 << 62
+
+
+def is_loader(data: Any) -> bool:
+    """Whether `data` is a torch DataLoader, or has all that one has (as torchdata's StatefulDataLoader)."""
+    return isinstance(data, DataLoader) or all(hasattr(data, name) for name in _MARKS)
+
+
+def refuse_batches(name: str, data: Any) -> None:
+    """Raises: DataError for another library's loader, which gives batches and hides what they are made of."""
+    is_sized = hasattr(data, "__iter__") and hasattr(data, "__len__") and not hasattr(data, "__getitem__")
+    if not is_sized or isinstance(data, IterableDataset) or not hasattr(data, "dataset"):
+        return
+    if hasattr(data, "batch_size") or hasattr(data, "sampler"):
+        raise DataError(
+            given=f"{name} of type {type(data).__name__}",
+            conflict="it gives batches, and a step is made of samples, in grains that shoal divides among the ranks",
+            remedy="give the dataset itself, or a torch DataLoader of it",
+        )
+
+
+def take_apart(name: str, loader: Any, collate: Collate | None, global_batch: int | None) -> Opened:
+    """The source in a loader, and how it is read; `shuffle` is None where that is a stream.
+
+    `global_batch` is what its batch size has to be, None where that is no matter. Raises: DataError with everything at
+    once that this version does not do as the loader says, and as `source_of`.
+    """
+    mistakes = [*_batches(loader, collate, global_batch)]
+    dataset, shuffle = loader.dataset, None
+    if hasattr(dataset, "__len__") and not is_stream(dataset):
+        found = _order(loader, global_batch)
+        if len(found) == 3:
+            mistakes.append(found)
+        else:
+            dataset, shuffle = found
+            mistakes += _dropped(loader, len(dataset))
+    elif _drops(loader):
+        mistakes.append(("drop_last=True", "a stream's last step may be short, and is weighed so", "leave it out"))
+    if mistakes:
+        given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
+        raise DataError(given=f"{name}: a {type(loader).__name__} with {given}", conflict=conflict, remedy=remedy)
+    own = collate if loader.collate_fn is default_collate else loader.collate_fn
+    return Opened(
+        source_of(name, dataset, own),
+        own,
+        shuffle,
+        workers=loader.num_workers,
+        reading={key: value for key in _WORKER_OPTIONS if (value := getattr(loader, key, None))},
+        notes=tuple(f"{name}: {note}" for note in _without_effect(loader)),
+    )
+
+
+def _known(value: Any, kind: type) -> bool:
+    """Whether torch's own class, or torchdata's version of it: a subclass of a user's does as it likes."""
+    return isinstance(value, kind) and _is_torchs(type(value).__module__)
+
+
+def _is_torchs(module: str) -> bool:
+    return module.partition(".")[0] in ("torch", "torchdata")
+
+
+def _batch_size(loader: Any) -> Any:
+    if loader.batch_size is not None or not _known(loader.batch_sampler, BatchSampler):
+        return loader.batch_size
+    return loader.batch_sampler.batch_size
+
+
+def _drops(loader: Any) -> bool:
+    return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+
+
+def _batches(loader: Any, collate: Collate | None, global_batch: int | None) -> Iterator[_Mistake]:
+    if not _is_torchs(getattr(type(loader).__iter__, "__module__", "")):
+        kind = type(loader).__name__
+        yield f"an __iter__ of {kind}'s own", "what it makes of the batches is not seen", "give its dataset"
+    if loader.batch_sampler is None:
+        yield (
+            "batch_size=None",
+            "its items are whole batches, and shoal makes each batch itself, of single samples",
+            "give a dataset of single samples",
+        )
+    elif not _known(loader.batch_sampler, BatchSampler):
+        yield (
+            f"batch_sampler={type(loader.batch_sampler).__name__}(...)",
+            "which samples are in a step follows from the seed, the epoch and the step",
+            "leave batch_sampler out, and write shuffle=True or False",
+        )
+    elif global_batch is not None and _batch_size(loader) != global_batch and not _is_distributed(loader):
+        yield (
+            f"batch_size={_batch_size(loader)}",
+            f"a step consumes global_batch={global_batch} samples, whatever the number of ranks and of microbatches",
+            f"write batch_size={global_batch} there, or global_batch={_batch_size(loader)} in the job",
+        )
+    own = loader.collate_fn
+    if collate is not None and loader.batch_sampler is not None and own not in (collate, default_collate):
+        yield (
+            f"collate_fn={_named(own)} and collate={_named(collate)}",
+            "a batch is made by one function",
+            "leave one of them out",
+        )
+
+
+def _is_distributed(loader: Any) -> bool:
+    return isinstance(_sampler(loader), DistributedSampler)
+
+
+def _sampler(loader: Any) -> Any:
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _order(loader: Any, global_batch: int | None) -> tuple[Any, bool] | _Mistake:
+    """The dataset that the sampler means and whether each epoch has a new order; or why it cannot be had."""
+    sampler, dataset = _sampler(loader), loader.dataset
+    if _known(sampler, SequentialSampler) or _known(sampler, RandomSampler):
+        if len(sampler.data_source) != len(dataset):
+            given = f"a sampler of {len(sampler.data_source)} of its {len(dataset)} samples"
+            return given, "an epoch reads the whole dataset", "give the samples themselves: torch.utils.data.Subset"
+        if isinstance(sampler, SequentialSampler):
+            return dataset, False
+        if sampler.replacement or sampler.num_samples != len(dataset):
+            given = f"RandomSampler(replacement={sampler.replacement}, num_samples={sampler.num_samples})"
+            return given, "an epoch reads every sample once", "write shuffle=True, and say how long in Job(length=...)"
+        return dataset, True
+    if _known(sampler, SubsetRandomSampler):
+        return Subset(dataset, list(sampler.indices)), True
+    if _is_distributed(loader):
+        size = "" if global_batch is None else f"batch_size={global_batch}, "
+        return (
+            f"sampler=DistributedSampler(num_replicas={sampler.num_replicas}, ...)",
+            "shoal itself divides each step among the ranks: every rank gives the whole dataset",
+            f"write DataLoader(dataset, {size}shuffle={sampler.shuffle}), and seed={sampler.seed} in the job",
+        )
+    if _known(sampler, WeightedRandomSampler):
+        return (
+            "sampler=WeightedRandomSampler(...)",
+            "an epoch reads every sample once, in an order that follows from the seed",
+            "weigh the samples in the loss, or give a dataset that repeats them",
+        )
+    return (
+        f"sampler={type(sampler).__name__}(...)",
+        "the order of samples follows from the seed, the epoch and the step, whatever was read before",
+        "write shuffle=True or False; a fixed order is a dataset: torch.utils.data.Subset(dataset, list(sampler))",
+    )
+
+
+def _dropped(loader: Any, num_samples: int) -> Iterator[_Mistake]:
+    size = _batch_size(loader)
+    if _drops(loader) and size and num_samples % size:
+        yield (
+            f"drop_last=True and {num_samples} samples in batches of {size}",
+            "every sample is read: a short last batch is weighed by what it has",
+            f"leave drop_last out, or give {num_samples - num_samples % size} samples: torch.utils.data.Subset",
+        )
+
+
+def _without_effect(loader: Any) -> Iterable[str]:
+    if getattr(loader, "generator", None) is not None:
+        yield "its generator is not used: the order follows from the job's seed"
+    if loader.num_workers and is_stream(loader.dataset):
+        yield f"num_workers={loader.num_workers} has no effect: a stream is read in the rank itself"
+    if getattr(loader, "in_order", True) is False:
+        yield "in_order=False has no effect: batches come in the order of the steps"
+
+
+def _named(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def open_data(
@@ -64,10 +245,7 @@ def training_data(job: Job) -> Opened:
 
 
 def in_new_orders(name: str, found: Opened, shuffle: bool | None) -> bool:
-    """Whether each epoch has a new order, as the data and `shuffle` say; new ones where neither says anything.
-
-    Raises: DataError where they differ.
-    """
+    """Whether epochs have new orders, as data and `shuffle` say, or neither. Raises: DataError where they differ."""
     if None not in (found.shuffle, shuffle) and found.shuffle != shuffle:
         kind = "shuffles" if found.shuffle else "reads in order"
         raise DataError(
@@ -82,7 +260,7 @@ def in_new_orders(name: str, found: Opened, shuffle: bool | None) -> bool:
 def order_of(data: Opened, job: Job, length: Length, shuffle: bool) -> Order:
     """The order of a training of that length in the job's batches, from its seed."""
     num_samples = len(data.source) if isinstance(data.source, MapSource) else _ENDLESS
-    return Order(num_samples, job.global_batch, job.grains, job.seed, shuffle, length)
+    return Order(num_samples, job.global_batch, job.num_grains, job.seed, shuffle, length)
 
 
 def loader_of(data: Opened, order: Order, mesh: Mesh, workers: int) -> Loader:

@@ -1,4 +1,4 @@
-"""Sample order as arithmetic: the sample ids of a step are a function of (seed, epoch, position) alone.
+"""Sample order as arithmetic: the ids of a step from seed, epoch and position alone.
 
 A seeded permutation of [0, N) without a table: a balanced Feistel network on the next even number of bits, with
 cycle-walking for the values outside [0, N) (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002). Any
@@ -17,8 +17,9 @@ from shoal.data.sample_digest import Ids
 from shoal.job import Epochs, Length, Samples
 from shoal.plans.grains import Grain, divide, random_key
 
+# Positions permuted at once: numpy's cost per call is that of some thousand elements, and a step may hold only a few.
+_BLOCK = 1 << 14
 _Words = npt.NDArray[np.uint64]
-
 # Luby and Rackoff show 4 rounds to be a strong pseudorandom permutation given a random round function; the round
 # function here is a mixer, not a cipher, hence twice as many.
 _ROUNDS = 8
@@ -36,10 +37,6 @@ def permute(positions: Ids, count: int, key: int) -> Ids:
         values[outside] = _feistel(values[outside], half, mask, keys)
         outside = values >= np.uint64(count)
     return values.astype(np.int64)
-
-
-# Positions permuted at once: numpy's cost per call is that of some thousand elements, and a step may hold only a few.
-_BLOCK = 1 << 14
 
 
 def _permuted(start: int, stop: int, count: int, seed: int, epoch: int) -> Ids:

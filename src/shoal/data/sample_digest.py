@@ -13,6 +13,8 @@ Ids = npt.NDArray[np.int64]
 
 # Words of a grain's digest: each below 2^32, so that their float64 sum over up to 2^21 grains is exact.
 DIGEST_WORDS = 8
+# Grains of which one array is written; of fewer a text each costs less.
+_MANY = 16
 EMPTY_DIGEST = hashlib.sha256(b"shoal sample digest 1").hexdigest()
 
 
@@ -21,12 +23,27 @@ def grain_words(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[fl
 
     They add up in any order, so that the sum over a step is the same whichever rank held which grain.
     """
-    head = step.to_bytes(8, "little")
-    named = zip(grains, ids, strict=True)
-    texts = (head + grain.to_bytes(8, "little") + own.astype("<i8", copy=False).tobytes() for grain, own in named)
-    digests = b"".join(hashlib.sha256(text).digest() for text in texts)
-    words = struct.unpack(f"<{len(digests) // 4}I", digests)  # a few words cost less in Python than in numpy
-    return [float(sum(words[place::DIGEST_WORDS])) for place in range(DIGEST_WORDS)]
+    digests = b"".join(_digests(step, grains, ids))
+    if len(grains) < _MANY:  # a few words cost less in Python than in numpy
+        words = struct.unpack(f"<{len(digests) // 4}I", digests)
+        return [float(sum(words[place::DIGEST_WORDS])) for place in range(DIGEST_WORDS)]
+    table = np.frombuffer(digests, dtype="<u4").reshape(-1, DIGEST_WORDS)
+    return [float(word) for word in table.sum(axis=0, dtype=np.uint64)]
+
+
+def _digests(step: int, grains: Sequence[int], ids: Sequence[Ids]) -> list[bytes]:
+    size = len(ids[0]) if ids else 0
+    count = next((place for place, own in enumerate(ids) if len(own) != size), len(ids))  # the last may be short
+    if count < _MANY:
+        named = zip(grains, ids, strict=True)
+        head = step.to_bytes(8, "little")
+        texts = (head + grain.to_bytes(8, "little") + own.astype("<i8", copy=False).tobytes() for grain, own in named)
+        return [hashlib.sha256(text).digest() for text in texts]
+    table = np.empty((count, 2 + size), dtype="<i8")
+    table[:, 0], table[:, 1], table[:, 2:] = step, grains[:count], np.concatenate(ids[:count]).reshape(count, size)
+    text, width = memoryview(table.tobytes()), 8 * (2 + size)
+    digests = [hashlib.sha256(text[at : at + width]).digest() for at in range(0, len(text), width)]
+    return digests + _digests(step, grains[count:], ids[count:])
 
 
 def chain_digest(previous: str, words: npt.NDArray[np.float64]) -> str:

@@ -133,10 +133,7 @@ def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
 
 
 def small_batch(source: Source, collate: Collate | None) -> Any:
-    """The first two samples as a batch; a stream is left as it was.
-
-    Raises: DataError for what it cannot be had from.
-    """
+    """The first two samples as a batch; a stream is left as it was. Raises: DataError for one that cannot go back."""
     if isinstance(source, MapSource):
         return source.fetch([np.arange(min(_FEW, len(source)))], [0])
     state = source.state_dict() if hasattr(source, "state_dict") else None

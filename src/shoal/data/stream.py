@@ -6,14 +6,14 @@ reads shard g of G, whoever holds it. Any other iterable is read whole by every 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import default_collate
 
-from shoal.data.loader import DataRank, Loader
-from shoal.data.microbatch import Microbatch, StepData
+from shoal.data.loader import DataRank, Loader, Microbatch, StepData
 from shoal.data.order import Order
 from shoal.data.sample_digest import Ids
 from shoal.data.source import Collate, collate_samples
@@ -38,10 +38,8 @@ class _Reader:
             self._samples = iter(self._stream)
         found: list[Any] = []
         try:
-            while len(found) < wanted:
-                found.append(next(self._samples))
-        except StopIteration:
-            pass
+            for sample in itertools.islice(self._samples, wanted):
+                found.append(sample)  # one by one: an error tells how many there were before it
         except Exception as error:
             raise DataError(
                 given=f"sample {self.count + len(found)} of {self._name}",

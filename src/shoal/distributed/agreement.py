@@ -12,8 +12,8 @@ import numpy.typing as npt
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import PeerError, ShoalError, from_json
-from shoal.runs.handover import dumped, loaded
 from shoal.runs.records import SPANS, Spread
+from shoal.runs.request import dumped, loaded
 
 T = TypeVar("T")
 _FLAGS = ("has_data", "error", "stop", "checkpoint")

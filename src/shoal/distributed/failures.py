@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sysconfig
 import traceback
 from pathlib import Path
@@ -10,7 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.errors import CollectiveError, InternalError, OutOfMemoryError, PeerError, ShoalError, UserCodeError
+from shoal.errors import (
+    CollectiveError,
+    InternalError,
+    LaunchError,
+    OutOfMemoryError,
+    PeerError,
+    ShoalError,
+    StorageError,
+    UserCodeError,
+)
 from shoal.runs.remedies import remedy
 
 _OWN = str(Path(__file__).resolve().parent)
@@ -81,6 +92,9 @@ def as_shoal_error(error: BaseException) -> ShoalError:
             conflict=f"another rank is gone: {str(error).strip().splitlines()[0][-200:]}",
             remedy="look at what the other rank said; --resume goes on from the newest checkpoint",
         )
+    lacking = _lacking(error)
+    if lacking is not None:
+        return lacking
     text = next(iter(str(error).strip().splitlines()), "")[:300]
     found = InternalError(
         given="this run",
@@ -89,6 +103,29 @@ def as_shoal_error(error: BaseException) -> ShoalError:
     )
     found.traceback_text = "".join(traceback.format_exception(error))
     return found
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+
+
+def _lacking(error: BaseException) -> ShoalError | None:
+    """The error of a system that has no more room or descriptors, or lets nothing be written; None for others."""
+    number = error.errno if isinstance(error, OSError) else None
+    place = f" at {error.filename}" if isinstance(error, OSError) and error.filename is not None else ""
+    if number in (*_FULL, errno.EROFS):
+        return StorageError(
+            given=f"files of this run{place}",
+            conflict=f"the disk takes nothing: {os.strerror(number or 0)}",
+            remedy="free some space, or give an --out on another disk; --resume goes on from the newest checkpoint",
+        )
+    if number in _NO_FILES or "Too many open files" in str(error):
+        return LaunchError(
+            given=f"files and sockets of this process{place}",
+            conflict="it may open no more: Too many open files",
+            remedy="raise the limit (ulimit -n 65536), or close what the job's own code has opened",
+        )
+    return None
 
 
 def to_json(error: ShoalError, rank: int, host: str) -> dict[str, Any]:

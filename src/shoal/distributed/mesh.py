@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from shoal.distributed.joining import JOIN_TIMEOUT, connect, meet
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
 from shoal.numerics.flat import raw_bytes
 from shoal.plans.layout import AXES, Layout
 
-JOIN_TIMEOUT = timedelta(seconds=60)
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 # The group of the ranks that hold the same of the model.
 REPLICAS = "replicas"
@@ -51,11 +51,6 @@ class Mesh:
         Raises: KeyError for an axis of one rank.
         """
         return self.groups[axis] if axis in self.groups or self.layout.degree(axis) != self.world_size else None
-
-    def ranks(self, axis: str, of: int | None = None) -> list[int]:
-        """The ranks of that group, in the order of the axis; or of the group that the rank `of` is in."""
-        wanted = self.rank if of is None else of
-        return next(ranks for ranks in self.layout.groups(axis) if wanted in ranks)
 
     @property
     def replicas(self) -> dist.ProcessGroup | None:
@@ -146,9 +141,13 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
     try:
         # An agent's store outlives groups, and what their ranks have written into it: each opening has its own place.
         opened = store.add(f"shoal/{environment.restarts}/opened by {environment.rank}", 1)
+        number = 1 if environment.agent_store else opened  # torchrun gives each rank once; another store is new
+        opened = opened if environment.agent_store else 1
+        place = f"shoal/{environment.restarts}/{opened}"
+        meet(PrefixStore(f"{place}/present", store), environment, mesh.host, number=number)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=PrefixStore(f"shoal/{environment.restarts}/{opened}", store),
+            store=PrefixStore(place, store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=COLLECTIVE_TIMEOUT,
@@ -206,17 +205,26 @@ def _open_store(environment: Environment) -> Store:
     serve = environment.rank == 0 and not environment.agent_store
     try:
         listen_fd = (environment.listen_fd or _listen(environment.address, environment.port)) if serve else None
-        return TCPStore(
-            environment.address,
-            environment.port,
-            environment.world_size,
-            is_master=serve,
-            timeout=JOIN_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
+        if serve:
+            return _store(environment, JOIN_TIMEOUT, listen_fd)
+        store = connect(environment, lambda timeout: _store(environment, timeout, None))
+        store.set_timeout(JOIN_TIMEOUT)
+        return store
     except (dist.DistError, RuntimeError, OSError) as error:
         raise _not_assembled(environment, error) from error
+
+
+def _store(environment: Environment, timeout: timedelta, listen_fd: int | None) -> Store:
+    """Rank 0's store, served where there is a socket that listens."""
+    return TCPStore(
+        environment.address,
+        environment.port,
+        environment.world_size,
+        is_master=listen_fd is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
 
 
 def _listen(address: str, port: int) -> int:

@@ -45,6 +45,6 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None]) -> Ex
     if report:
         told = to_json(error, environment.rank, platform.node()) if error else None
         write_file(Path(report), json.dumps({"exit_code": int(code), "error": told}))
-    elif error is not None and not isinstance(error, PeerError):
+    elif error is not None and not (isinstance(error, PeerError) and error.everywhere):  # then the culprit says it
         print(error.render(), file=sys.stderr)
     return code

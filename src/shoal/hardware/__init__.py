@@ -1,7 +1,22 @@
 """Hardware catalogue: devices, links and hosts, and clusters by name, from a file, or as measured on this machine."""
 
-from shoal.hardware.catalogue import device, link
-from shoal.hardware.resolve import cluster
-from shoal.hardware.toml import dump, load
+from dataclasses import replace
+
+from shoal.hardware.catalogue import device, dump, link, load
+from shoal.hardware.cluster_names import named_cluster
+from shoal.hardware.detect import here
+from shoal.hardware.values import Cluster
 
 __all__ = ["cluster", "device", "dump", "link", "load"]
+
+
+def cluster(text: str) -> Cluster:
+    """The cluster that a name, the path of a TOML file, or "here" means; notes say what of its device is guessed.
+
+    Raises: HardwareError where there is none.
+    """
+    if text == "here":
+        return here()
+    found = load(text) if text.endswith(".toml") else named_cluster(text)
+    guesses = (f"{found.device.name}: a guess: {guess}" for guess in found.device.guesses)
+    return replace(found, notes=tuple(dict.fromkeys((*found.notes, *guesses))))

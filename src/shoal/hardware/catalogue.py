@@ -1,4 +1,7 @@
-"""Hardware catalogue: devices, links and hosts of the TOML files beside this module, by name or alias."""
+"""Hardware in TOML: devices, links and hosts of the catalogue beside this module, by name or alias, and cluster files.
+
+A cluster file has exact keys; its devices and links are given in full, by name, or as what differs from a named one.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from shoal.errors import HardwareError, nearest
-from shoal.hardware.toml_values import checked
-from shoal.hardware.values import Device, Link
+from shoal.hardware.power import CAP, capped
+from shoal.hardware.values import Cluster, Device, Link, checked, to_table
 
-_BESIDE = ("like", "aliases", "match", "host", "reach")  # keys of an entry that are not the value's
+_CATALOGUED = ("like", "aliases", "match", "host", "reach")  # keys of an entry that are not the value's
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,24 @@ def names(table: Mapping[str, Any]) -> list[str]:
 
 
 def device(name: str) -> Device:
-    """A device of the catalogue. Raises: HardwareError where there is none of this name."""
-    return checked(Device, described_device(name), f"device {name}")
+    """A device of the catalogue, capped where the name ends in "@500W". Raises: HardwareError where there is none."""
+    name, _, cap = name.partition("@")
+    found = checked(Device, described("device", name), f"device {name}")
+    if not cap:
+        return found
+    watts = CAP.fullmatch(cap)
+    if watts is None:
+        raise HardwareError(
+            given=f"device {name}@{cap}",
+            conflict=f"{cap!r} is no power cap",
+            remedy=f"write watts behind the @, as {name}@500W",
+        )
+    return capped(found, float(watts[1]))
 
 
 def link(name: str) -> Link:
     """A link of the catalogue. Raises: HardwareError where there is none of this name."""
-    return checked(Link, described_link(name), f"link {name}")
+    return checked(Link, described("link", name), f"link {name}")
 
 
 def host(known: str) -> Host:
@@ -99,24 +114,20 @@ def unknown(what: str, name: str, known: list[str]) -> HardwareError:
     )
 
 
-def described_device(described: Any) -> Any:
-    """The table of a device that is described by a name, or by a table; what is neither is left to its reader."""
-    return _completed("device", described, devices())
+def described(what: str, given: Any) -> Any:
+    """The table of a "device" or a "link" that is given by name, or by a table; what is neither is left to its reader.
 
-
-def described_link(described: Any) -> Any:
-    """As `described_device`."""
-    return _completed("link", described, links())
-
-
-def _completed(what: str, described: Any, known: Mapping[str, Mapping[str, Any]]) -> Any:
-    """A table with what `like` names filled in, and without the keys that only the catalogue has."""
-    own = {"like": described} if isinstance(described, str) else described
+    What `like` names is filled in, and without the keys that only the catalogue has. A device's name may have a cap.
+    """
+    own = {"like": given} if isinstance(given, str) else given
     if not isinstance(own, dict) or "like" not in own:
         return own
+    if what == "device" and "@" in str(own["like"]):
+        return _joined({key: value for key, value in own.items() if key != "like"}, to_table(device(own["like"])))
+    known = devices() if what == "device" else links()
     parent = entry(what, str(own["like"]), known)
     joined = {"name": parent, **_joined(own, known[parent])}
-    return {key: value for key, value in joined.items() if key not in _BESIDE}
+    return {key: value for key, value in joined.items() if key not in _CATALOGUED}
 
 
 def _joined(own: Mapping[str, Any], parent: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,3 +151,45 @@ def _tables(*names: str) -> Mapping[str, Mapping[str, Any]]:
     for name in names:
         found |= tomllib.loads(files("shoal.hardware").joinpath(name).read_text(encoding="utf-8"))
     return {name: _filled(name, found) for name in found}
+
+
+SCHEMA = 1
+# Not the cluster's: `shoal bench` adds for people the spread of each measurement, and where and when it ran.
+_BESIDE = ("schema", "measurements", "machine")
+_DESCRIBED = {"device": "device", "within": "link", "between": "link"}
+_DESCRIBED_BY_NAME = {"alternatives": "device", "algorithms": "link"}
+
+
+def load(path: Path | str) -> Cluster:
+    """The cluster in a TOML file. Raises: HardwareError where it is missing, is no TOML, or has mistakes (all told)."""
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HardwareError(
+            given=str(path),
+            conflict=f"the file cannot be read: {error.strerror}",
+            remedy="give the path of a cluster file, or a name such as 8xH100",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise HardwareError(
+            given=str(path), conflict=f"it is not TOML: {error}", remedy="mend the file at that place"
+        ) from None
+    if document.get("schema", SCHEMA) != SCHEMA:
+        raise HardwareError(
+            given=str(path),
+            conflict=f"schema = {document['schema']!r} is not {SCHEMA}",
+            remedy="write it as docs/hardware.md describes the format",
+        )
+    table = {"name": Path(path).stem} | {key: value for key, value in document.items() if key not in _BESIDE}
+    table |= {key: described(what, table[key]) for key, what in _DESCRIBED.items() if key in table}
+    for key, what in _DESCRIBED_BY_NAME.items():
+        if isinstance(table.get(key), dict):
+            table[key] = {name: described(what, value) for name, value in table[key].items()}
+    return checked(Cluster, table, str(path))
+
+
+def dump(cluster: Cluster, beside: Mapping[str, Any] | None = None) -> str:
+    """The cluster as TOML text, which `load` reads back; `beside` has tables for people that it passes over."""
+    import tomli_w
+
+    return tomli_w.dumps({"schema": SCHEMA, **to_table(cluster), **(beside or {})})

@@ -1,4 +1,4 @@
-"""Cluster names: "8xH100", "4x8xA100-80-SXM", "2xDGX-1", "2xcpu", with "@pcie4" or "@200Gb"."""
+"""Cluster names: "8xH100", "4x8xA100-80-SXM", "2xDGX-1", "2xcpu", with "@pcie4", "@200Gb" or "@500W"."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 from shoal.errors import HardwareError
 from shoal.hardware.catalogue import Host, device, devices, entry, find, host, hosts, link, links, names, unknown
+from shoal.hardware.power import CAP, capped
 from shoal.hardware.values import Cluster, Curve, Device, Link
 
 _NAME = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([^@]+)((?:@[^@]+)*)", re.IGNORECASE)
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)gb(?:ps|it|it/s)?", re.IGNORECASE)
+_MARGIN = re.compile(r"margin=(\d+(?:\.\d+)?)%", re.IGNORECASE)
 _PORTS = re.compile(r"(?:(\d+)x)?(.+)", re.IGNORECASE)
 _SPEED_SHARE = 0.9  # of a network whose speed is all that is known
 
@@ -20,7 +22,8 @@ def named_cluster(text: str) -> Cluster:
     """The cluster that a name stands for.
 
     NxDEVICE is N devices in hosts of the usual size, HxNxDEVICE is H hosts of N, HxHOST is H hosts; each "@LINK" puts
-    another link in: one within a host, or P x one of the network, or a speed of the network per host ("@200Gb").
+    another link in: one within a host, or P x one of the network, or a speed of the network per host ("@200Gb");
+    "@500W" caps each device's power, and "@margin=2%" says what of its memory plans leave free.
     Raises: HardwareError where the catalogue has no such name, or the devices do not fill whole hosts.
     """
     parts = _NAME.fullmatch(text.strip())
@@ -53,7 +56,6 @@ def _host(name: str) -> Host:
 
 
 def _counts(text: str, host: Host, of_devices: bool, given: tuple[str | None, str | None]) -> tuple[int, int]:
-    """Hosts, and devices of each."""
     first, second = given
     if first and second:
         return int(first), int(second)
@@ -83,10 +85,15 @@ def _built(text: str, host: Host, num_hosts: int, per_host: int) -> Cluster:
         devices_per_host=per_host,
         num_hosts=num_hosts,
         within=link(host.within) if host.within else None,
-        between=_of_ports(link(host.between), host.ports) if host.between else None,
+        between=_of_ports(link(host.between), _ports(host, per_host)) if host.between else None,
         mean_hours_between_failures=host.mean_hours_between_failures,
         alternatives=alternatives,
     )
+
+
+def _ports(host: Host, devices: int) -> int:
+    """Ports of the network that so many of a host's devices have: of a port a device, as many as there are devices."""
+    return min(host.ports, devices) if host.ports == host.devices else host.ports
 
 
 def of_cores(core: Device, cores: int, ranks: int) -> Device:
@@ -118,6 +125,12 @@ def _of_ports(one: Link, ports: int) -> Link:
 
 
 def _modified(found: Cluster, modifier: str) -> Cluster:
+    cap = CAP.fullmatch(modifier)
+    if cap:
+        return replace(found, device=capped(found.device, float(cap[1])))
+    margin = _MARGIN.fullmatch(modifier)
+    if margin:
+        return _with_margin(found, float(margin[1]))
     parts = _PORTS.fullmatch(modifier)
     ports, name = parts.groups() if parts else (None, modifier)
     speed = _SPEED.fullmatch(name)
@@ -131,3 +144,13 @@ def _modified(found: Cluster, modifier: str) -> Cluster:
     known = entry("link", name, links())
     other = _of_ports(link(known), int(ports or 1))
     return replace(found, within=other) if links()[known]["reach"] == "host" else replace(found, between=other)
+
+
+def _with_margin(found: Cluster, percent: float) -> Cluster:
+    if percent >= 100:
+        raise HardwareError(
+            given=f"a memory margin of {percent:g} %",
+            conflict="it leaves no memory to plans",
+            remedy=f"write less, as {found.device.name}@margin=5%",
+        )
+    return replace(found, memory_margin=percent / 100)

@@ -9,9 +9,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.hardware.catalogue import devices
+from shoal.hardware.catalogue import devices, load
 from shoal.hardware.cluster_names import named_cluster
-from shoal.hardware.toml import load
 from shoal.hardware.values import Cluster
 
 _NOT_MEASURED = "not measured: the catalogue's numbers for what is here; `shoal bench` measures this machine"

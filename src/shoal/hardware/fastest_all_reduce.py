@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import HardwareError
+from shoal.hardware.catalogue import load
 from shoal.hardware.detect import gpus, measured_file
-from shoal.hardware.toml import load
 from shoal.hardware.values import SHARED_MEMORY, Cluster, Curve
 
 # Which of them a plan can name.
 ALGORITHMS = ("native", "ring", "tree", "recursive_doubling", "hierarchical", SHARED_MEMORY)
 # A bucket of gradients on CPUs is about so large.
 BUCKET_BYTES = 4 << 20
-# Machines on which its counters were tried: see distributed/collectives/shared_memory/futex.py.
+# Machines on which its counters were tried: see distributed/collectives/shared_memory/region.py.
 _ORDERED = ("x86_64", "AMD64")
 # A choice that was measured to win by less may be noise.
 _WORTH = 0.95

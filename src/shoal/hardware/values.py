@@ -1,19 +1,21 @@
-"""Hardware description: devices, links and clusters as values in SI units.
+"""Hardware description: devices, links and clusters as values in SI units, converted from and to TOML.
 
-Their numbers are in `catalogue/*.toml`, each with its source, or in a file that `shoal bench` wrote.
+Their numbers are in the TOML files beside this one, each with its source, or in a file that `shoal bench` wrote.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, cached_property
 from itertools import pairwise
 from math import inf, log
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, TypeAdapter, ValidationError
+
+from shoal.errors import HardwareError, nearest
 
 
 def kind_of(device_type: str) -> str:
@@ -102,6 +104,7 @@ class Device:
     # `memory_bytes_per_second` at which they take in and give out what is in the caches; "update": an optimizer's.
     operators: Mapping[str, Number] = field(default_factory=dict)
     sustained: Number = 1.0  # of that: what the products of a whole step reach, whatever their shapes, as clocks fall
+    sustained_dtypes: Mapping[str, Number] = field(default_factory=dict)  # in its place for a named dtype
     multiprocessors: Whole = 0  # 0: no waves of tiles (a CPU)
     tile: tuple[Whole, Whole] = (128, 256)
     launch_seconds: Number = 0.0  # the least time of a kernel on the device
@@ -111,7 +114,13 @@ class Device:
     host_bytes_per_second: Number = 0.0  # copy from pinned host memory; 0: no copy
     reserved_bytes: Whole = 0  # of the memory, held by the driver, the context and the communication library
     price_per_hour: Number | None = None  # US dollars
+    watts: Number | None = None  # the most that it draws: its power limit as sold, or the cap that is set
+    guesses: tuple[str, ...] = ()  # what is neither published of this device nor measured, for whoever reads an answer
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def sustained_at(self, dtype: str) -> float:
+        """The fraction of a large product's rate that whole steps reach in a dtype."""
+        return self.sustained_dtypes.get(dtype, self.sustained)
 
 
 @dataclass(frozen=True)
@@ -162,6 +171,11 @@ class Link:
 SHARED_MEMORY, PROCESS_GROUP = "shared_memory", "process_group"
 
 
+# Of a device's memory, left free by plans: with it none of the published runs that ended out of memory is planned
+# (docs/planner.md), though it is what a prediction's own error leaves open and no more.
+MEMORY_MARGIN = 0.06
+
+
 @dataclass(frozen=True)
 class Cluster:
     """`num_hosts` hosts of `devices_per_host` devices each. A lone device has no use for a link.
@@ -181,6 +195,7 @@ class Cluster:
     between: Link | None = None
     storage_bytes_per_second: Number | None = None  # writing checkpoints, per host
     mean_hours_between_failures: Number | None = None  # of one device
+    memory_margin: Annotated[float, Field(strict=True, ge=0, lt=1)] = MEMORY_MARGIN  # of each device's memory
     prices: Mapping[str, Number] = field(default_factory=dict)
     alternatives: Mapping[Annotated[int, Field(ge=1)], Device] = field(default_factory=dict)
     algorithms: Mapping[str, Link] = field(default_factory=dict)
@@ -191,9 +206,64 @@ class Cluster:
         """All devices."""
         return self.devices_per_host * self.num_hosts
 
+    def usable_bytes(self, device: Device) -> float:
+        """Bytes of a device's memory that a plan may need."""
+        return device.memory_bytes * (1.0 - self.memory_margin)
+
     def device_for(self, ranks_per_host: int) -> Device:
         """The device of one rank where so many run on a host; of counts not measured, the next larger one's."""
         counts = sorted(n for n in self.alternatives if n >= ranks_per_host)
         if counts and (ranks_per_host < self.devices_per_host or counts[0] == ranks_per_host):
             return self.alternatives[counts[0]]
         return self.device
+
+
+T = TypeVar("T", Cluster, Device, Link)
+# By the kind of pydantic's error; others say it themselves.
+_WANTED = {
+    "dataclass_type": "a name of the catalogue or a table",
+    "dict_type": "a table",
+    "tuple_type": "a list",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+}
+# What a cluster's tables are of.
+_KINDS = {"device": Device, "alternatives": Device, "within": Link, "between": Link, "algorithms": Link}
+
+
+def checked(kind: type[T], table: Mapping[str, Any], source: str) -> T:
+    """The value in a table. Raises: HardwareError with all of its mistakes, each under the name of its key."""
+    try:
+        value: T = _adapter(cast(Hashable, kind)).validate_python(table)
+        return value
+    except ValidationError as error:
+        raise HardwareError(
+            given=source,
+            conflict="\n".join(_mistake(item, kind) for item in error.errors(include_url=False)),
+            remedy="mend these keys; docs/hardware.md describes the format",
+        ) from None
+
+
+def to_table(value: Cluster | Device) -> dict[str, Any]:
+    """The TOML table of a cluster or a device; what is as by default is left out."""
+    table: dict[str, Any] = _adapter(cast(Hashable, type(value))).dump_python(value, mode="json", exclude_defaults=True)
+    return table
+
+
+@cache  # who only asks what is here reads no table
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _mistake(item: Any, kind: type[Any]) -> str:
+    path = [str(part) for part in item["loc"] if part != "[key]"]
+    where = ".".join(path)
+    if item["type"] == "missing":
+        return f"{where} is missing"
+    if item["type"] == "unexpected_keyword_argument":
+        known = [field.name for field in fields(_KINDS.get(path[0], kind) if path[1:] else kind)]
+        return f"{where} is unknown{nearest(path[-1], known)}"
+    said = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return f"{where} = {item['input']!r:.60} is not {_WANTED.get(item['type'], said)}"

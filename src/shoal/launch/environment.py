@@ -18,12 +18,7 @@ REQUEST_FILE = "SHOAL_REQUEST_FILE"  # the run request that the local launcher h
 
 @dataclass(frozen=True)
 class Environment:
-    """Rank of this process, and the rendezvous of all ranks.
-
-    `listen_fd` is an open listening socket for rank 0's store; `agent_store` says that a launcher already serves one.
-    `key`: a secret of the run, where its launcher made one. `own_gpu`: a process may see its own GPU only.
-    `restarts`: how often torchrun has started the ranks anew.
-    """
+    """Rank of this process, and the rendezvous of all ranks."""
 
     rank: int = 0
     world_size: int = 1
@@ -31,11 +26,11 @@ class Environment:
     local_world_size: int = 1
     address: str = "127.0.0.1"
     port: int = 0
-    listen_fd: int | None = None
-    agent_store: bool = False
-    own_gpu: bool = False
-    restarts: int = 0
-    key: str | None = field(default=None, repr=False)
+    listen_fd: int | None = None  # an open listening socket for rank 0's store
+    agent_store: bool = False  # whether a launcher already serves a store
+    own_gpu: bool = False  # whether a process may see its own GPU only
+    restarts: int = 0  # how often torchrun has started the ranks anew
+    key: str | None = field(default=None, repr=False)  # a secret of the run, where its launcher made one
 
     @property
     def single_host(self) -> bool:

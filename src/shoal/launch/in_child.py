@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shoal.errors import ExitCode, LaunchError
-from shoal.launch.signals import Signals
+from shoal.launch.signals import Signals, stop_signals
 
 _POLL_SECONDS = 0.02
 
@@ -41,14 +41,14 @@ def fork(work: Callable[[], None]) -> int:
 def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The result of `work` in a child process that has ended when this returns; a JSON value.
 
-    Raises: LaunchError where the child dies; SystemExit on SIGTERM or SIGINT, which end the child.
+    Raises: LaunchError where the child dies; SystemExit on a signal that asks to stop, which ends the child.
     """
     signals = Signals(impatient=False)
     reader, writer = os.pipe()
 
     def told() -> None:
         os.close(reader)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)
         text = json.dumps(work()).encode()
         with os.fdopen(writer, "wb") as pipe:

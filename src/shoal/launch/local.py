@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import secrets
@@ -18,11 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError, from_json
+from shoal.launch import heartbeat
 from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
-from shoal.launch.signals import Signals
+from shoal.launch.signals import Signals, pausing
+from shoal.launch.watch import Stuck, Watch
+from shoal.runs.directory import read_json
 from shoal.runs.directory_lock import NAME
 
 _POLL_SECONDS = 0.02
@@ -37,20 +39,17 @@ _MOST_REPLACED = 3
 
 @dataclass(frozen=True)
 class LocalRun:
-    """Processes to start: the `shoal` arguments of each worker, how many, and the threads of each.
-
-    `request`: a text that is handed over to each of them as a file. A rank in `replaceable` that dies without a word is
-    started again, a few times. `lock`: a descriptor that every worker inherits, so that what it locks is locked until
-    the last of them is gone.
-    """
+    """Processes to start: the `shoal` arguments of each worker, how many, and the threads of each."""
 
     arguments: Sequence[str]
     num_processes: int
     num_threads: int
     logs: Path  # what ranks other than 0 print, where that is anything and the folder's parent has anything
-    request: str | None = None
-    replaceable: range = range(0)
-    lock: int | None = None
+    request: str | None = None  # a text that is handed over to each of them as a file
+    replaceable: range = range(0)  # ranks that are started again, a few times, where they die without a word
+    unsaved: Callable[[], float] = lambda: 0.0  # the seconds since the newest checkpoint
+    excused: dict[str, float] = field(default_factory=dict)  # as `Watch`'s, of starts before this one
+    lock: int | None = None  # a descriptor that all workers inherit: what it locks is locked until the last is gone
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
 
@@ -60,23 +59,35 @@ class _Worker:
     process: subprocess.Popen[bytes]
     report: Path
     log: Path | None
+    heartbeat: Path
     given_up: bool = False  # killed from here, or asked to end, after another had died
+    stuck: str | None = None  # why it was killed from here while it lived
 
     def how_it_ended(self) -> dict[str, Any] | None:
-        with contextlib.suppress(OSError, ValueError):
-            document: dict[str, Any] = json.loads(self.report.read_text(encoding="utf-8"))
-            return document
-        return None
+        return read_json(self.report)
 
 
-def launch(run: LocalRun) -> tuple[int, ShoalError | None]:
-    """Starts the workers and waits for them: the run's exit code, and the root error if there is one.
+class LaunchEnd(NamedTuple):
+    """End of a launch: the run's exit code, the root error if there is one, and when the first failure was noticed."""
+
+    code: int
+    error: ShoalError | None
+    failed_at: float  # seconds since the epoch; of the end, where nothing failed
+
+
+def launch(run: LocalRun, signals: Signals | None = None) -> LaunchEnd:
+    """Starts the workers and waits for them.
 
     Raises: LaunchError where the port that MASTER_PORT names is taken.
     """
-    signals = Signals(impatient=False)
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder, _listener() as listener, signals.handled():
-        workers: list[_Worker] = []
+    signals = signals or Signals(impatient=False)
+    workers: list[_Worker] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-") as folder,
+        _listener() as listener,
+        signals.handled(),
+        pausing(lambda number: _tell_groups(workers, number)),
+    ):
         if run.request is not None:
             (Path(folder) / _REQUEST).write_text(run.request, encoding="utf-8")
         try:
@@ -95,11 +106,13 @@ def launch(run: LocalRun) -> tuple[int, ShoalError | None]:
                     workers[rank] = _start(run, rank, listener, Path(folder))
                 return True
 
-            _watch(workers, signals, run.replaceable, replace)
+            judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable}
+            first = _watch(workers, signals, run.replaceable, replace, Watch(judged, run.unsaved, excused=run.excused))
+            failed_at = time.time() - max(0.0, time.monotonic() - first)
             cut_short = workers[0].given_up and workers[0].process.returncode == ExitCode.PREEMPTED
             if run.replaceable and _is_well(workers[0]) and not cut_short:  # who is left over had been given up
-                return workers[0].process.returncode, None
-            return _verdict(workers, signals)
+                return LaunchEnd(workers[0].process.returncode, None, failed_at)
+            return LaunchEnd(*_verdict(workers, signals), failed_at)
         finally:
             _end(workers, signal.SIGKILL)
             for worker in workers:
@@ -132,7 +145,8 @@ def _listener() -> Iterator[socket.socket]:
 
 
 def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _Worker:
-    report = folder / f"report-{rank}.json"
+    report, said = folder / f"report-{rank}.json", folder / f"heartbeat-{rank}"
+    heartbeat.make(said)
     threads = str(run.num_threads)
     number, port = run.num_processes, listener.getsockname()[1]
     descriptor = listener.fileno() if rank == 0 else None
@@ -144,6 +158,7 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
         **environment.variables(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
         REPORT_FILE: str(report),
+        heartbeat.HEARTBEAT_FILE: str(said),
         LAUNCHER_PID: str(os.getpid()),
         **({LOCK_FD: str(run.lock)} if run.lock is not None else {}),
         **({REQUEST_FILE: str(folder / _REQUEST)} if run.request is not None else {}),
@@ -163,35 +178,50 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
     finally:
         if output is not None:
             output.close()
-    return _Worker(rank, process, report, log)
+    return _Worker(rank, process, report, log, said)
 
 
 def _is_well(worker: _Worker) -> bool:
-    """Whether it has ended, and as it should."""
     return worker.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
 
 
-def _watch(workers: list[_Worker], signals: Signals, replaceable: range, replace: Callable[[_Worker], bool]) -> None:
-    """Waits until all have ended; hands signals on, and ends the rest once one has died without a word for good.
+def _ended_well(worker: _Worker, serves: bool) -> bool:
+    """Whether a worker is done: by its exit code, and its report, without which it ended in the midst of its work."""
+    return _is_well(worker) and (serves or worker.how_it_ended() is not None)
+
+
+def _watch(
+    workers: list[_Worker],
+    signals: Signals,
+    replaceable: range,
+    replace: Callable[[_Worker], bool],
+    watch: Watch,
+) -> float:
+    """Time of the first failure that was seen, on the monotonic clock; infinite where there was none.
+
+    Waits until all have ended; hands signals on, and ends the rest once one has died without a word for good.
 
     Where some are replaced, by `replace`, rank 0 leads the others, and none of them outlives it by long; before it is
     ended it is asked to, since it may be well without those that failed and can save what was computed.
     """
     leader = workers[0]
     handed_on: signal.Signals | None = None
-    since, asked = math.inf, False
+    since, first, asked = math.inf, math.inf, False
     while any(w.process.poll() is None for w in workers):
         wanted = signal.SIGKILL if signals.twice else signal.SIGTERM if signals.received else None
         if wanted is not None and wanted != handed_on:
             handed_on = wanted
             _end(workers, wanted)
-        failed = [w for w in workers if w.process.poll() not in (None, 0, ExitCode.PREEMPTED)]
+        stuck = watch.look({w.rank: w.process.pid for w in workers if w.process.poll() is None})
+        watch.excuse(stuck)
+        _end_stuck(workers, stuck)
+        failed = [w for w in workers if w.process.poll() is not None and not _ended_well(w, bool(replaceable))]
         if replaceable:
             failed = [w for w in failed if w.how_it_ended() is not None or not replace(w)]
             failed += [leader] if _is_well(leader) else []
         if failed:
             now, leads = time.monotonic(), leader.process.poll() is None
-            since = min(since, now)
+            since, first = min(since, now), min(first, now)
             if asked and not leads:
                 since, asked = now, False
             told = not replaceable and all(w.how_it_ended() is not None for w in failed)
@@ -202,6 +232,15 @@ def _watch(workers: list[_Worker], signals: Signals, replaceable: range, replace
                 else:
                     _end(workers, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
+    return first
+
+
+def _end_stuck(workers: list[_Worker], found: list[Stuck]) -> None:
+    """Kills ranks that are taken for lost, once they have shown where they are."""
+    for rank, reason in ((stuck.rank, stuck.reason) for stuck in found):
+        worker = workers[rank]
+        shown = heartbeat.end(worker.heartbeat, worker.process)
+        worker.stuck = f"{reason}, and was killed" + (f"; it was in\n{shown}" if shown else "")
 
 
 def _verdict(workers: list[_Worker], signals: Signals) -> tuple[int, ShoalError | None]:
@@ -231,7 +270,7 @@ def _lost(worker: _Worker) -> RankLostError:
         how = f"ended with code {code}"
     error = RankLostError(
         given=f"rank {worker.rank} (process {worker.process.pid})",
-        conflict=f"it {how} without a word{_last_words(worker)}",
+        conflict=f"it {worker.stuck or f'{how} without a word{_last_words(worker)}'}",
         remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
     )
     error.rank, error.host = worker.rank, socket.gethostname()
@@ -255,6 +294,14 @@ def _last_words(worker: _Worker) -> str:
         lines = worker.log.read_text(errors="replace").strip().splitlines()[-5:]
         return "".join(f"\n{line[:200]}" for line in lines)
     return ""
+
+
+def _tell_groups(workers: list[_Worker], number: int) -> None:
+    """A signal to each worker and the processes that it has started: the terminal's own reaches this group only."""
+    for worker in workers:
+        if worker.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, number)
 
 
 def _end(workers: list[_Worker], number: int) -> None:

@@ -1,43 +1,91 @@
-"""Signal handling: SIGTERM and Ctrl-C as requests to stop, from a command's first moment to its last."""
+"""Signal handling: requests to stop, from a command's first moment to its last, and to pause."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
 from shoal.errors import ExitCode
+
+# A scheduler tells the whole process group, and so does the launcher that it told: that is one request.
+SAME_SECONDS = 1.0
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask to stop: SIGTERM, Ctrl-C, and the end of the terminal unless nohup has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,)))
 
 
 @dataclass
 class Signals:
     """Signals that arrived. `impatient`: the second of a kind ends this process at once.
 
-    One of each kind is no impatience: a scheduler may send SIGTERM where the terminal has sent SIGINT.
+    Deliveries of one kind within a second are one. One of each kind is no impatience: a scheduler may send SIGTERM when
+    the terminal has sent SIGINT.
     """
 
     impatient: bool
     received: list[int] = field(default_factory=list)
+    clock: Callable[[], float] = time.monotonic
+    _taken: dict[int, float] = field(default_factory=dict, repr=False)
 
     @property
     def twice(self) -> bool:
         """Whether one kind has arrived again."""
         return len(set(self.received)) < len(self.received)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def takes(self, number: int) -> bool:
+        """Notes a delivery; whether it is a request of its own."""
+        now = self.clock()
+        if now - self._taken.get(number, -math.inf) < SAME_SECONDS:
+            return False
+        self._taken[number] = now
         self.received.append(number)
-        if self.impatient and self.twice:
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long, or until one arrives; whether one did."""
+        deadline = self.clock() + seconds
+        while not self.received and self.clock() < deadline:
+            time.sleep(0.05)
+        return bool(self.received)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.takes(number) and self.impatient and self.twice:
             os._exit(ExitCode.INTERRUPTED)
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
         """A context in which they are noted and end nothing."""
-        before = {n: signal.signal(n, self._handle) for n in (signal.SIGTERM, signal.SIGINT)}
+        before = {n: signal.signal(n, self._handle) for n in stop_signals()}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def pausing(tell: Callable[[int], None]) -> Iterator[None]:
+    """A context in which Ctrl-Z tells other processes SIGSTOP before this one stops, and SIGCONT once it goes on."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        tell(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        tell(signal.SIGCONT)
+
+    if signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGTSTP, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, before)

@@ -2,9 +2,10 @@
 
 Before each forward the global generators are seeded by (seed, step), the same on every rank. Under `GrainScope` every
 random operation of the model draws one number from that generator, and each grain's rows come from a generator keyed by
-(that number, grain). So a grain's dropout mask does not depend on which grains it is computed with, and recomputation
-in the backward (torch.utils.checkpoint restores the global generator) draws the same masks again. Batch normalisation
-is computed grain by grain in the same way.
+(that number, grain), or, in a job of many grains, from their positions in a stream keyed by that number. So a grain's
+dropout mask does not depend on which grains it is computed with, and recomputation in the backward
+(torch.utils.checkpoint restores the global generator) draws the same masks again. Batch normalisation is computed grain
+by grain in the same way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shoal.numerics.draws import at_once, fill_kept, kept, of_size, under, words_at
 from shoal.plans.grains import Grain, random_key
 
 _INT63 = 2**63 - 1
@@ -36,8 +38,10 @@ class NotFusibleError(Exception):
 class GrainScope(TorchFunctionMode):
     """Context of a microbatch's forward and backward that seeds random operations and normalises by grain."""
 
-    def __init__(self, seed: int, step: int, grains: Sequence[Grain]) -> None:
+    def __init__(self, seed: int, step: int, grains: Sequence[Grain], *, by_position: bool = False) -> None:
+        """`by_position`: what can be drawn for all grains at once is (`draws`)."""
         super().__init__()
+        self.by_position, self._starts = by_position, [grain.start for grain in grains]
         self._key = random_key(seed, "model", step)
         self._indices = [grain.index for grain in grains]
         self._sizes = [grain.size for grain in grains]
@@ -81,6 +85,24 @@ class GrainScope(TorchFunctionMode):
 
     def generators(self, device: torch.device) -> list[torch.Generator]:
         """A generator a grain for one random operation."""
+        base = self._key_of_call()
+        return [torch.Generator(device).manual_seed(random_key(base, index)) for index in self._indices]
+
+    def words(self, rows: int, elements: int) -> Tensor:
+        """32 random bits for each element of one random operation, int32 [rows, elements], by position.
+
+        Raises: NotFusibleError where the rows are not the samples.
+        """
+        if rows != self._rows:
+            raise NotFusibleError(f"a random operation on {rows} rows")
+        base, starts = self._key_of_call(), self._starts
+        with torch._C.DisableTorchFunction():
+            if starts[-1] + self._sizes[-1] - starts[0] == rows:  # neighbours, as nearly always
+                return words_at(base, starts[0], rows, elements)
+            return torch.cat([words_at(base, *one, elements) for one in zip(starts, self._sizes, strict=True)])
+
+    def _key_of_call(self) -> int:
+        """The key of one random operation."""
         self.calls += 1
         with torch._C.DisableTorchFunction():
             before = _state()
@@ -90,7 +112,7 @@ class GrainScope(TorchFunctionMode):
                 self._passed.add(self._expected)
             elif before not in self._passed:  # one passed before is recomputation, which restores the generator
                 self._leaked = True
-        return [torch.Generator(device).manual_seed(random_key(base, index)) for index in self._indices]
+        return base
 
     def skip(self, count: int) -> None:
         """Draws what `count` random operations would have drawn, which another rank computes."""
@@ -124,6 +146,7 @@ class DrawCounter(TorchFunctionMode):
 
     _sizes = (1,)
     _rows = 1
+    by_position = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,33 +225,15 @@ def _dropout(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
         return tensor * 0.0
     with torch.no_grad():
         noise = torch.empty_like(tensor)
-        parts = scope.split(noise)
-        _fill_kept(noise, parts, 1.0 - p, scope.generators(tensor.device))
+        if scope.by_position and noise.is_cpu:
+            noise.copy_(kept(scope.words(len(noise), noise[0].numel()), 1.0 - p).view_as(noise))
+        else:
+            parts = scope.split(noise)
+            fill_kept(noise, parts, 1.0 - p, scope.generators(tensor.device))
         noise.div_(1.0 - p)
     if kwargs.get("inplace", False) or (func is F.dropout and len(args) > 3 and args[3]):
         return tensor.mul_(noise)
     return tensor * noise
-
-
-def _fill_kept(noise: Tensor, parts: list[Tensor], keep: float, generators: list[torch.Generator]) -> None:
-    """Fills with ones, at random in the share `keep`, and zeros: each of its `parts` by a generator of its own.
-
-    On the CPU from 32 random bits an element, two to a word: bernoulli_ there makes a double of 64 for each and takes
-    more than twice as long, 5 % of a GPT's step. What need not be done for each part is done once for all.
-    """
-    if not noise.is_cpu:
-        for rows, generator in zip(parts, generators, strict=True):
-            rows.bernoulli_(keep, generator=generator)
-        return
-    counts = [(rows.numel() + 1) // 2 for rows in parts]
-    words = torch.empty(sum(counts), dtype=torch.int64)
-    drawn = words.split(counts)
-    for own, generator in zip(drawn, generators, strict=True):
-        own.random_(-(2**63), None, generator=generator)
-    bits = words.view(torch.int32)
-    if bits.numel() != noise.numel():  # half of a part's last word is left over
-        bits = torch.cat([own.view(torch.int32)[: rows.numel()] for own, rows in zip(drawn, parts, strict=True)])
-    noise.copy_((bits < min(round(keep * 2**32) - 2**31, 2**31 - 1)).view_as(noise))
 
 
 def _dropout_arguments(
@@ -262,6 +267,9 @@ def _batch_norm(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     """Any random function of tensors: called once a grain on that grain's rows, each under the grain's generator."""
+    whole = at_once(scope, func, args, kwargs) if scope.by_position else None
+    if whole is not None:
+        return whole
     in_place = getattr(func, "__name__", "").endswith("_")
     values = [*args, *kwargs.values()]
     tensors = {id(a): a for a in values if isinstance(a, Tensor) and a.ndim > 0}
@@ -275,7 +283,7 @@ def _split_call(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     for i, generator in enumerate(scope.generators(next(iter(tensors.values())).device)):
         rows = [split[id(a)][i] if id(a) in split else a for a in args]
         named = {k: split[id(a)][i] if id(a) in split else a for k, a in options.items()}
-        outputs.append(_under(generator, functools.partial(func, *rows, **named)))
+        outputs.append(under(generator, functools.partial(func, *rows, **named)))
     whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return args[0].copy_(whole) if in_place or overwrite else whole
 
@@ -288,6 +296,9 @@ def _sized(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     if size[0] != scope._rows:
         raise NotFusibleError(f"{getattr(func, '__name__', func)} of size {tuple(size)}")
     options = {k: v for k, v in kwargs.items() if k != "size"}
+    whole = of_size(scope, func, size, options) if scope.by_position else None
+    if whole is not None:
+        return whole
     device = torch.device(options.get("device") or "cpu")
     parts = [
         func(rows, *size[1:], generator=generator, **options)
@@ -300,6 +311,9 @@ def _attention(scope: GrainScope, func: Any, args: Any, kwargs: Any) -> Any:
     dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if dropout_p == 0.0:
         return func(*args, **kwargs)
+    whole = at_once(scope, func, args, kwargs) if scope.by_position else None
+    if whole is not None:
+        return whole
     names = ("query", "key", "value", "attn_mask")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     mask = given.pop("attn_mask", None)
@@ -341,18 +355,6 @@ def belongs_to_grains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if handler is _attention:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0) != 0.0)
     return handler is not None
-
-
-def _under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
-    """Calls with the device's global generator in the state of `generator`, and puts it back."""
-    device = generator.device
-    own = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-    before = own.get_state()
-    own.set_state(generator.get_state())
-    try:
-        return call()
-    finally:
-        own.set_state(before)
 
 
 _HANDLERS: dict[Any, Callable[[GrainScope, Any, Any, Any], Any]] = {

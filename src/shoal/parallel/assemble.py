@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.distributed.collectives.choose import not_on, open_tree
-from shoal.distributed.collectives.exact.fixed_tree import TreeSum
+from shoal.distributed.collectives.fixed_tree import TreeSum
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
 from shoal.distributed.process_setup import return_freed_memory
 from shoal.errors import JobError
 from shoal.numerics.precision import Precision, widest
+from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.base import Mark, Strategy
 from shoal.parallel.blocks.recompute import recompute
 from shoal.parallel.data.replicated import DataParallel, ExactDataParallel
 from shoal.parallel.model.deferred_init import deferred
-from shoal.parallel.model.materialise import Whole, materialise
-from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel
+from shoal.parallel.model.sharded_model import ModelDivision, ShardedModel, Whole, materialise
 from shoal.parallel.shard.zero1 import ShardedOptimizer
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
@@ -30,7 +30,6 @@ from shoal.plans.resolve import CompletePlan
 if TYPE_CHECKING:
     from shoal.parallel.model.trial import ModelTrial
     from shoal.parallel.pipeline.pipeline import Pipeline
-    from shoal.parallel.pipeline.stage_units import StageUnits
     from shoal.parallel.pipeline.stages import Function
     from shoal.parallel.sequence.plan import ContextPlan
 
@@ -75,7 +74,11 @@ def divide(made: ModelSource, plan: Plan, mesh: Mesh, precision: Precision) -> t
     recompute(model, plan.memory.recompute)
     if plan.shards_model:
         axes.shard()
-        pipeline = pipeline.cut(axes.units(pipeline)) if pipeline is not None else None
+        if pipeline is not None:
+            from shoal.parallel.pipeline.stage_units import StageUnits
+
+            keep, late = plan.shard.level == "gradients", plan.shard.reduce == "last_microbatch"
+            pipeline = pipeline.cut(StageUnits(model, pipeline.used, keep=keep, late=late))
     parameters = torch.device("cpu") if plan.shards_model and plan.shard.offload else mesh.device
     materialise(model, values.whole, axes.division, parameters, mesh.device)
     return ShardedModel.gathered(mesh, model, axes.division), pipeline
@@ -112,25 +115,25 @@ class _Axes:
 
     def sequences(self, whole: Whole) -> ContextPlan:
         """How sequences are divided: proven on the whole model, applied to what another axis leaves of it."""
-        from shoal.parallel.sequence.context_parallel import context_axis, plan_context
+        from shoal.parallel.sequence.context_parallel import plan_context
 
-        return plan_context(self._trial(whole), context_axis(self.mesh), self.mesh.device, self.plan.layout.tensor)
+        axis = TensorAxis.of(self.mesh, "context")
+        return plan_context(self._trial(whole), axis, self.mesh.device, self.plan.layout.tensor)
 
     def context(self, sequences: ContextPlan) -> None:
         """Blocks that compute a part of each sequence. Collective: none; their forwards and backwards are."""
-        from shoal.parallel.sequence.context_parallel import apply_context, both, context_axis
+        from shoal.parallel.sequence.context_parallel import apply_context, both
 
-        division = self.division
-        division.outputs = both(apply_context(self.model, sequences, context_axis(self.mesh)), division.outputs)
+        division, axis = self.division, TensorAxis.of(self.mesh, "context")
+        division.outputs = both(apply_context(self.model, sequences, axis), division.outputs)
         division.add_partial(sequences.partial, "context")
         division.sliced = sequences.sliced
         division.notes += [f"context: {line}" for line in sequences.notes]
 
     def tensor(self, whole: Whole) -> None:
         """Layers cut along their features. Collective: the tensor axis, two broadcasts; with sequences the proofs."""
-        from shoal.parallel.axis_collectives import TensorAxis
-        from shoal.parallel.sequence.tensor_sequence_plan import SequencePlan, plan_sequence
-        from shoal.parallel.sequence.tensor_traffic import TensorTraffic, num_rows
+        from shoal.parallel.sequence.tensor_sequence import SequencePlan, plan_sequence
+        from shoal.parallel.sequence.tensor_traffic import TensorTraffic
         from shoal.parallel.tensor.tensor_parallel import apply, plan_model, wholes
 
         axis, division = TensorAxis.of(self.mesh), self.division
@@ -148,7 +151,7 @@ class _Axes:
             partial += sequences.partial
         division.add_partial(dict.fromkeys(partial), "tensor")
         known = sequences or SequencePlan({}, ())
-        division.sends = TensorTraffic(plan, known, num_rows(subject.batch), axis.degree)
+        division.sends = TensorTraffic(plan, known, num_samples(subject.batch) or 1, axis.degree)
 
     def pipeline(self) -> Pipeline:
         """Stages. Collective: all ranks, new groups."""
@@ -159,7 +162,7 @@ class _Axes:
 
         section, mesh, batch, followers = self.plan.pipeline, self.mesh, self._batch(), {}
         if mesh.layout.context > 1:
-            from shoal.parallel.sequence.layers import roles
+            from shoal.parallel.sequence.context_parallel import roles
 
             followers = roles(self.model)
         stages = Stages.build(
@@ -179,7 +182,7 @@ class _Axes:
         named = parameters | {name for name, _ in self.model.named_buffers()}
         self.division.absent.update(named.difference(found.held))
         self.division.add_partial(found.shared & parameters, "pipeline")
-        self.division.is_elsewhere = found.is_elsewhere
+        self.division.is_elsewhere = stages.is_before
         self.division.staged = found.staged(num_samples(batch))
         return found
 
@@ -193,14 +196,6 @@ class _Axes:
         shard(self.model, self.plan, self.mesh, self.precision, self.division.absent)
         self.division.cut = functools.partial(rows, self.mesh)
 
-    def units(self, pipeline: Pipeline) -> StageUnits:
-        """What `shard` has cut, for the stages that use it."""
-        from shoal.parallel.pipeline.stage_units import StageUnits
-
-        section = self.plan.shard
-        keep, late = section.level == "gradients", section.reduce == "last_microbatch"
-        return StageUnits(self.model, pipeline.used, keep=keep, late=late)
-
     def _trial(self, whole: Whole) -> ModelTrial:
         from shoal.parallel.model.trial import ModelTrial
 
@@ -211,8 +206,8 @@ class _Axes:
 
 
 def num_samples(batch: Any) -> int:
-    """How many samples a batch has, by the first dim of its first tensor; 0 where it has none."""
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim), 0)
+    """How many samples a batch has, by the first dim of its first tensor or array; 0 where it has none."""
+    return next((int(leaf.shape[0]) for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0)), 0)
 
 
 def assemble(

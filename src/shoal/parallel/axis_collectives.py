@@ -28,9 +28,9 @@ class TensorAxis:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, mesh: Mesh) -> TensorAxis:
-        """The axis that a rank of a mesh is on."""
-        return cls(mesh.layout.tensor, mesh.layout.coordinate(mesh.rank).tensor, mesh.group("tensor"))
+    def of(cls, mesh: Mesh, axis: str = "tensor") -> TensorAxis:
+        """The ranks along an axis that a rank of a mesh is on."""
+        return cls(mesh.layout.degree(axis), getattr(mesh.layout.coordinate(mesh.rank), axis), mesh.group(axis))
 
     def __deepcopy__(self, memo: Any) -> TensorAxis:
         """Itself: a copied layer talks to the same ranks."""

@@ -1,4 +1,7 @@
-"""Interface of parallelism strategies: backwards of microbatches, and the sums of gradients and losses over ranks."""
+"""Interface of parallelism strategies: backwards of microbatches, and the sums of gradients and losses over ranks.
+
+Also over those that share one model: gradients that are partial over an axis, and the norm.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import Microbatch
 from shoal.data.sample_digest import DIGEST_WORDS, grain_words
-from shoal.parallel.autograd_engine import run_backward
-from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.parallel.model_sums import add_partial, whole_norm
+from shoal.numerics.gradient_norm import rounded
+from shoal.numerics.losses import refuse_weight
+from shoal.parallel.backward import run_backward
+from shoal.parallel.model.sharded_model import ShardedModel, local
 
 if TYPE_CHECKING:
-    from shoal.distributed.collectives.compression.compressed_sum import Compression
-    from shoal.distributed.collectives.compression.guard import Comparison
+    from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
     from shoal.parallel.shard.zero1 import ShardedOptimizer
 
 # The sums of a step: loss total, weight, samples, the digest's words, then weighted buffers (see
@@ -78,7 +82,7 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
     words = grain_words(microbatch.step, [grain.index for grain in microbatch.grains], microbatch.ids)
     # What is on the host is waiting for nobody: one array made of numbers costs a fraction of writing into its places.
     here = total.device.type == "cpu"
-    known = [total.item(), float(weight)] if here else [0.0, 0.0]
+    known = [total.item(), refuse_weight(float(weight))] if here else [0.0, 0.0]
     sums = torch.from_numpy(np.array([*known, microbatch.num_samples, *words])).to(buffers.device)
     if not here:
         sums[TOTAL] = total.detach()
@@ -89,6 +93,40 @@ def microbatch_sums(microbatch: Microbatch, total: Tensor, weight: Tensor | floa
 def buffer_sums(buffers: Tensor) -> Tensor:
     """A microbatch's terms where another rank counts its loss and samples: the buffers alone."""
     return torch.cat([buffers.new_zeros(NUM_SUMS), buffers])
+
+
+def add_partial(model: ShardedModel) -> None:
+    """Sums the gradients that are partial over axes; of a parameter that no rank has one of there is none after it.
+
+    Collective: for each axis, in its group, an all-reduce of flags and one for each such gradient.
+    """
+    mesh, partial = model.mesh, dict(sorted(model.division.partial.items()))
+    for axis in sorted({axis for axes in partial.values() for axis in axes}):
+        parameters = [model.model.get_parameter(name) for name, axes in partial.items() if axis in axes]
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        if not parameters:
+            continue
+        group = mesh.group(axis)
+        there = torch.tensor([float(p.grad is not None) for p in parameters], device=mesh.device)
+        dist.all_reduce(there, group=group)
+        for parameter, count in zip(parameters, there.tolist(), strict=True):
+            if count:
+                _add(parameter, model, group)
+
+
+def _add(parameter: nn.Parameter, model: ShardedModel, group: dist.ProcessGroup | None) -> None:
+    """Adds up a gradient over a group, in float32 at least: 16 bits would lose what autograd kept."""
+    dtype = torch.float32 if parameter.itemsize < 4 else parameter.dtype
+    if parameter.is_meta:  # its stages are elsewhere: this rank adds nothing
+        shape = model.division.cut(tuple(parameter.shape))
+        dist.all_reduce(torch.zeros(shape, dtype=dtype, device=model.mesh.device), group=group)
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    own = local(parameter.grad)
+    wide = own.to(dtype)
+    dist.all_reduce(wide, group=group)
+    own.copy_(wide)
 
 
 # Takes the name of the span that begins.
@@ -138,8 +176,15 @@ class Strategy(ABC):
         """The sums over the ranks with different grains, of the gradients too, as `finish`."""
 
     def norm(self, own: float) -> float:
-        """The Euclidean norm of the whole gradient, from that of what this rank counts. Collective: as `whole_norm`."""
-        return whole_norm(self._model, own)
+        """The Euclidean norm of the whole gradient from that over the gradients that each rank `counts`, `rounded`.
+
+        Collective: all ranks, one all-reduce of a number, where the model is divided.
+        """
+        if self._model.divided:
+            squared = torch.tensor(own, dtype=torch.float64).square()
+            dist.all_reduce(squared)
+            own = float(squared.sqrt())
+        return rounded(own, self._model.dtypes)
 
     def update(self, step: Callable[[], None]) -> None:
         """Calls the optimizer's `step` so that every rank ends with every parameter's new value.

@@ -58,7 +58,7 @@ def _toml(found: object) -> str:
 
 
 def _wide(plan: Plan, axis: str) -> bool:
-    return plan.degrees.degree(axis) > 1
+    return bool(getattr(plan.layout, axis) > 1)
 
 
 def _exact(plan: Plan, axis: str) -> bool:
@@ -77,7 +77,6 @@ def _pipelined(plan: Plan, *schedules: str) -> bool:
     return _wide(plan, "pipeline") and plan.pipeline.schedule in schedules
 
 
-_ALONE = "a worker computes whole grains with the whole model, which servers alone divide"
 # Schemes that hold something back; a cast to 16 bits loses no more than the last of them.
 FED_BACK = ("int8", "topk", "powersgd")
 # Of the 127 levels of a signed byte each of so many ranks has 4.
@@ -221,7 +220,7 @@ SERVED: tuple[Rule, ...] = (
         Rule(
             lambda plan, axis=axis: plan.serves and _wide(plan, axis),  # type: ignore[misc]
             (f"layout.{axis}", "server.mode"),
-            _ALONE,
+            "a worker computes whole grains with the whole model, which servers alone divide",
             f'layout.{axis} = 1 and a larger layout.data, or server.mode = "none"',
         )
         for axis in ("shard", "tensor", "pipeline", "context")
@@ -269,11 +268,7 @@ WITHOUT_EFFECT: tuple[Idle, ...] = (
         'shard.level = "optimizer" leaves gradients whole, and they are summed with the last microbatch',
     ),
     Idle(lambda plan: not _wide(plan, "tensor"), ("tensor.sequence",), "layout.tensor is 1"),
-    Idle(
-        lambda plan: plan.degrees.divides_grains == 1,
-        ("collectives.compression",),
-        _NO_SUMS,
-    ),
+    Idle(lambda plan: plan.degrees.divides_grains == 1, ("collectives.compression",), _NO_SUMS),
     Idle(
         # A tensor axis goes through shared memory too, and by no other algorithm of these.
         lambda plan: (

@@ -12,6 +12,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# 1, 2, 4 and 8 workers share so many evenly, 3, 5, 6 and 7 unevenly.
+FEW_GRAINS = 8
+# Activations of a grain, which is the smallest microbatch: an eighth of the smallest devices that people train on, of
+# 8 GiB, so that parameters, gradients and the optimizer's state have the rest.
+MOST_BYTES_OF_A_GRAIN = 2**30
+
 
 @dataclass(frozen=True, slots=True)
 class Grain:
@@ -25,6 +31,19 @@ class Grain:
 def grain_size(global_batch: int, num_grains: int) -> int:
     """Samples in a full grain: the global batch over the grains, rounded up."""
     return -(-global_batch // num_grains)
+
+
+def default_grains(global_batch: int, sample_bytes: float) -> int:
+    """Grains of a job that says none, of which a sample has so many bytes of activations.
+
+    8 where these grains are light; else as few as are, of a size that divides the batch, down to one sample each.
+    Never fewer for a heavier sample.
+    """
+    fitting = MOST_BYTES_OF_A_GRAIN / max(sample_bytes, 1.0)
+    if grain_size(global_batch, FEW_GRAINS) <= max(1.0, fitting):
+        return FEW_GRAINS
+    size = next(size for size in range(max(1, int(fitting)), 0, -1) if global_batch % size == 0)
+    return global_batch // size
 
 
 def divide(num_samples: int, global_batch: int, num_grains: int) -> list[Grain]:

@@ -1,6 +1,6 @@
 """Validation of a plan against a job and its model: all conflicts at once, with the nearest legal values.
 
-Integers and names only; `model_facts.facts_of` reads a model's. See `conflicts` for the rules on a plan by itself.
+Integers and names only; `structure.facts_of` reads a model's. See `conflicts` for the rules on a plan by itself.
 """
 
 from __future__ import annotations
@@ -14,40 +14,27 @@ from shoal.plans.conflicts import Conflict, excluded, shown
 from shoal.plans.grains import legal_data_degrees
 from shoal.plans.layout import AXES, Layout, divisors
 from shoal.plans.plan import Plan
-from shoal.plans.words import cut_by_itself
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Limits of a layout: the job's grains, and the model's structure. None is unknown.
-
-    blocks: the layers that a pipeline divides by itself, in the order in which the model holds them.
-    cuts: the modules that a stage may begin with, in that order; `blocks` and what lies before and after them.
-    widths: the sizes of the layers' weights, of which a tensor axis cuts one. sequence: the longest, in tokens.
-    places: where a model can be cut into stages by itself; of its structure alone, where it can at most.
-    repeats: whether the model holds blocks of one kind one after the other, which a context axis divides.
-    """
+    """Limits of a layout: the job's grains, and the model's structure. None is unknown."""
 
     num_grains: int
     grain_size: int
-    blocks: tuple[str, ...] = ()
-    cuts: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()  # the layers that a pipeline divides by itself, in the order of the model
+    cuts: tuple[str, ...] = ()  # the modules that a stage may begin with: `blocks` and what lies before and after them
     num_heads: int | None = None
     num_kv_heads: int | None = None
-    widths: tuple[int, ...] = ()
-    sequence: int | None = None
-    repeats: bool | None = None
-    places: tuple[str, ...] | None = None
+    widths: tuple[int, ...] = ()  # the sizes of the layers' weights, of which a tensor axis cuts one
+    sequence: int | None = None  # the longest, in tokens
+    repeats: bool | None = None  # whether blocks of one kind follow each other, which a context axis divides
+    places: tuple[str, ...] | None = None  # where it can be cut into stages by itself; of structure alone, at most
 
     @property
     def most_stages(self) -> int | None:
         """The most stages that it is cut into without a split; None where the model was not looked at."""
-        return len(self.places) + 1 if self.places is not None else self.num_blocks
-
-    @property
-    def num_blocks(self) -> int | None:
-        """How many layers a pipeline may divide; None where the model was not looked at."""
-        return len(self.blocks) or None
+        return len(self.places) + 1 if self.places is not None else len(self.blocks) or None
 
 
 class World(NamedTuple):
@@ -57,12 +44,11 @@ class World(NamedTuple):
     source: str
 
 
-def conflicts(plan: Plan, facts: ModelFacts | None = None, world: World | None = None) -> list[Conflict]:
+def conflicts(plan: Plan, facts: ModelFacts | None = None) -> list[Conflict]:
     """All conflicts, in the order of a plan's sections."""
-    found = other_world(plan, world) if world is not None else []
+    found: list[Conflict] = []
     if facts is not None:
-        contexts = (_context_blocks, _context_sequence, _context_heads)
-        rules = (too_many_data_ranks, _tensor_width, *contexts, _stages, _split, _microbatches)
+        rules = (too_many_data_ranks, _tensor_width, _context, _stages, _split, _microbatches)
         found += [conflict for rule in rules for conflict in rule(plan, facts)]
     return [*found, *excluded(plan)]
 
@@ -83,7 +69,8 @@ def refuse(found: list[Conflict]) -> None:
 
 
 def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Drawbacks of a layout that is no mistake."""
+    """Drawbacks of a layout that is no mistake; first what the job's grains are the cause of."""
+    yield from _too_few_grains(plan, facts)
     tensor, heads = plan.layout.tensor, facts.num_heads
     if heads is not None and tensor > heads:
         yield (
@@ -103,14 +90,35 @@ def notes(plan: Plan, facts: ModelFacts) -> Iterator[str]:
             f"uncompressed sum; below {1 / ranks:.2g} they are"
         )
     counts = num_microbatches(plan, facts)
-    if plan.layout.pipeline > 1 and max(counts) == 1:
+    if (
+        plan.layout.pipeline > 1
+        and max(counts) == 1
+        and (plan.batch.grains_per_microbatch > 1 or facts.grain_size == 1)
+    ):
         yield "one microbatch a rank: the stages wait for each other; a smaller batch.grains_per_microbatch fills them"
 
 
-def idle_reduction(plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Warning about shard.reduce where the only microbatch is the last."""
-    if plan.shards_model and plan.shard.reduce == "last_microbatch" and max(num_microbatches(plan, facts)) == 1:
-        yield f"{shown(plan, 'shard.reduce')}: no effect, since a rank computes one microbatch a step"
+# Share of a step that a pipeline may wait before its notes say so, and microbatches a stage of which it waits little.
+_MUCH_BUBBLE, _ENOUGH_MICROBATCHES = 0.3, 4
+
+
+def _too_few_grains(plan: Plan, facts: ModelFacts) -> Iterator[str]:
+    """Pipelines that wait, since a microbatch is one grain already, and that has samples to divide."""
+    pipeline, ranks, fewest = plan.layout.pipeline, plan.degrees.divides_grains, min(num_microbatches(plan, facts))
+    waits = _bubble(pipeline, fewest)
+    if plan.batch.grains_per_microbatch != 1 or facts.grain_size == 1 or waits <= _MUCH_BUBBLE:
+        return
+    more = min(_ENOUGH_MICROBATCHES * pipeline * ranks, facts.num_grains * facts.grain_size)
+    yield (
+        f"{facts.num_grains} grains of {facts.grain_size} samples leave a rank {fewest} "
+        f"microbatch{'es' * (fewest > 1)}, and {pipeline} stages wait {waits:.0%} of a step; "
+        f"Job(grains={more}) would bring that to {_bubble(pipeline, more // ranks):.0%} (which changes the run)"
+    )
+
+
+def _bubble(pipeline: int, microbatches: int) -> float:
+    """Share of a step in which a stage of 1F1B waits (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    return (pipeline - 1) / (max(1, microbatches) + pipeline - 1)
 
 
 # ------------------------------------------------------------------------------------------------------ numbers
@@ -207,42 +215,23 @@ NO_BLOCKS = "the model repeats no blocks that take a hidden state [batch, positi
 HOLD_BLOCKS = "use context = 1; or, where there are blocks over sequences, hold them in an nn.ModuleList"
 
 
-def _context_blocks(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    if plan.layout.context > 1 and facts.repeats is False:
-        yield Conflict("layout.context", f"context = {plan.layout.context}", NO_BLOCKS, HOLD_BLOCKS)
-
-
-def _context_sequence(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    context, longest = plan.layout.context, facts.sequence
-    if context == 1 or longest is None or context <= longest:
-        return
-    yield Conflict(
-        "layout.context",
-        shown(plan, "layout.context"),
-        f"a context axis divides the sequence, of which the longest has {longest} tokens",
-        f"layout.context = {around(context, _legal_contexts(plan, facts, longest))}",
-    )
-
-
-def _context_heads(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
-    context, heads = plan.layout.context, _heads_per_rank(plan, facts)
-    if context == 1 or heads is None or heads_suffice(context, heads):
-        return
-    per = f" ({facts.num_heads} over layout.tensor = {plan.layout.tensor})" if heads != facts.num_heads else ""
-    yield Conflict(
-        "layout.context",
-        shown(plan, "layout.context"),
-        f"{AT_LEAST_A_HEAD}, of {heads}{per}",
-        f"layout.context = {around(context, _legal_contexts(plan, facts, heads))}",
-    )
-
-
 AT_LEAST_A_HEAD = "each rank of a context axis attends for at least one head"
 
 
-def heads_suffice(context: int, heads: int) -> bool:
-    """Whether so many heads can be dealt to the ranks of a context axis."""
-    return context <= heads
+def _context(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
+    context, longest, heads = plan.layout.context, facts.sequence, _heads_per_rank(plan, facts)
+    if context == 1:
+        return
+    key, given = "layout.context", shown(plan, "layout.context")
+    if facts.repeats is False:
+        yield Conflict(key, f"context = {context}", NO_BLOCKS, HOLD_BLOCKS)
+    if longest is not None and context > longest:
+        why = f"a context axis divides the sequence, of which the longest has {longest} tokens"
+        yield Conflict(key, given, why, f"{key} = {around(context, _legal_contexts(plan, facts, longest))}")
+    if heads is not None and context > heads:
+        per = f" ({facts.num_heads} over layout.tensor = {plan.layout.tensor})" if heads != facts.num_heads else ""
+        why = f"{AT_LEAST_A_HEAD}, of {heads}{per}"
+        yield Conflict(key, given, why, f"{key} = {around(context, _legal_contexts(plan, facts, heads))}")
 
 
 def _heads_per_rank(plan: Plan, facts: ModelFacts) -> int | None:
@@ -254,6 +243,14 @@ def _heads_per_rank(plan: Plan, facts: ModelFacts) -> int | None:
 def _legal_contexts(plan: Plan, facts: ModelFacts, most: int) -> list[int]:
     longest = facts.sequence if facts.sequence is not None else most
     return [d for d in divisors(_heads_per_rank(plan, facts) or longest) if d <= longest]
+
+
+def cut_by_itself(places: Sequence[str] | None, blocks: Sequence[str] = ()) -> str:
+    """Number and names of the default stage boundaries, in words; the model's blocks where they are not known."""
+    if places is None:
+        return f"a model of {len(blocks)} layers ({blocks[0]} to {blocks[-1]}): a stage has at least one"
+    named = f" ({', '.join(places if len(places) <= 6 else [*places[:5], '...', places[-1]])})" if places else ""
+    return f"a model that can be cut at {len(places)} place{'' if len(places) == 1 else 's'} by itself{named}"
 
 
 def _num_stages(plan: Plan) -> int:
@@ -299,17 +296,12 @@ def _split(plan: Plan, facts: ModelFacts) -> Iterator[Conflict]:
     unknown = [name for name in split if name not in facts.cuts]
     for name in unknown:
         known = f"{facts.cuts[0]} ... {facts.cuts[-1]}"
-        first = "; the first stage has it already" if name == _first_of(facts) else nearest(name, list(facts.cuts))
+        first = "; the first stage has it already" if name in facts.blocks[:1] else nearest(name, list(facts.cuts))
         yield Conflict("pipeline.split", given, f"no stage can begin with {name!r}", f"name modules of {known}{first}")
     places = [facts.cuts.index(name) for name in split if name in facts.cuts]
     if places != sorted(set(places)):
         ordered = list(dict.fromkeys(facts.cuts[place] for place in sorted(places)))
-        yield Conflict(
-            "pipeline.split",
-            given,
-            IN_ORDER,
-            f"split = {_quoted(ordered)}",
-        )
+        yield Conflict("pipeline.split", given, IN_ORDER, f"split = {_quoted(ordered)}")
 
 
 IN_ORDER = "stages follow each other as the modules are executed, and each begins with another one"
@@ -322,12 +314,7 @@ def other_number(split: Sequence[str], stages: int) -> str | None:
     return f"it names the first module of each stage after the first: {stages - 1} names, not {len(split)}"
 
 
-def _first_of(facts: ModelFacts) -> str | None:
-    return facts.blocks[0] if facts.blocks and facts.blocks[0] not in facts.cuts else None
-
-
 def _even(facts: ModelFacts, stages: int) -> str:
-    """An even division of the blocks, as an example."""
     count = len(facts.blocks)
     if stages > count:
         return ""

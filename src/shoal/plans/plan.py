@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.errors import PlanError, nearest
@@ -92,20 +95,14 @@ class ServerSection(_Section):
 
 
 class CompressionSection(_Section):
-    """Strength of gradient compression, and its error guard.
+    """Strength of gradient compression, and its error guard (see docs/compression.md)."""
 
-    `block`: values that share a scale of int8. `density`: the share of values that topk sends. `rank`: of powersgd's
-    factors. `feedback`: what was not sent is added to the next step's gradient. Every `guard_every` steps (0: never)
-    the exact sum is made as well; where more than the share `guard_lost` of its energy is lost the rest of the run is
-    not compressed (see docs/compression.md).
-    """
-
-    block: Annotated[int, Field(ge=1)] = 256
-    density: Annotated[float, Field(gt=0, le=1)] = 0.1
-    rank: Degree = 4
-    feedback: bool = True
-    guard_every: Annotated[int, Field(ge=0)] = 100
-    guard_lost: Annotated[float, Field(gt=0)] = 0.5
+    block: Annotated[int, Field(ge=1)] = 256  # values that share a scale of int8
+    density: Annotated[float, Field(gt=0, le=1)] = 0.1  # the share of values that topk sends
+    rank: Degree = 4  # of powersgd's factors
+    feedback: bool = True  # what was not sent is added to the next step's gradient
+    guard_every: Annotated[int, Field(ge=0)] = 100  # steps after which the exact sum is made as well; 0: never
+    guard_lost: Annotated[float, Field(gt=0)] = 0.5  # of its energy: beyond it the rest of the run is not compressed
 
 
 class DataSection(_Section):
@@ -283,7 +280,6 @@ def _plan_error(error: ValidationError, source: str) -> PlanError:
 
 
 def _wanted(item: Any, path: tuple[str, ...]) -> str:
-    """What to write where a value was refused."""
     if item["type"] == "literal_error":
         options = [o.strip(" '") for o in str(item["ctx"]["expected"]).replace(" or ", ", ").split(",")]
         close = nearest(item["input"], options) if isinstance(item["input"], str) else ""
@@ -292,3 +288,51 @@ def _wanted(item: Any, path: tuple[str, ...]) -> str:
     if known:
         return f"write a table with any of {', '.join(known)}"
     return _WANTED.get(item["type"], "leave it out for the default").format(**item.get("ctx", {}))
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a TOML file; keys left out take their defaults.
+
+    Raises: PlanError where the file is missing, is not TOML, or has mistakes (all of them at once).
+    """
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            given=f"--plan {path}",
+            conflict=f"the file cannot be read: {error.strerror}",
+            remedy="give the path of a plan, or leave --plan out and say --devices N",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(
+            given=f"--plan {path}", conflict=f"it is not TOML: {error}", remedy="mend the file at that place"
+        ) from None
+    document.setdefault("schema", SCHEMA)
+    return Plan.from_mapping(document, source=str(path))
+
+
+def plan_text(plan: Plan) -> str:
+    """The whole plan as TOML text; `read_plan` gives the same plan back."""
+    return tomli_w.dumps(plan.to_mapping())
+
+
+_ZERO = {"optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}
+
+
+def described(plan: Plan) -> str:
+    """Degrees in use, what differs from the default, and the servers if there are any."""
+    words = [f"{axis} {degree}" for axis, degree in plan.layout.__dict__.items() if degree > 1] or ["one device"]
+    if plan.layout.shard > 1:
+        words.append(_ZERO[plan.shard.level])
+    if plan.layout.pipeline > 1:
+        stages = f" x {plan.pipeline.stages_per_rank}" if plan.pipeline.stages_per_rank > 1 else ""
+        words.append(plan.pipeline.schedule + stages)
+    if plan.tensor.sequence and plan.layout.tensor > 1:
+        words.append("sequence")
+    if plan.memory.recompute != "none":
+        words.append(f"recompute {plan.memory.recompute}")
+    if plan.serves:
+        bound = f" (staleness {plan.server.staleness})" if plan.server.mode == "bounded" else ""
+        count = plan.server.num_servers
+        words.append(f"{plan.server.mode}{bound} with {count} server{'s' if count > 1 else ''}")
+    return ", ".join(words)

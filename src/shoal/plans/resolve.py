@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
 from shoal.errors import PlanError, SettingWarning, nearest
+from shoal.plans.conflicts import shown
 from shoal.plans.legal import (
     ModelFacts,
     World,
     conflicts,
     legal_grains_per_microbatch,
-    nearest_worlds,
     notes,
     num_microbatches,
     other_world,
     refuse,
 )
 from shoal.plans.plan import DataSection, LayoutSection, Plan, ServerSection
+from shoal.plans.relaid import relaid
 
 # What `--precision` names: parameters, compute, reduce, loss_scale. Autocast where compute differs from parameters.
 PRECISIONS = {
@@ -57,7 +59,7 @@ def apply_wishes(plan: Plan, wishes: Wishes, from_file: bool) -> Plan:
         if from_file:
             refuse(other_world(plan, World(wishes.devices, f"--devices {wishes.devices}")))
         else:
-            plan = _on_devices(plan, wishes.devices)
+            plan = relaid(plan, wishes.devices)
     if wishes.exact is not None:
         plan = plan.with_sections(execution={"exact": wishes.exact})
     if wishes.precision is not None:
@@ -97,12 +99,16 @@ class CompletePlan(Plan):
 
 @dataclass(frozen=True)
 class Judged:
-    """Complete plan, the grains of the job that it was judged for, and the drawbacks of its layout, a sentence each."""
+    """Complete plan, the grains of the job that it was judged for, and the drawbacks of its layout, a sentence each.
+
+    `why_grains` is the reason of their number, in words.
+    """
 
     plan: CompletePlan
     num_grains: int
     grain_size: int
     notes: tuple[str, ...] = ()
+    why_grains: str = "as the job says"
 
 
 def judge(plan: Plan, facts: ModelFacts, max_microbatch: int | None = None) -> Judged:
@@ -124,12 +130,17 @@ def complete(plan: Plan, num_grains: int, grain_size: int, max_microbatch: int |
 
 
 def _microbatch(plan: Plan, facts: ModelFacts, max_microbatch: int | None) -> int:
-    """How many grains a forward computes."""
     share = -(-facts.num_grains // plan.divides_step)
     wanted = plan.batch.grains_per_microbatch or _fewest_microbatches(plan, facts) or share
     if max_microbatch is not None:
         if max_microbatch < facts.grain_size:
-            raise _cuts_a_grain(max_microbatch, facts)
+            smaller = -(-facts.num_grains * facts.grain_size // max_microbatch)
+            raise PlanError(
+                given=f"--max-microbatch {max_microbatch} for a job of grains={facts.num_grains}",
+                conflict=f"a grain is computed whole, and has {facts.grain_size} samples",
+                remedy=f"write --max-microbatch {facts.grain_size} or more, or Job(grains={smaller}) (which changes "
+                "the run)",
+            )
         wanted = min(wanted, max_microbatch // facts.grain_size)
     if plan.execution.exact and wanted != 1:
         if plan.batch.grains_per_microbatch > 1:
@@ -137,15 +148,6 @@ def _microbatch(plan: Plan, facts: ModelFacts, max_microbatch: int | None) -> in
             warnings.warn(message, SettingWarning, stacklevel=2)
         wanted = 1
     return min(wanted, share)
-
-
-def _cuts_a_grain(max_microbatch: int, facts: ModelFacts) -> PlanError:
-    smaller = -(-facts.num_grains * facts.grain_size // max_microbatch)
-    return PlanError(
-        given=f"--max-microbatch {max_microbatch} for a job of grains={facts.num_grains}",
-        conflict=f"a grain is computed whole, and has {facts.grain_size} samples",
-        remedy=f"write --max-microbatch {facts.grain_size} or more, or Job(grains={smaller}) (which changes the run)",
-    )
 
 
 def _precision(name: str) -> dict[str, str]:
@@ -160,25 +162,8 @@ def _precision(name: str) -> dict[str, str]:
     return dict(zip(("parameters", "compute", "reduce", "loss_scale"), values, strict=True))
 
 
-def _on_devices(plan: Plan, devices: int) -> Plan:
-    """The plan with the data degree that makes so many processes. Raises: PlanError where none does."""
-    rest = plan.degrees.world_size // plan.layout.data
-    if devices % rest:
-        near = " or ".join(map(str, nearest_worlds(plan.degrees, devices)))
-        others = {axis: degree for axis, degree in plan.layout.model_dump().items() if axis != "data" and degree > 1}
-        raise PlanError(
-            given=f"--devices {devices} for a layout of {', '.join(f'{a} = {d}' for a, d in others.items())}",
-            conflict=f"these degrees make groups of {rest} processes",
-            remedy=f"write --devices {near}, or give another --plan",
-        )
-    return plan.with_sections(layout={"data": devices // rest})
-
-
 def _fewest_microbatches(plan: Plan, facts: ModelFacts) -> int:
-    """Grains in a microbatch: as few microbatches as the pipeline's schedule allows, one a rank at least, and even.
-
-    0 where the plan has no pipeline, or its schedule is not legal with any number.
-    """
+    """Grains of as few and even microbatches as a pipeline's schedule allows, one a rank at least; 0: none is legal."""
     if plan.layout.pipeline == 1:
         return 0
     counts = {
@@ -188,3 +173,25 @@ def _fewest_microbatches(plan: Plan, facts: ModelFacts) -> int:
     filling = {per: found for per, found in counts.items() if min(found) >= plan.layout.pipeline} or counts
     fewest = filling[max(filling)] if filling else ()
     return min((per for per, found in filling.items() if found == fewest), default=0)
+
+
+def unheeded(plan: Plan, num_grains: int, alone: str | None) -> Iterator[str]:
+    """Of a plan as it was written, on a job of `num_grains`; `alone`: what makes grains share no forward, if anything.
+
+    Exact mode, which computes grain by grain too, is told of where the plan is completed.
+    """
+    wanted, share = plan.batch.grains_per_microbatch, -(-num_grains // plan.divides_step)
+    given = shown(plan, "batch.grains_per_microbatch")
+    if wanted > 1 and alone is not None and not plan.execution.exact:
+        yield f"{given}: no effect, since {alone}: each grain has a forward of its own"
+    elif wanted > share and not plan.execution.exact:
+        yield f"{given}: no effect beyond {share}, since a rank has no more grains in a step"
+    counts = num_microbatches(plan, ModelFacts(num_grains, grain_size=1))
+    if alone is None and plan.shards_model and plan.shard.reduce == "last_microbatch" and max(counts) == 1:
+        yield f"{shown(plan, 'shard.reduce')}: no effect, since a rank computes one microbatch a step"
+
+
+def warn_of(sentences: Iterable[str], above: int = 0) -> None:
+    """A warning each, at the line that called the caller, or so many calls above."""
+    for sentence in sentences:
+        warnings.warn(sentence, SettingWarning, stacklevel=3 + above)

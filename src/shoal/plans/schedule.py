@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from shoal.errors import PlanError
 
-_ROUNDS = 3  # of a microbatch a rank: one that fills the pipeline, one beside it, one that empties it
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
 
@@ -42,27 +41,19 @@ def refuse_illegal(schedule: str, num_ranks: int, stages_per_rank: int) -> None:
     """Refuses a schedule that does not exist for so many ranks and stages. Raises: PlanError with the nearest legal."""
     given = f'pipeline.schedule = "{schedule}" with pipeline.stages_per_rank = {stages_per_rank}'
     if num_ranks < 1 or stages_per_rank < 1:
-        raise PlanError(
-            given=f"{given} on {num_ranks} ranks",
-            conflict="a pipeline has at least one rank, and a rank at least one stage",
-            remedy="write 1 at least",
-        )
-    if schedule not in SCHEDULES:
-        raise PlanError(
-            given=given, conflict="there is no such schedule", remedy=f"write one of {', '.join(SCHEDULES)}"
-        )
-    if schedule == "interleaved_1f1b" and stages_per_rank < 2:
-        raise PlanError(
-            given=given,
-            conflict="interleaving takes turns between the stages of a rank, so it needs two of them",
-            remedy='write stages_per_rank = 2, or schedule = "1f1b"',
-        )
-    if schedule in ("1f1b", "zero_bubble") and stages_per_rank > 1:
-        raise PlanError(
-            given=given,
-            conflict=f"{schedule} is defined for one stage a rank",
-            remedy='write stages_per_rank = 1, or schedule = "interleaved_1f1b"',
-        )
+        given += f" on {num_ranks} ranks"
+        conflict, remedy = "a pipeline has at least one rank, and a rank at least one stage", "write 1 at least"
+    elif schedule not in SCHEDULES:
+        conflict, remedy = "there is no such schedule", f"write one of {', '.join(SCHEDULES)}"
+    elif schedule == "interleaved_1f1b" and stages_per_rank < 2:
+        conflict = "interleaving takes turns between the stages of a rank, so it needs two of them"
+        remedy = 'write stages_per_rank = 2, or schedule = "1f1b"'
+    elif schedule in ("1f1b", "zero_bubble") and stages_per_rank > 1:
+        conflict = f"{schedule} is defined for one stage a rank"
+        remedy = 'write stages_per_rank = 1, or schedule = "interleaved_1f1b"'
+    else:
+        return
+    raise PlanError(given=given, conflict=conflict, remedy=remedy)
 
 
 def actions(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
@@ -186,26 +177,53 @@ def simulate(lists: Sequence[Actions], seconds_of_action: Callable[[Action], flo
     return max(clocks, default=0.0), busy
 
 
-def most_in_flight(own: Actions) -> int:
-    """The most forwards, over a rank's stages, with activations in memory at once: until their weights' gradient."""
-    held = most = 0
-    for action in own:
-        if action.kind is ActionKind.FORWARD:
-            held += 1
-            most = max(most, held)
-        elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
-            held -= 1
-    return most
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def in_flight(schedule: str, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[int, ...]:
-    """`most_in_flight` of each rank: without its actions where these are as many as the microbatches or more."""
+    """The most microbatches of each rank, over its stages, with activations in memory until their weights' gradient.
+
+    Those ahead of the first backward, and one more.
+    """
     if schedule == "gpipe":
         return (num_microbatches * stages_per_rank,) * num_ranks
     if schedule == "1f1b":
         return tuple(min(num_ranks - rank, num_microbatches) for rank in range(num_ranks))
-    # What comes and goes between the first rounds and the last is the same in every one.
-    rounds, rest = divmod(num_microbatches, num_ranks)
-    fewer = min(rounds, _ROUNDS) * num_ranks + rest
-    return tuple(most_in_flight(own) for own in actions(schedule, num_ranks, stages_per_rank, fewer))
+    if schedule == "zero_bubble":
+        return (min(num_ranks, num_microbatches),) * num_ranks
+    ahead = (2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks + 1 for rank in range(num_ranks))
+    return tuple(_that_exist(first, num_ranks, stages_per_rank, num_microbatches) for first in ahead)
+
+
+def _that_exist(first: int, num_ranks: int, stages_per_rank: int, num_microbatches: int) -> int:
+    """How many of the first forwards of a rank in Megatron's order are of microbatches that exist."""
+    found = 0
+    while first > 0 and num_microbatches > 0:
+        turns, part = divmod(min(first, num_ranks * stages_per_rank), num_ranks)
+        among = min(num_ranks, num_microbatches)
+        found += turns * among + min(part, among)
+        first -= num_ranks * stages_per_rank
+        num_microbatches -= num_ranks
+    return found
+
+
+@lru_cache(maxsize=65536)
+def in_flight_by_stage(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> tuple[tuple[int, ...], ...]:
+    """Under interleaved_1f1b the most microbatches in flight of each stage of each rank, at whichever time that is.
+
+    Where b backwards of a rank are done, b more forwards are than those ahead of the first backward. Both go through
+    the rank's stages by P microbatches at a time, the backwards from the last stage, so that a stage has most in flight
+    before the first backward, before a run of its backwards, or after a run of its forwards.
+    """
+    period = num_ranks * stages_per_rank
+
+    def done(turn: int, passes: int) -> int:
+        """How many of a rank's first passes in this direction are of the stage whose turn it is."""
+        rounds, rest = divmod(passes, period)
+        return rounds * num_ranks + min(num_ranks, max(0, rest - turn * num_ranks))
+
+    def most(turn: int, ahead: int) -> int:
+        last = stages_per_rank - 1 - turn
+        times = (0, last * num_ranks, ((turn + 1) * num_ranks - ahead) % period)
+        return min(num_microbatches, max(done(turn, ahead + time) - done(last, time) for time in times))
+
+    ahead = (2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * num_ranks + 1 for rank in range(num_ranks))
+    return tuple(tuple(most(turn, first) for turn in range(stages_per_rank)) for first in ahead)

@@ -1,13 +1,25 @@
-"""HTML page of headings, paragraphs, tables and drawings, in one file that needs nothing else and prints well."""
+"""HTML page of headings, paragraphs, tables and SVG charts, in one file that needs nothing else and prints well."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from math import ceil, floor, log2, log10
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
+
+# A colour-blind safe set (Okabe and Ito 2008).
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999", "#F0E442")
+_CHOSEN = "#D55E00"
+_WIDTH, _ROW, _LABELS, _VALUES = 720, 24, 150, 130
+_TOP, _BOTTOM = 36, 270
+_RECT = Markup('<rect x="{0:.1f}" y="{1}" width="{2:.1f}" height="{3}" fill="{4}"/>')
+_LINE = Markup('<polyline points="{0}" fill="none" stroke="{1}" stroke-width="{2}" stroke-dasharray="{3}"/>')
+_SPOT = Markup('<g><title>{0}</title><circle cx="{1:.1f}" cy="{2:.1f}" r="{3}" fill="{4}"/></g>')
+_TEXT = Markup('<text x="{0:.1f}" y="{1:.1f}" text-anchor="{2}">{3}</text>')
+_TITLE = Markup('<title id="{0}">{1}</title>')
 
 
 @dataclass(frozen=True)
@@ -44,3 +56,112 @@ def render(page: Page) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     template = files("shoal.report").joinpath("page.html").read_text(encoding="utf-8")
     return environment.from_string(template).render(page=page)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar of a waterfall chart: its name, its share of the whole, and its value in words."""
+
+    name: str
+    share: float
+    value: str
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Point of a curve: x, y and a label; `marked` for the chosen one."""
+
+    x: float
+    y: float
+    words: str = ""
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """A name and its spots; both coordinates are above zero."""
+
+    name: str
+    spots: Sequence[Spot]
+
+
+def waterfall(title: str, bars: Sequence[Bar]) -> Markup:
+    """Parts of a whole, each beginning where the one before it ends."""
+    room = _WIDTH - _LABELS - _VALUES
+    parts: list[Markup] = []
+    done = 0.0
+    for place, bar in enumerate(bars):
+        top = 4 + place * _ROW
+        left, width = _LABELS + done * room, max(1.0, bar.share * room)
+        done += bar.share
+        middle = top + 15
+        parts += [
+            _text(_LABELS - 8, middle, bar.name, "end"),
+            _RECT.format(left, top + 2, width, _ROW - 6, _COLOURS[place % len(_COLOURS)]),
+            _text(_WIDTH - _VALUES + 8, middle, f"{bar.value} ({bar.share:.1%})"),
+        ]
+    return _picture(title, _ROW * len(bars) + 8, parts)
+
+
+def chart(
+    title: str,
+    curves: Sequence[Series],
+    axes: tuple[str, str],
+    *,
+    shown: Callable[[float], str] = "{:g}".format,
+    ideal: bool = False,
+) -> Markup:
+    """Curves over logarithmic axes, each spot with its words; `shown` writes an x, `ideal` dashes y growing as x."""
+    spots = [spot for curve in curves for spot in curve.spots]
+    if not spots:
+        return Markup("")
+    across = sorted({spot.x for spot in spots})
+    dashed = [(x, spots[0].y * x / spots[0].x) for x in across] if ideal else []
+    ys = [log10(y) for y in (*(spot.y for spot in spots), *(y for _, y in dashed))]
+    low, wide, high = log2(across[0]), log2(across[-1] / across[0]) or 1.0, max(ys) - min(ys) or 1.0
+    left, right = 60, _WIDTH - (200 if len(curves) > 1 else 60)
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        over = (log2(x) - low) / wide * (right - left)
+        return left + over, _BOTTOM - (log10(y) - min(ys)) / high * (_BOTTOM - _TOP)
+
+    def line(points: Iterable[tuple[float, float]], colour: str, width: int = 1, dashes: str = "none") -> Markup:
+        places = " ".join("{:.1f},{:.1f}".format(*at(x, y)) for x, y in points)
+        return _LINE.format(places, colour, width, dashes)
+
+    parts = [_text(left, 16, axes[1]), _text((left + right) / 2, _BOTTOM + 42, axes[0], "middle")]
+    for x in across[:: 1 + len(across) // 9]:
+        parts.append(_text(at(x, spots[0].y)[0], _BOTTOM + 22, shown(x), "middle"))
+    for power in range(ceil(min(ys)), floor(max(ys)) + 1):
+        height = at(across[0], 10.0**power)[1]
+        parts.append(line([(across[0], 10.0**power), (across[-1], 10.0**power)], "#ddd"))
+        parts.append(_text(left - 8, height + 4, f"{10.0**power:g}", "end"))
+    if ideal:
+        parts.append(line(dashed, "#777", dashes="5 4"))
+    for number, curve in enumerate(curves):
+        colour = _COLOURS[number % len(_COLOURS)]
+        parts.append(line([(spot.x, spot.y) for spot in curve.spots], colour, 2))
+        for spot in curve.spots:
+            x, y = at(spot.x, spot.y)
+            radius, fill = (7, _CHOSEN) if spot.marked else (4, colour)
+            parts.append(_SPOT.format(spot.words, x, y, radius, fill))
+        if len(curves) > 1:
+            top = _TOP + 20 * number
+            parts += [_RECT.format(right + 12, top, 22, 3, colour), _text(right + 42, top + 5, curve.name)]
+    return _picture(title, _BOTTOM + 50, parts)
+
+
+def _text(x: float, y: float, words: str, anchor: str = "start") -> Markup:
+    return _TEXT.format(x, y, anchor, words)
+
+
+def _key(title: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in title.lower())
+
+
+def _picture(title: str, height: int, parts: Sequence[Markup]) -> Markup:
+    head = Markup(
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" role="img" aria-labelledby="{2}"'
+        ' font-family="system-ui, sans-serif" font-size="13" fill="#1a1a1a" style="background: #fff">'
+    ).format(_WIDTH, height, _key(title))
+    return head + _TITLE.format(_key(title), title) + Markup("").join(parts) + Markup("</svg>")

@@ -8,7 +8,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import RunDirectoryError, ShoalError
+from shoal.errors import IntegrityError, RunDirectoryError, ShoalError
 
 
 class RunDirectory:
@@ -20,8 +20,11 @@ class RunDirectory:
         self.job = path / "job.json"
         self.plan = path / "plan.toml"  # complete
         self.records = path / "records.jsonl"  # a step a line
+        self.events = path / "events.jsonl"  # what befell the run, an incident a line
         self.result = path / "result.json"  # how the run ended
         self.checkpoints = path / "checkpoints"  # a directory each
+        self.saved = path / "saved.json"  # the step of the newest of them that was written
+        self.model = path / "model"  # of a Transformers model its configuration
         self.errors = path / "errors"  # tracebacks, a text file a rank
 
     def holds_run(self) -> bool:
@@ -31,6 +34,15 @@ class RunDirectory:
         result = read_json(self.result)
         return not (result and result.get("status") == "failed" and result.get("steps") == 0)
 
+    def check_job(self) -> None:
+        """Raises: IntegrityError where nothing can say which job was trained here."""
+        if read_json(self.job) is None:
+            raise IntegrityError(
+                given=f"--resume of {self.path}",
+                conflict=f"{self.job.name} is damaged, so that nothing tells whether this is the job that was trained",
+                remedy="restore it from a copy, or add --accept-changes to go on with the job as it is now",
+            )
+
     def keep_traceback(self, who: str, error: ShoalError) -> None:
         """Writes the traceback of an error, where it has one, under the name of the process that raised."""
         if error.traceback_text:
@@ -39,38 +51,27 @@ class RunDirectory:
 
     def check(self, resume: bool) -> None:
         """Raises: RunDirectoryError where a new run would write over one, or a resume has nothing to resume."""
-        if self.path.exists() and not self.path.is_dir():
-            raise RunDirectoryError(
-                given=f"--out {self.path}", conflict="that is a file", remedy="give a directory that is new or empty"
-            )
-        if resume and not self.job.exists():
-            raise RunDirectoryError(
-                given=f"--resume --out {self.path}",
-                conflict="no run began there (it has no job.json)",
-                remedy="give the directory of the run to resume, or leave --resume out",
-            )
-        if not resume and self.holds_run():
-            raise RunDirectoryError(
-                given=f"--out {self.path}",
-                conflict="it holds a run, and nothing is overwritten",
-                remedy="add --resume to go on with that run, or give another --out",
-            )
+        given = f"--out {self.path}"
         parent = next(p for p in (self.path, *self.path.absolute().parents) if p.exists())
-        if not parent.is_dir():
-            raise RunDirectoryError(
-                given=f"--out {self.path}", conflict=f"{parent} is a file", remedy="give another --out"
-            )
-        if not os.access(parent, os.W_OK):
-            raise RunDirectoryError(
-                given=f"--out {self.path}", conflict=f"{parent} is not writable", remedy="give another --out"
-            )
+        if self.path.exists() and not self.path.is_dir():
+            conflict, remedy = "that is a file", "give a directory that is new or empty"
+        elif resume and not self.job.exists():
+            given, conflict = f"--resume {given}", "no run began there (it has no job.json)"
+            remedy = "give the directory of the run to resume, or leave --resume out"
+        elif not resume and self.holds_run():
+            conflict = "it holds a run, and nothing is overwritten"
+            remedy = "add --resume to go on with that run, or give another --out"
+        elif not parent.is_dir():
+            conflict, remedy = f"{parent} is a file", "give another --out"
+        elif not os.access(parent, os.W_OK):
+            conflict, remedy = f"{parent} is not writable", "give another --out"
+        else:
+            return
+        raise RunDirectoryError(given=given, conflict=conflict, remedy=remedy)
 
 
 def default_directory(name: str, resume: bool, in_use: Container[Path] = ()) -> Path:
-    """runs/NAME, or the first of runs/NAME-2, runs/NAME-3 ... that holds no run; for a resume the last that does.
-
-    Those `in_use` are passed over.
-    """
+    """runs/NAME, or the first of runs/NAME-2 ... with no run and not `in_use`; for a resume the last that has one."""
     number, path, newest = 1, Path("runs") / name, Path("runs") / name
     while RunDirectory(path).holds_run() or path in in_use:
         newest = path

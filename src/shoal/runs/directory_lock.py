@@ -117,6 +117,7 @@ class DirectoryLock:
         self._heart.start()
 
     def _beat(self, every_seconds: float) -> None:
+        said = False
         while not self._over.wait(every_seconds):
             with contextlib.suppress(OSError):
                 os.utime(self.descriptor)
@@ -124,6 +125,10 @@ class DirectoryLock:
                 if found is not None and found.token != self.holder.token:  # after a long standstill of this host
                     print(f"{self.folder} was taken over by {found}: this run ends", file=sys.stderr, flush=True)
                     os._exit(ExitCode.RANK_LOST)
+                if not said and not self.folder.exists():
+                    said = True
+                    lost = "what was written there is lost, and later checkpoints have no run to be resumed in"
+                    print(f"warning: {self.folder} has vanished: {lost}", file=sys.stderr, flush=True)
 
     def release(self) -> None:
         """Removes the file, and what directories were made for it and are empty. Again: nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import inspect
@@ -9,7 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,6 +18,8 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from shoal.errors import JobFileError, SettingError, ShoalError, nearest
 from shoal.job import Job
+from shoal.plans.grains import FEW_GRAINS
+from shoal.runs.job_sources import code, sources
 from shoal.runs.remedies import remedy
 
 
@@ -43,6 +46,7 @@ class LoadedJob:
     function: str
     settings: dict[str, Any]
     file_sha256: str
+    code: dict[str, dict[str, str]] = field(default_factory=dict)  # by file and definition, as `job_sources.code`
 
     def describe(self) -> dict[str, Any]:
         """The training problem, as far as names and numbers can say it; JSON values."""
@@ -57,6 +61,12 @@ def parse_target(target: str, settings: Sequence[str]) -> JobRequest:
     """
     path_text, _, function = target.partition(":")
     path = Path(path_text)
+    if path_text == "hf" and not path.is_file():
+        raise JobFileError(
+            given=target,
+            conflict="a configuration can be planned, and has no data to train on",
+            remedy="write a job file that builds the model, as examples/hugging_face.py",
+        )
     if not path.is_file():
         near = [p.name for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
         raise JobFileError(
@@ -101,7 +111,8 @@ def load(request: JobRequest) -> LoadedJob:
         )
     complete = {name: p.default for name, p in inspect.signature(function).parameters.items()} | values
     settings = json.loads(json.dumps(complete, default=str))
-    return LoadedJob(job, function_name, settings, hashlib.sha256(request.path.read_bytes()).hexdigest())
+    digest = hashlib.sha256(request.path.read_bytes()).hexdigest()
+    return LoadedJob(job, function_name, settings, digest, code(request.path, function_name))
 
 
 def _execute(path: Path) -> Any:
@@ -168,14 +179,13 @@ def parse_settings(function: Callable[..., Any], texts: dict[str, str], where: s
             continue
         default = parameters[name].default
         wanted = hints.get(name, type(default) if default not in (None, inspect.Parameter.empty) else str)
+        kind = getattr(wanted, "__name__", str(wanted))
         try:
             values[name] = TypeAdapter(wanted).validate_python(_structured(text, wanted))
         except PydanticUserError:
-            kind = getattr(wanted, "__name__", str(wanted))
             mistakes.append((f"--set {name}={text}", f"{name} is of type {kind}", "set it in the job file"))
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
-            kind = getattr(wanted, "__name__", str(wanted))
             mistakes.append((f"--set {name}={text}", f"{name} is of type {kind}: {message}", f"write --set {name}=..."))
     if mistakes:
         given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
@@ -211,3 +221,41 @@ def _raised(where: str, error: Exception) -> JobFileError:
     )
     found.traceback_text = "".join(traceback.format_exception(error))
     return found
+
+
+def least_grains(path: Path) -> int | None:
+    """A number that a job of this file has at least as many grains as; None where only running it tells.
+
+    Read are the file and what it imports from beside it. It says so where it calls Job itself and every `grains` in it
+    is a keyword with a number.
+    """
+    trees = [tree for _, tree in sources(path.resolve())]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if not any("Job" in (getattr(call.func, "attr", None), getattr(call.func, "id", None)) for call in calls):
+        return None
+    found = [FEW_GRAINS]  # of a default, which is never fewer
+    for keyword in (keyword for call in calls for keyword in call.keywords if keyword.arg == "grains"):
+        if not (isinstance(keyword.value, ast.Constant) and type(keyword.value.value) is int):
+            return None
+        found.append(keyword.value.value)
+    if any(_mentions_grains(node) for tree in trees for node in ast.walk(tree)):
+        return None
+    return min(found)
+
+
+def parameters_of(path: Path, function: str) -> list[str]:
+    """The parameters of a function of this file; none of a file, or a function, that is not there."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    found = next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == function), None)
+    if found is None:
+        return []
+    return [argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+
+
+def _mentions_grains(node: ast.AST) -> bool:
+    """Whether a node is a variable, an attribute, a parameter or a text of the name `grains`."""
+    named = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg", ast.Constant: "value"}.get(type(node))
+    return named is not None and getattr(node, named) == "grains"

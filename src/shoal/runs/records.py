@@ -35,26 +35,22 @@ class Spread:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. `loss` is total over weight, of the whole global batch.
-
-    `samples` counts since the start of the run; `digest` covers every sample id up to and with this step.
-    `spans` are rank 0's seconds by name, `ranks` the same over all ranks (and `memory_bytes`, `step_seconds`).
-    """
+    """One optimizer step."""
 
     step: int
     epoch: int
-    samples: int
+    samples: int  # since the start of the run
     num_samples: int
-    loss: float | None
+    loss: float | None  # total over weight, of the whole global batch
     weight: float | None
     grad_norm: float | None
     learning_rate: float
     loss_scale: float | None
     seconds: float
-    spans: dict[str, float]
-    ranks: dict[str, Spread]
+    spans: dict[str, float]  # rank 0's seconds by name
+    ranks: dict[str, Spread]  # the same over all ranks (and `memory_bytes`, `step_seconds`)
     memory_bytes: int
-    digest: str
+    digest: str  # of every sample id up to and with this step
     skipped: str | None = None  # why the optimizer did not step: "nonfinite", "overflow" or "weightless"
     nonfinite: dict[str, Any] | None = None  # rank, grains, samples
     metrics: dict[str, float] | None = None  # evaluation after this step
@@ -85,27 +81,25 @@ class StepRecord:
         return cls(**{key: value for key, value in document.items() if key in known})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The end of a run: `result.json`.
-
-    `train_loss` is the last step's. `weights_sha256` is over the state dict: names sorted, raw little-endian bytes.
-    `step_seconds` has median, p10 and p90 of this call's steps; `wall_seconds` is this call's, launch included.
-    """
+    """The end of a run: `result.json`."""
 
     status: str  # completed | preempted | failed
     steps: int
     samples: int
     world_size: int
-    train_loss: float | None
+    train_loss: float | None  # of the last step
     metrics: dict[str, float]
     eval_samples: int
-    weights_sha256: str | None
+    weights_sha256: str | None  # over the state dict: names sorted, raw little-endian bytes
     sample_digest: str | None
-    step_seconds: dict[str, float]
-    wall_seconds: float
+    step_seconds: dict[str, float]  # median, p10 and p90 of this call's steps
+    wall_seconds: float  # of this call, launch included
+    best: dict[str, Any] | None = None  # step, metric and value of the best evaluation, where the job watches one
     first_step_seconds: float | None = None  # from the command's start to the end of its first step
     resumed_from: int | None = None
+    restarts: int = 0  # of this call's ranks, after one was lost
     skipped_steps: int = 0
     ended_early: dict[str, int] | None = None  # a stream that gave less than the run's length wanted
     error: dict[str, Any] | None = None

@@ -1,36 +1,35 @@
-"""Request of `shoal run`: its arguments, checked as far as that goes without torch. Values only."""
+"""Request of `shoal run`: arguments, checked as far as that goes without torch, and handed over between processes."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from shoal.errors import InUseError
+from pydantic import TypeAdapter
+
+from shoal.errors import InUseError, LaunchError
 from shoal.hardware.detect import cores
 from shoal.plans import Plan
 from shoal.plans.conflicts import idle
 from shoal.plans.legal import conflicts, refuse
-from shoal.plans.resolve import Judged, Wishes, apply_wishes
-from shoal.plans.unheeded import warn_of
+from shoal.plans.resolve import Judged, Wishes, apply_wishes, warn_of
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, default_directory
 from shoal.runs.directory_lock import NAME, DirectoryLock, claim
-from shoal.runs.job_file import JobRequest
-from shoal.runs.job_file_static import least_grains
+from shoal.runs.initial_weights import InitialWeights
+from shoal.runs.job_file import JobRequest, least_grains
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """One call of `shoal run`; `plan` contains every option but is not completed for the job yet.
-
-    `says_workers`: whether the command or a plan file says how many data workers a rank has.
-    `plan_resumed`: it is the one that the run directory keeps, of which this call says nothing.
-    `numbered`: the name of `out` where nobody gave a directory, so that another number serves as well.
-    `judged`: the plan completed, where a launcher has looked at the job; else rank 0 judges it.
-    """
+    """One call of `shoal run`; `plan` contains every option but is not completed for the job yet."""
 
     job: JobRequest
     plan: Plan
@@ -39,18 +38,27 @@ class RunRequest:
     started_at: float
     plan_from_file: bool
     resume: bool = False
+    accept_changes: bool = False  # whether a resume goes on with another job than the run's
     steps: int | None = None
+    max_restarts: int = 0  # in a row, none of which got further than those before
+    restarts: int = 0  # of this call's ranks so far
+    lost_at: float | None = None  # when they were lost last, in seconds since the epoch
     checkpoint_every: int | None = None
     telemetry: bool = True
     certificate: Path | None = None
-    says_workers: bool = False
-    plan_resumed: bool = False
-    numbered: str | None = None
-    judged: Judged | None = None
+    says_workers: bool = False  # whether the command or a plan file says how many data workers a rank has
+    plan_resumed: bool = False  # whether the plan is the run directory's own, of which this call says nothing
+    numbered: str | None = None  # the name of `out` where nobody gave a directory, so that another number serves too
+    judged: Judged | None = None  # the plan completed, where a launcher has looked at the job; else rank 0 judges it
+    initial_weights: InitialWeights | None = None  # in place of those that the job's model() makes
+    recorded_grains: int | None = None  # those of the run that this call resumes
 
     def check(self) -> None:
-        """Raises: RunDirectoryError where the run directory cannot be used, CertificateError where there is none."""
-        RunDirectory(self.out).check(self.resume)
+        """Raises: RunDirectoryError, IntegrityError, CertificateError of the directory, its job, the certificate."""
+        directory = RunDirectory(self.out)
+        directory.check(self.resume)
+        if self.resume and not self.accept_changes:
+            directory.check_job()
         if self.certificate is not None:
             Certificate.read(self.certificate)
 
@@ -65,6 +73,11 @@ class RunRequest:
         What a run keeps was completed by it: a resume on other devices would tell of choices that nobody wrote.
         """
         return iter(()) if self.plan_resumed else idle(self.plan)
+
+    def again(self, restarts: int, lost_at: float) -> RunRequest:
+        """The request that goes on where ranks were lost, from the newest checkpoint if there is one."""
+        begun = RunDirectory(self.out).job.exists()
+        return replace(self, resume=self.resume or begun, restarts=restarts, lost_at=lost_at)
 
     def claim(self) -> DirectoryLock:
         """The directory for this process alone, until it is released: `out`, or of another number.
@@ -107,10 +120,7 @@ class RunRequest:
         return replace(self, wishes=wishes, plan=apply_wishes(self.plan, wishes, from_file=False))
 
     def with_own_sums(self) -> RunRequest:
-        """The request with the fastest all-reduce between processes of this host, where no plan file says which.
-
-        For runs whose ranks are all on this host.
-        """
+        """The request, for ranks of this host alone, with the fastest all-reduce between them, where no file says."""
         from shoal.hardware.fastest_all_reduce import all_reduce_here  # tables that no worker needs
 
         if not self._chooses_sums:
@@ -146,19 +156,9 @@ class RunRequest:
         return ranks > 1 and ranks > (least_grains(self.job.path) or 0)
 
     @property
-    def world_size(self) -> int:
-        """Processes in all."""
-        return self.plan.degrees.world_size
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks and, where the plan has servers, of servers and their conductor."""
-        return self.plan.num_processes
-
-    @property
     def threads_per_process(self) -> int:
         """The host's cores divided among the processes; one in exact mode, since kernels depend on it."""
-        return 1 if self.plan.execution.exact else max(1, cores() // self.world_size)
+        return 1 if self.plan.execution.exact else max(1, cores() // self.plan.layout.world_size)
 
 
 def devices_here() -> int:
@@ -169,3 +169,21 @@ def devices_here() -> int:
     if visible is not None:
         found = min(found, len([v for v in visible.split(",") if v.strip() not in ("", "-1")]))
     return max(1, found)
+
+
+def dumped(value: object) -> str:
+    """A frozen value as JSON."""
+    # Not pydantic's own writer: it has null for the numbers that JSON lacks, which a plan's [prediction] may have.
+    return json.dumps(TypeAdapter(type(value)).dump_python(value, by_alias=True), default=str)
+
+
+def loaded(kind: type[T], text: str) -> T:
+    """The value of that kind that `dumped` was given."""
+    try:
+        return TypeAdapter(kind).validate_python(json.loads(text))
+    except ValueError as error:
+        raise LaunchError(
+            given=f"a {kind.__name__} that another process of this run wrote",
+            conflict=f"it cannot be read: {error}",
+            remedy="start every process with the same version of shoal",
+        ) from error

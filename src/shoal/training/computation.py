@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import Microbatch
 from shoal.distributed.failures import is_lost_peer, is_out_of_memory, user_error
 from shoal.errors import JobError, LossError, ShoalError
 from shoal.job import Job
@@ -23,7 +23,7 @@ from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import GrainScope, NotFusibleError, all_generators, seed_everything
 from shoal.numerics.isolation import ReentrantContext
 from shoal.numerics.precision import Precision
-from shoal.plans.grains import random_key
+from shoal.plans.grains import FEW_GRAINS, random_key
 from shoal.training.coupling import compare, meaning
 
 # none: the model draws nothing and has no batch statistics; scoped: under a GrainScope; opaque: it draws in ways that
@@ -40,6 +40,8 @@ class MicrobatchPolicy:
     """Microbatch policy. `fuse`: neighbouring grains may share a forward. `buffers`: those that the forward changes.
 
     `coupled`: why they may not, in words, as far as that was found.
+    `by_position`: random numbers are drawn for all grains at once (decision 0029); a checkpoint of an older version
+    does not name it, and goes on without.
     """
 
     grains_per_microbatch: int
@@ -47,6 +49,12 @@ class MicrobatchPolicy:
     fuse: bool = True
     buffers: tuple[str, ...] = ()
     coupled: str = ""
+    by_position: bool = False
+
+    @classmethod
+    def of(cls, job: Job, grains_per_microbatch: int) -> MicrobatchPolicy:
+        """The policy before the first batch is looked at."""
+        return cls(grains_per_microbatch, fuse=job.fuse, by_position=job.num_grains > FEW_GRAINS)
 
     @property
     def effective_grains(self) -> int:
@@ -70,6 +78,7 @@ class MicrobatchPolicy:
             self.fuse and other.fuse,
             tuple(sorted({*self.buffers, *other.buffers})),
             self.coupled or other.coupled,
+            self.by_position and other.by_position,
         )
 
 
@@ -112,21 +121,19 @@ class LossPair:
             if is_out_of_memory(error) or is_lost_peer(error):
                 raise
             if any(sign in str(error) for sign in _PAST_THE_MODEL):
-                raise _past_the_model(self.what) from error
+                raise JobError(
+                    given=f"a {self.what} that uses parts of the model by themselves, where parameters are cut over "
+                    "the shard axis",
+                    conflict="a rank has them whole while model(...) runs, each unit while it is called, and not "
+                    "outside of it",
+                    remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
+                ) from error
             raise user_error("the model or loss" if self.what == "loss" else self.what, error, batch) from error
         return check_pair(self.what, pair)
 
 
 # What torch says where a parameter that is cut over ranks is used and has not been gathered.
 _PAST_THE_MODEL = ("got mixed torch.Tensor and DTensor", "requires running forward through the root module first")
-
-
-def _past_the_model(what: str) -> JobError:
-    return JobError(
-        given=f"a {what} that uses parts of the model by themselves, where parameters are cut over the shard axis",
-        conflict="a rank has them whole while model(...) runs, each unit while it is called, and not outside of it",
-        remedy='call the whole model, and let its forward do the rest, or use shard.level = "optimizer"',
-    )
 
 
 # (function, batch) -> its pair of numbers, computed by all ranks of a pipeline.
@@ -151,15 +158,10 @@ class LossComputer:
         cut: bool = False,
         divided: bool = False,
     ) -> None:
-        self._job, self._model, self._precision, self._evaluate = job, model, precision, evaluate
+        self.job, self._model, self._precision, self._evaluate = job, model, precision, evaluate
         self._cut, self._divided = cut, divided or cut or evaluate is not None
         self.pair = LossPair(job.loss, precision)
         self.computation = computation
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that computes."""
-        return self._model
 
     @contextlib.contextmanager
     def scope(self, microbatch: Microbatch, grains: GrainScope | None = None) -> Iterator[None]:
@@ -169,14 +171,18 @@ class LossComputer:
 
     def scope_of_stage(self, microbatch: Microbatch) -> contextlib.AbstractContextManager[None]:
         """The same for a stage of a pipeline: it is entered again for the backward."""
-        grains = GrainScope(self._job.seed, microbatch.step, microbatch.grains)
+        grains = self._grain_scope(microbatch)
         return ReentrantContext(lambda: self.scope(microbatch, grains))
+
+    def _grain_scope(self, microbatch: Microbatch) -> GrainScope:
+        by_position = self.computation.by_position
+        return GrainScope(self.job.seed, microbatch.step, microbatch.grains, by_position=by_position)
 
     @contextlib.contextmanager
     def _randomness(self, microbatch: Microbatch, grains: GrainScope | None) -> Iterator[None]:
         kind = self.computation.randomness
         if kind == "opaque":
-            seed_everything(random_key(self._job.seed, "model", microbatch.step, microbatch.grains[0].index))
+            seed_everything(random_key(self.job.seed, "model", microbatch.step, microbatch.grains[0].index))
             yield
         elif kind == "none":
             before = all_generators()
@@ -185,7 +191,7 @@ class LossComputer:
                 raise RedoError(replace(self.computation, randomness="scoped"), "the model has begun to draw")
         else:
             try:
-                with grains or GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
+                with grains or self._grain_scope(microbatch) as scope:
                     yield
             except NotFusibleError as error:
                 raise RedoError(replace(self.computation, randomness="opaque"), str(error)) from error
@@ -200,7 +206,7 @@ class LossComputer:
         """Why grains do not share a forward, and what that means, in a line for people."""
         if not agreed.coupled:
             return "the loss of a batch is not the sum of its grains', or could not be seen to be"
-        return f"{agreed.coupled}; {meaning(agreed.coupled, self._job.grains, self._job.grain_size)}"
+        return f"{agreed.coupled}; {meaning(agreed.coupled, self.job.num_grains, self.job.grain_size)}"
 
     def check_buffers(self, buffers: StepBuffers) -> None:
         """Raises: RedoError where a forward has changed buffers that were not known to change."""
@@ -222,7 +228,7 @@ class LossComputer:
             with contextlib.suppress(ShoalError), _widened(self._model, torch.float32):
                 wide = self._precision.wide()
                 return LossComputer(
-                    self._job, self._model, wide, self.computation, self._evaluate, divided=self._divided
+                    self.job, self._model, wide, self.computation, self._evaluate, divided=self._divided
                 )._probe(microbatch, buffers)
         return ProbeResult(replace(self._probe(microbatch, buffers).computation, fuse=False))
 
@@ -232,7 +238,7 @@ class LossComputer:
         fuse: bool | None = False
         randomness, coupled = "opaque", ""
         # What the model warns of here it warns of in the step as well, or only because of no_grad.
-        with _restoring(buffers), _quiet(), _without_tf32(self._precision.device), contextlib.suppress(NotFusibleError):
+        with _probing(buffers, self._precision.device), contextlib.suppress(NotFusibleError):
             fused, calls, leaked = self._scoped(microbatch)
             parts = []
             split = microbatch.split()
@@ -263,7 +269,7 @@ class LossComputer:
 
             def loss(part: Microbatch, precision: Precision = precision) -> tuple[float, float]:
                 buffers.restore()
-                return LossComputer(self._job, self._model, precision, self.computation)._scoped(part)[0]
+                return LossComputer(self.job, self._model, precision, self.computation)._scoped(part)[0]
 
             kind = precision.parameters
             with contextlib.suppress(Exception), _widened(self._model, kind):
@@ -273,32 +279,23 @@ class LossComputer:
         return False, ""
 
     def _scoped(self, microbatch: Microbatch) -> tuple[tuple[float, float], int, bool]:
-        with GrainScope(self._job.seed, microbatch.step, microbatch.grains) as scope:
+        with self._grain_scope(microbatch) as scope:
             batch = self._precision.inputs(microbatch.batch)
             total, weight = self._evaluate(self.pair, batch) if self._evaluate else self.loss(batch)
         return (float(total), float(weight)), scope.calls, scope.leaked()
 
 
 @contextlib.contextmanager
-def _restoring(buffers: StepBuffers) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        buffers.restore()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with torch.no_grad(), warnings.catch_warnings():
+def _probing(buffers: StepBuffers, device: torch.device) -> Iterator[None]:
+    """A context without gradients, warnings and TF32 (CUDA's default in convolutions: too coarse to tell a sum)."""
+    cuda = device.type == "cuda"
+    rounding = torch.backends.cudnn.flags(enabled=True, allow_tf32=False) if cuda else contextlib.nullcontext()
+    with rounding, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
-
-
-def _without_tf32(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """TF32 convolutions, CUDA's default, round too coarsely to tell a sum."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+        try:
+            yield
+        finally:
+            buffers.restore()
 
 
 @contextlib.contextmanager

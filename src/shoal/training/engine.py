@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.checkpoint.keeper import Keeper, RunState, Trained
+from shoal.checkpoint.initial import TakenWeights, take_weights
+from shoal.checkpoint.keeper import Keeper, Trained
+from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.store import Store
-from shoal.checkpoint.tensor_file import NAMES
+from shoal.checkpoint.tensor_file import DTYPE_NAMES
 from shoal.data.loader import Loader
 from shoal.data.opened import loader_of, open_evaluation, opened, order_of, refuse_epochs
 from shoal.data.order import Order
@@ -26,6 +28,7 @@ from shoal.distributed.mesh import Mesh
 from shoal.distributed.process_setup import one_thread
 from shoal.errors import JobError, ShoalError
 from shoal.job import Job
+from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.precision import LossScale, Precision
@@ -36,12 +39,14 @@ from shoal.parallel.model.adapters import adapted
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.grains import random_key
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import CompletePlan
-from shoal.plans.unheeded import warn_of
+from shoal.plans.resolve import CompletePlan, warn_of
+from shoal.runs.initial_weights import InitialWeights
 from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
+from shoal.training.default_grains import with_grains
 from shoal.training.evaluation import Evaluator
-from shoal.training.observer import Observer
+from shoal.training.forward_backward import Observer
 from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
+from shoal.training.preflight import compare_data, compare_models
 from shoal.training.step_records import Surroundings, TrainingParts
 from shoal.training.telemetry import RecordWriter, StepClock
 from shoal.training.trainer import Trainer
@@ -55,9 +60,9 @@ class Engine(TrainingParts):
     """Parts of a run on one rank."""
 
     plan: CompletePlan
-    store: Store | None
     num_train_samples: int | None
     notes: tuple[str, ...] = ()
+    taken: TakenWeights | None = None  # the initial weights, where they are not the job's own
 
     @property
     def num_parameters(self) -> int:
@@ -66,13 +71,7 @@ class Engine(TrainingParts):
 
     def load(self) -> tuple[RunState | None, list[str]]:
         """The state of the newest good checkpoint, and lines about damaged ones. Collective: all ranks."""
-        if self.mesh.rank == 0 and self.store is not None:
-            self.store.clean()
-        return self.keeper.load(self._loss_scale)
-
-    @property
-    def _loss_scale(self) -> LossScale:
-        return LossScale.of(self.plan.precision.loss_scale, self.precision.compute)
+        return self.keeper.load(self.first_state().loss_scale)
 
     def rehearse(self) -> None:
         """Computes the first of an evaluation, to find what would raise in it before a step is trained for it.
@@ -89,7 +88,8 @@ class Engine(TrainingParts):
 
     def first_state(self) -> RunState:
         """Before the first step."""
-        return RunState(loss_scale=self._loss_scale)
+        scale = LossScale.of(self.plan.precision.loss_scale, self.precision.compute)
+        return RunState(loss_scale=scale, grains=self.job.grains)
 
     def close(self) -> None:
         """Ends threads and worker processes, and takes the strategy's hooks off."""
@@ -100,44 +100,49 @@ class Engine(TrainingParts):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run that do not change its results.
+    """Options of a run; but for initial weights none changes its results.
 
-    `checkpoints` is their directory, None for none; `eval_samples` the most that an evaluation reads, None for all;
-    `take_workers`: a DataLoader's num_workers becomes the plan's data.workers.
+    `checkpoints` is their directory, None for none; `saved` the file that has the newest one's step; `eval_samples` the
+    most that an evaluation reads, None for all; `take_workers`: a DataLoader's num_workers becomes data.workers;
+    `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes.
     """
 
     checkpoints: Path | None = None
+    saved: Path | None = None
     checkpoint_every: int | None = None
     telemetry: bool = True
     eval_samples: int | None = None
     take_workers: bool = False
+    initial_weights: InitialWeights | None = None
     observer: Observer = field(default_factory=Observer)
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
 
 def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     """The engine of a run. Raises: on every rank, where the job's own parts raise on any. Collective: all ranks."""
     precision = Precision.of(plan.precision, mesh.device, plan.execution.channels_last)
-    job = together(mesh, lambda: opened(job))
+    job = together(mesh, lambda: with_grains(opened(job)))
     data: Opened = job.train_data
     together(mesh, lambda: _judge(data, plan, mesh))
     plan, notes = _with_workers(plan, data, options)
     sharded_model, pipeline = _hold(job, plan, mesh, precision, data)
+    taken = _taken(options, sharded_model)
     model, divided = sharded_model.model, sharded_model.divided
     together(mesh, lambda: _refuse_dtypes(sharded_model))
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
     together(mesh, lambda: refuse_on_parts(optimizer, sharded_model))
-    clock = StepClock(mesh.device, options.telemetry)
-    strategy = assemble(plan, sharded_model, parameters, job.grains, clock.mark)
+    clock = StepClock(mesh.device, options.telemetry, options.heartbeat)
+    strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, sharded_model, exact=plan.execution.exact)
     evaluation = together(mesh, lambda: _evaluation_data(job))
     order = order_of(data, job, job.length, job.shuffle is not False)
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
-    policy = MicrobatchPolicy(plan.batch.grains_per_microbatch, fuse=job.fuse)
+    policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
     evaluate = pipeline.evaluate if pipeline is not None else None
-    store = Store(options.checkpoints) if options.checkpoints is not None else None
+    store = Store(options.checkpoints, mark=options.saved) if options.checkpoints is not None else None
     keeper = Keeper(mesh, store, Trained(sharded_model, optimizer, loader, strategy), options.checkpoint_every)
     return Engine(
         job=job,
@@ -158,20 +163,20 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
             job,
             mesh,
             precision,
-            evaluation.source if evaluation is not None else None,
+            evaluation,
             {"loss": job.loss, **job.metrics},
             most_samples=options.eval_samples,
-            collate=evaluation.collate if evaluation is not None else None,
             divided=divided,
             syncs_every_microbatch=strategy.syncs_every_microbatch,
             evaluate=evaluate,
+            heartbeat=options.heartbeat,
         ),
         keeper=keeper,
         clock=clock,
         observer=options.observer,
-        store=store,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
         notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
+        taken=taken,
     )
 
 
@@ -196,6 +201,7 @@ def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:
 
 def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) -> tuple[ShardedModel, Pipeline | None]:
     """The model, or this rank's part of it, with the job's initial values. Collective: all ranks."""
+    compare_data(mesh, data.source, plan.data.workers)
     if plan.divides_model:
         key = random_key(job.seed, "initial values")
         pair = LossPair(job.loss, precision)
@@ -205,13 +211,21 @@ def _hold(job: Job, plan: Plan, mesh: Mesh, precision: Precision, data: Opened) 
         return collectively(mesh, True, lambda: divide(made, plan, mesh, precision))
     model = together(mesh, lambda: build_model(job, precision))
     together(mesh, lambda: recompute(model, plan.memory.recompute))
+    compare_models(mesh, model)
     mesh.broadcast([t.detach() for t in (*model.parameters(), *model.buffers())])
     return ShardedModel(mesh, model, divides_state=plan.layout.shard > 1), None
 
 
+def _taken(options: Options, sharded_model: ShardedModel) -> TakenWeights | None:
+    """Initial weights from elsewhere, before anything makes copies of parameters, such as an optimizer."""
+    wanted = options.initial_weights
+    return take_weights(wanted, sharded_model) if wanted is not None else None
+
+
 def _refuse_dtypes(sharded_model: ShardedModel) -> None:
     """Raises: JobError for a parameter or buffer that no checkpoint and no trace can hold."""
-    found = next(((name, t.dtype) for name, (_, t) in sharded_model.tensors().items() if t.dtype not in NAMES), None)
+    named = ((name, t.dtype) for name, (_, t) in sharded_model.tensors().items())
+    found = next(((name, dtype) for name, dtype in named if dtype not in DTYPE_NAMES), None)
     if found is not None:
         raise JobError(
             given=f"{found[0]} in {str(found[1]).removeprefix('torch.')}",
@@ -260,9 +274,6 @@ def _with_workers(plan: CompletePlan, data: Opened, options: Options) -> tuple[C
 
 
 def _loader(job: Job, plan: Plan, mesh: Mesh, data: Opened, order: Order) -> Loader:
-    given, remedy = (
-        f"length={job.length} with a stream as train_data",
-        "write length=shoal.Steps(...) or shoal.Samples(...)",
-    )
-    refuse_epochs(data, job.length, given, remedy)
+    given = f"length={job.length} with a stream as train_data"
+    refuse_epochs(data, job.length, given, "write length=shoal.Steps(...) or shoal.Samples(...)")
     return loader_of(data, order, mesh, plan.data.workers)

@@ -14,11 +14,12 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from shoal.data.loader import DataRank
-from shoal.data.source import Collate, MapSource, collate_samples
+from shoal.data.source import MapSource, Opened, collate_samples
 from shoal.distributed.agreement import collectively
 from shoal.distributed.mesh import Mesh
 from shoal.errors import DataError
 from shoal.job import Job
+from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.isolation import python_generators_kept
 from shoal.numerics.precision import Precision
@@ -39,24 +40,24 @@ class Evaluator:
         job: Job,
         mesh: Mesh,
         precision: Precision,
-        source: MapSource | Iterable[Any] | None,
+        data: Opened | None,
         metrics: Mapping[str, Callable[[Any, Any], Any]],
         *,
         most_samples: int | None = None,
         divided: bool = False,
         syncs_every_microbatch: bool = False,
         evaluate: Evaluate | None = None,
-        collate: Collate | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         """`divided`: the model computes with other ranks; `syncs_every_microbatch`: also with others.
 
-        `evaluate` computes a pair where the model's stages are on several ranks. `collate`: of a stream's samples, the
-        job's where it is None.
+        `evaluate` computes a pair where the model's stages are on several ranks.
         """
-        self._evaluate = evaluate
+        self._evaluate, self._heartbeat = evaluate, heartbeat or Heartbeat(None)
         self._divided, self._syncs_every_microbatch = divided, syncs_every_microbatch
-        self._job, self._mesh, self._precision, self._source = job, mesh, precision, source
-        self._collate = collate or job.collate or default_collate
+        self._job, self._mesh, self._precision = job, mesh, precision
+        self._source = data.source if data is not None else None
+        self._collate = (data.collate if data is not None else None) or job.collate or default_collate
         self._metrics = dict(metrics)
         self._most = most_samples
         self._chunk = min(job.global_batch, MAX_CHUNK if most_samples is None else SAMPLED_CHUNK)
@@ -69,6 +70,7 @@ class Evaluator:
         if self._source is None:
             return {}, 0
         gathered = self._mesh.gather_json(self._computed(model))
+        self._heartbeat.enter("away")
         # fsum rounds once, so that the result does not depend on how the chunks were divided among the ranks.
         count = sum(len_ for part in gathered for len_ in part["samples"])
         metrics = {}
@@ -99,8 +101,10 @@ class Evaluator:
         sums: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in self._metrics}
         samples: list[int] = []
         place = DataRank(self._mesh.data_rank, self._mesh.num_data_ranks)
+        self._heartbeat.enter("evaluation")
         with torch.no_grad():
             for number, size, batch in itertools.islice(self._chunks(place), most_chunks):
+                self._heartbeat.enter("evaluation")
                 batch = self._precision.inputs(batch)
                 seed_everything(random_key(self._job.seed, "evaluation of chunk", number))
                 counted = self._mesh.counts_loss and size > 0
@@ -111,6 +115,7 @@ class Evaluator:
                     if counted:
                         sums[name][0].append(float(total))
                         sums[name][1].append(float(weight))
+        self._heartbeat.enter("exposed_communication")  # whoever asks whether all have computed waits for the others
         return {"samples": samples, "sums": sums}
 
     def _pair(self, name: str, function: Any, model: nn.Module, batch: Any) -> tuple[Any, Any]:

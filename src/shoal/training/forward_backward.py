@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step's microbatches on this rank, whoever computes their losses, and their sums."""
+"""Forward and backward passes of a step's microbatches on this rank, whoever computes their losses, and observers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,62 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import Microbatch
 from shoal.distributed.mesh import Mesh
 from shoal.numerics.batch_statistics import StepBuffers
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import NUM_SUMS, Flags, StepSums, Strategy, buffer_sums, microbatch_sums
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.training.computation import LossComputer, check_gradient
-from shoal.training.observer import Observer
 from shoal.training.telemetry import StepClock
 
 if TYPE_CHECKING:
     from shoal.parallel.pipeline.pipeline import Pipeline
+
+
+class Observer:
+    """Interface of a step's hooks, called on every rank; this class does nothing. An observer must change nothing.
+
+    A step that has to be computed again begins again. Gradients are read off the parameters' `.grad`.
+    """
+
+    def attach(self, sharded_model: ShardedModel, optimizer: Optimizer, strategy: Strategy) -> None:
+        """A run's parts are built, before its first step. Called by who has built them, not by the engine."""
+
+    def begin(self, step: int, factor: float) -> None:
+        """A step's computation starts; loss totals are multiplied by `factor` before the backward."""
+
+    def microbatch(self, microbatch: Microbatch, batch: Any) -> None:
+        """The forward of a microbatch comes next; `batch` is on the device."""
+
+    def forwarded(self) -> None:
+        """The forward of that microbatch is done as far as this rank's stage of the model goes, which has no loss."""
+
+    def loss(self, total: Tensor, weight: Tensor | float) -> None:
+        """The loss of that microbatch; its backward comes next."""
+
+    def computed(self) -> None:
+        """The backward of that microbatch is done."""
+
+    def reduced(self, loss: float, weight: float, scale: float) -> None:
+        """Gradients are summed over all ranks; times `scale` they are the mean. `loss` is the mean loss."""
+
+    def clipped(self, norm: float) -> None:
+        """Gradients are the mean, clipped; `norm` is theirs before."""
+
+    def updated(self, skipped: str | None) -> None:
+        """Parameters, optimizer and buffers are those after the step, or unchanged where it was skipped."""
+
+    def pulled(self, version: int) -> None:
+        """A worker with parameter servers has the parameters after so many steps."""
+
+    def part_begins(self, part: int) -> None:
+        """Such a worker begins to compute a part of a step."""
+
+    def part_computed(self) -> None:
+        """Such a worker has computed its part; in fast mode the parameters' `.grad` are its gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)

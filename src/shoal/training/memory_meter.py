@@ -5,6 +5,7 @@ Storages are counted, each once, so that a view costs nothing and a parameter cu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -51,7 +52,7 @@ class _Saved:
 class SavedTensors:
     """Context that counts the bytes that autograd saves for the backward; `peak` is the most at once.
 
-    Each storage once; not those of `excluded` keys (see `keys`), the parameters. Regions that recompute have hooks of
+    Each storage once; not those of `excluded` keys, the parameters. Regions that recompute have hooks of
     their own: of them their inputs are counted here, and what they recompute is not.
     """
 
@@ -82,18 +83,15 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> _Saved:
         with torch._C.DisableTorchFunction():  # of a GrainScope: nothing here is the model's
-            return self._hold(tensor)
-
-    def _hold(self, tensor: Tensor) -> _Saved:
-        storage = _storage(tensor)
-        if storage is None or storage._cdata in self.excluded:
-            return _Saved(self, tensor, None)
-        held = self._holders.setdefault(storage._cdata, [0, storage.nbytes()])
-        held[0] += 1
-        if held[0] == 1:
-            self._now += held[1]
-            self.peak = max(self.peak, self._now)
-        return _Saved(self, tensor, storage._cdata)
+            storage = _storage(tensor)
+            if storage is None or storage._cdata in self.excluded:
+                return _Saved(self, tensor, None)
+            held = self._holders.setdefault(storage._cdata, [0, storage.nbytes()])
+            held[0] += 1
+            if held[0] == 1:
+                self._now += held[1]
+                self.peak = max(self.peak, self._now)
+            return _Saved(self, tensor, storage._cdata)
 
     def _unpack(self, saved: _Saved) -> Tensor:
         with torch._C.DisableTorchFunction():
@@ -143,22 +141,17 @@ class GatheredBytes:
         self.peak = max(self.peak, storage_bytes([*self.parameters(), *buffers, *arriving]))
 
 
-class _After:
-    """Something called after each call of an object's method, until `remove`."""
+def _call_after(owner: Any, name: str, then: Callable[[], None]) -> Callable[[], None]:
+    """Calls `then` after each call of an object's method; gives what ends that."""
+    method = getattr(owner, name)
 
-    def __init__(self, owner: Any, name: str, then: Callable[[], None]) -> None:
-        self._owner, self._name = owner, name
-        method = getattr(owner, name)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = method(*args, **kwargs)
+        then()
+        return found
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found = method(*args, **kwargs)
-            then()
-            return found
-
-        setattr(owner, name, call)
-
-    def remove(self) -> None:
-        delattr(self._owner, self._name)
+    setattr(owner, name, call)
+    return functools.partial(delattr, owner, name)
 
 
 # Axes whose collectives carry activations, and no parameters.
@@ -176,7 +169,7 @@ class MemoryMeter:
         self._saved = SavedTensors()
         self._gathered = GatheredBytes(model)
         self._gradients = 0
-        self._handles: list[Any] = []
+        self._ends: list[Callable[[], None]] = []
 
     def start(self) -> None:
         """Begins a measurement, before the first forward."""
@@ -185,7 +178,7 @@ class MemoryMeter:
         self._saved.exclude(self._parameters())
         self._saved.exclude(self._gathered.parameters())
         for group in self._gathered.groups:  # not a hook of the module, which pipeline stages gather within
-            self._handles.append(_After(group, "wait_for_unshard", self._unsharded))
+            self._ends.append(_call_after(group, "wait_for_unshard", self._unsharded))
         self._saved.start()
 
     def _unsharded(self) -> None:
@@ -226,6 +219,5 @@ class MemoryMeter:
     def abandon(self) -> None:
         """Takes the hooks off."""
         self._saved.stop()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        while self._ends:
+            self._ends.pop()()

@@ -18,13 +18,13 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.plans.accounting.collectives import Array, Gradients, Sharding, Volumes
 from shoal.plans.accounting.memory import Footprint, StateShape, state_shape
-from shoal.plans.accounting.model_parallel import Partial, SlicedBlock
+from shoal.plans.accounting.model_parallel import Partial
 from shoal.plans.accounting.rank import Described, memory, traffic
 from shoal.plans.grains import Grain, microbatches, share
 from shoal.plans.layout import Layout
 from shoal.plans.plan import Plan
+from shoal.training.forward_backward import Observer
 from shoal.training.memory_meter import GatheredBytes, MemoryMeter
-from shoal.training.observer import Observer
 
 # Two, of which the later one counts: in the first, caches and lazy states are still being made. All others send the
 # same, and none of them pays for it.
@@ -42,11 +42,8 @@ class StepMeter(Observer):
         self.step: int | None = None
         self.volumes = Volumes()
         self.footprint: Footprint | None = None
-        self._left = 0
-        self._current = 0
-        self._traffic: Traffic | None = None
-        self._memory: MemoryMeter | None = None
-        self._strategy: Strategy | None = None
+        self.attached = False
+        self._left = self._current = 0
 
     def attach(
         self,
@@ -58,25 +55,20 @@ class StepMeter(Observer):
         """Attaches the meters before the first step; `stage_groups` carry messages between stages."""
         self._memory, self._strategy = MemoryMeter(sharded_model.model, optimizer), strategy
         self._traffic = Traffic(sharded_model.mesh.groups, self._memory.collective, stage_groups)
-        self._left = MEASURED_STEPS
-
-    @property
-    def attached(self) -> bool:
-        """Whether the meters are attached."""
-        return self._traffic is not None
+        self._left, self.attached = MEASURED_STEPS, True
 
     def begin(self, step: int, factor: float) -> None:
-        if self._left and self._traffic is not None and self._memory is not None:
+        if self._left:
             self._current = step
             self._traffic.start()
             self._memory.start()
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
-        if self._left and self._memory is not None and self._strategy is not None:
+        if self._left:
             self._memory.summed(self._strategy.gradient_buffers())
 
     def updated(self, skipped: str | None) -> None:
-        if self._left and self._traffic is not None and self._memory is not None:
+        if self._left:
             volumes, footprint = self._traffic.stop(), self._memory.stop()
             if skipped is None:
                 self.step, self.volumes, self.footprint = self._current, volumes, footprint
@@ -85,7 +77,7 @@ class StepMeter(Observer):
     def close(self) -> None:
         """Ends a measurement that an error cut short."""
         self._left = 0
-        if self._traffic is not None and self._memory is not None:
+        if self.attached:
             self._traffic.stop()
             self._memory.abandon()
 
@@ -120,10 +112,7 @@ def predicted(plan: Plan, described: Described, rank: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shares:
-    """Grains of the measured step, of a job of `num_grains`, and how many of them share a forward.
-
-    `buffers` names those that the forward changes.
-    """
+    """Grains of the measured step of a job of `num_grains`; `buffers` names those that the forward changes."""
 
     num_grains: int
     grains: Sequence[Grain]
@@ -158,6 +147,7 @@ def describe(
         on_cpu=precision.device.type == "cpu",
         buffer_numel=sum(known[name].numel() for name in shares.buffers),
     )
+    here = {name.rpartition(".")[0] for name, _ in sharded_model.parameters()}  # modules that this rank computes
     layout, division, rank = plan.degrees, sharded_model.division, sharded_model.mesh.rank
     samples = tuple(shares.samples(layout, rank, plan.shards_model))
     return Described(
@@ -170,7 +160,7 @@ def describe(
         sharding=sharding(sharded_model, plan, precision, -(-max(map(len, held)) // shares.grains_per_microbatch)),
         within=division.sends(samples) if division.sends is not None else None,
         staged=division.staged,
-        sliced=_sliced(sharded_model),
+        sliced=tuple(b for b in division.sliced if any(f"{name}.".startswith(f"{b.name}.") for name in here)),
         samples=samples,
         partial=partial(sharded_model),
         num_cut=sum(p.requires_grad and p.ndim > 0 for p in sharded_model.model.parameters()),
@@ -188,12 +178,6 @@ def planned_activations(plan: Plan, device: str, rank: int) -> int | None:
     if kind != kind_of(device):
         return None
     return int(by_rank[plan.degrees.coordinate(rank).pipeline])
-
-
-def _sliced(sharded_model: ShardedModel) -> tuple[SlicedBlock, ...]:
-    """The blocks of a context axis that this rank computes."""
-    here = {name.rpartition(".")[0] for name, _ in sharded_model.parameters()}
-    return tuple(b for b in sharded_model.division.sliced if any(f"{name}.".startswith(f"{b.name}.") for name in here))
 
 
 def partial(sharded_model: ShardedModel) -> tuple[Partial, ...]:

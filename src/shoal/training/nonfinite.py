@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import Microbatch
 from shoal.distributed.mesh import Mesh
 from shoal.errors import NonFiniteError
 from shoal.numerics.precision import Precision
@@ -88,14 +88,8 @@ class NonFiniteSearch:
         return dict(NOBODY)
 
     def _search(self, microbatches: list[Microbatch]) -> tuple[list[int], list[int]]:
-        grains: list[int] = []
-        samples: list[int] = []
-        for microbatch in microbatches:
-            for part in microbatch.split():
-                if not self._is_finite(part):
-                    grains.append(part.grains[0].index)
-                    samples += self._bad_samples(part)
-        return grains, samples
+        bad = [part for microbatch in microbatches for part in microbatch.split() if not self._is_finite(part)]
+        return [part.grains[0].index for part in bad], [i for part in bad for i in self._bad_samples(part)]
 
     def _bad_samples(self, part: Microbatch) -> list[int]:
         ids: list[int] = part.ids[0].tolist()

@@ -18,11 +18,12 @@ from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.job import Job, Progress
 from shoal.numerics.gradient_norm import global_norm
 from shoal.numerics.grain_randomness import all_generators, seed_everything
+from shoal.numerics.losses import refuse_weight
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.plans.grains import random_key
-from shoal.training.observer import Observer
+from shoal.training.forward_backward import Observer
 
 # They compute with a matrix as a whole, and on a part of one something else.
 _ON_MATRICES = ("Muon", "Adafactor", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
@@ -31,10 +32,7 @@ _CLIP_EPSILON = 1e-6
 
 
 class Parameters(list[nn.Parameter]):
-    """Trainable parameters of a rank, each once; `named` gives them with their names, in the same order.
-
-    None on a rank whose stages of a pipeline are frozen.
-    """
+    """Trainable parameters of a rank, each once, and `named` in that order; none where its stages are frozen."""
 
     def __init__(self, model: nn.Module) -> None:
         self._named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not p.is_meta]
@@ -158,18 +156,18 @@ class Stepper:
 
     def multiplier(self, progress: Progress) -> float:
         """The schedule's; one where there is none. Raises: UserCodeError."""
-        multiplier = 1.0
-        if self._job.schedule is not None:
-            try:
-                multiplier = float(self._job.schedule(progress))
-            except Exception as error:
-                raise user_error("the schedule", error) from error
-            if not math.isfinite(multiplier) or multiplier < 0:
-                raise UserCodeError(
-                    given=f"schedule({float(progress):.4g}) = {multiplier}",
-                    conflict="a schedule gives the learning rate's multiplier: finite and not negative",
-                    remedy="mend the schedule, a function of progress in [0, 1]",
-                )
+        if self._job.schedule is None:
+            return 1.0
+        try:
+            multiplier = float(self._job.schedule(progress))
+        except Exception as error:
+            raise user_error("the schedule", error) from error
+        if not math.isfinite(multiplier) or multiplier < 0:
+            raise UserCodeError(
+                given=f"schedule({float(progress):.4g}) = {multiplier}",
+                conflict="a schedule gives the learning rate's multiplier: finite and not negative",
+                remedy="mend the schedule, a function of progress in [0, 1]",
+            )
         return multiplier
 
     def set_rates(self, progress: Progress) -> float:
@@ -237,10 +235,10 @@ class Updater:
         """Divides the summed gradients by `weight` and by the loss's factor, clips their norm, and steps.
 
         `loss` is the mean. The norm counts every trainable parameter once. Nothing is changed where the update says
-        that it was skipped. Collective: as the strategy's `norm` and `update`.
+        that it was skipped. Collective: as the strategy's `norm` and `update`. Raises: LossError for such a weight.
         """
         rate = self.stepper.set_rates(progress)
-        if weight == 0.0:
+        if refuse_weight(weight) == 0.0:  # on a device only the sum is looked at: nothing waits for each microbatch
             return Update(0.0, rate, "weightless")
         held = [(local(p.grad), counts) for p, counts in self._parameters if p.grad is not None]
         scale = 1.0 / (weight * loss_scale.factor(self._job.global_batch))
@@ -292,10 +290,7 @@ _PLAIN = (nn.Parameter, Tensor)
 
 @contextlib.contextmanager
 def fused(optimizer: torch.optim.Optimizer, kinds: tuple[type, ...] = _PLAIN) -> Iterator[None]:
-    """A context in which a step on the CPU uses torch's fused kernels, where nobody chose otherwise and they apply.
-
-    `kinds`: of tensors to which they do.
-    """
+    """A context in which a CPU step uses torch's fused kernels, where nobody chose others, for tensors of `kinds`."""
     own = is_torchs(optimizer) and type(optimizer).__name__ in _FUSED
     groups = [g for g in optimizer.param_groups if own and _can_fuse(g, kinds) and not _half_begun(g, optimizer)]
     for group in groups:
@@ -326,10 +321,7 @@ def _can_fuse(group: dict[str, Any], kinds: tuple[type, ...]) -> bool:
 
 
 def _half_begun(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Whether some of a group's parameters have a momentum and others get their first: torch's fused SGD cannot.
-
-    As after an unfreezing, or where a model comes to use a parameter late.
-    """
+    """Whether only some of a group have a momentum yet, as after an unfreezing, which torch's fused SGD cannot."""
     if not group.get("momentum"):
         return False
     begun = [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from torch import Tensor
 
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import Microbatch
 from shoal.errors import JobError
 from shoal.parallel.base import AccumulatingStrategy, buffer_sums
 from shoal.parallel.pipeline.pipeline import Pipeline, Work
@@ -15,10 +14,7 @@ from shoal.training.forward_backward import ForwardBackward
 
 
 class StageStep:
-    """The stages' passes over microbatches, of which the first `own` count.
-
-    Those after them fill up, in step with ranks that have more.
-    """
+    """The stages' passes over microbatches: the first `own` count, others fill up in step with ranks that have more."""
 
     def __init__(self, passes: ForwardBackward, microbatches: list[Microbatch], batches: list[Any], own: int) -> None:
         """`batches` are those of the microbatches, on the device."""
@@ -43,17 +39,14 @@ class StageStep:
         work = Work(
             computer.pair,
             self._batches,
-            self._scope,
+            lambda number: computer.scope_of_stage(self._microbatches[number]),
             self._begins,
             self._forwarded,
-            self._before_backward,
-            self._backwarded,
+            before_backward=lambda number, last: self._strategy.arm() if last else None,
+            backwarded=lambda number, last: self._parts.buffers.restore(),  # what recomputation has changed
         )
         pipeline.run(work)
         self._parts.observer.computed()
-
-    def _scope(self, number: int) -> contextlib.AbstractContextManager[None]:
-        return self._parts.computer.scope_of_stage(self._microbatches[number])
 
     def _begins(self, number: int) -> None:
         if number < self._own:
@@ -78,10 +71,3 @@ class StageStep:
         loss, sums = self._passes.loss(microbatch, total, weight, written)
         self._strategy.add(sums)
         return loss
-
-    def _before_backward(self, number: int, last: bool) -> None:
-        if last:
-            self._strategy.arm()
-
-    def _backwarded(self, number: int, last: bool) -> None:
-        self._parts.buffers.restore()  # what recomputation has changed

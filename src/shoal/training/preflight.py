@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import re
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.data.opened import training_data
 from shoal.data.source import MapSource
@@ -18,24 +20,34 @@ from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, LaunchError
 from shoal.job import Job
-from shoal.parallel.model.model_facts import facts_of
-from shoal.parallel.model.repeated_blocks import repeated_blocks
+from shoal.numerics.flat import raw_bytes
+from shoal.parallel.model.structure import facts_of, repeated_blocks
 from shoal.plans.legal import ModelFacts
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import Judged, judge
-from shoal.runs.handover import dumped
 from shoal.runs.job_file import LoadedJob, load
-from shoal.runs.request import RunRequest
+from shoal.runs.request import RunRequest, dumped
 from shoal.runs.version import __version__
+from shoal.training.default_grains import grains_of, outline
+
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 def look(request: RunRequest) -> dict[str, Any]:
     """A request with its plan judged for its loaded job, or the error for which no rank is started; as JSON."""
     try:
-        found = judged(load(request.job).job, request.plan, request.wishes.max_microbatch)
-        return {"request": dumped(replace(request, judged=found))}
+        return {"request": dumped(replace(request, judged=judged_for(request, load(request.job).job)))}
     except (Exception, SystemExit) as caught:
         return {"error": {**to_json(as_shoal_error(caught), 0, platform.node()), "rank": None}}
+
+
+def judged_for(request: RunRequest, job: Job) -> Judged:
+    """The plan of a request judged for its job; a run that goes on keeps its number of grains. Raises: as `judged`."""
+    recorded = request.recorded_grains
+    if job.grains is None and recorded is not None:
+        job = replace(job, grains=recorded)
+        return replace(judged(job, request.plan, request.wishes.max_microbatch), why_grains="as the run began")
+    return judged(job, request.plan, request.wishes.max_microbatch)
 
 
 def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
@@ -43,35 +55,33 @@ def judged(job: Job, plan: Plan, max_microbatch: int | None = None) -> Judged:
 
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
-    model = outline(job) if plan.degrees.shares_grains > 1 else None
-    return judge(plan, _facts(job, plan, model), max_microbatch)
+    divided = plan.degrees.shares_grains > 1
+    model = outline(job) if divided or job.grains is None else None
+    grains = grains_of(job, model)
+    job = replace(job, grains=grains.num_grains)
+    return replace(judge(plan, _facts(job, plan, model if divided else None), max_microbatch), why_grains=grains.why)
 
 
-def refuse_other_grains(found: Judged, job: Job) -> None:
-    """Raises: JobError where this process has loaded another job than the one that the plan was judged for."""
-    if (found.num_grains, found.grain_size) != (job.grains, job.grain_size):
+def with_judged_grains(found: Judged, job: Job) -> Job:
+    """The job with the number of grains that its plan was judged for.
+
+    Raises: JobError where this process has loaded another job than that.
+    """
+    same = job if job.grains is not None else replace(job, grains=found.num_grains)
+    if (found.num_grains, found.grain_size) != (same.num_grains, same.grain_size):
         raise JobError(
-            given=f"grains={job.grains} of {job.grain_size} samples in this process",
+            given=f"grains={same.grains} of {same.grain_size} samples in this process",
             conflict=f"the plan was judged for the same file with grains={found.num_grains} of {found.grain_size}",
             remedy="write a job file that makes the same job in every process, whatever its environment",
         )
-
-
-def outline(job: Job) -> nn.Module | None:
-    """The job's model without values; None where its constructor computes with them, and only building it tells."""
-    try:
-        with torch.device("meta"):
-            model = job.model()
-    except Exception:
-        return None
-    return model if isinstance(model, nn.Module) else None
+    return same
 
 
 def _facts(job: Job, plan: Plan, model: nn.Module | None) -> ModelFacts:
     if model is None:
-        return ModelFacts(job.grains, job.grain_size)
+        return ModelFacts(job.num_grains, job.grain_size)
     batch = one_grain(job) if plan.layout.context > 1 else None
-    facts = facts_of(model, batch, num_grains=job.grains, grain_size=job.grain_size)
+    facts = facts_of(model, batch, num_grains=job.num_grains, grain_size=job.grain_size)
     return replace(facts, repeats=bool(repeated_blocks(model)))
 
 
@@ -84,14 +94,21 @@ def one_grain(job: Job) -> Any:
 
 
 def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
-    """Compares versions, job, plan and device of all ranks. Raises and collective: as `refuse_differences`."""
+    """Compares versions, code, job, options, plan and device of all ranks. Raises, collective: `refuse_differences`."""
     mine = {
         "shoal": __version__,
         "torch": torch.__version__,
         "job": loaded.job.describe(),
         "settings": loaded.settings,
+        "code": loaded.code,
         "plan": request.plan.to_mapping(),
         "--max-microbatch": request.wishes.max_microbatch,
+        "--steps": request.steps,
+        "--resume": request.resume,
+        "--checkpoint-every": request.checkpoint_every,
+        "--no-telemetry": not request.telemetry,
+        "--init-from": dumped(request.initial_weights) if request.initial_weights is not None else None,
+        "--require-certificate": request.certificate is not None,
         "device": mesh.device.type,
     }
     refuse_differences(mesh, mine)
@@ -116,6 +133,58 @@ def refuse_differences(mesh: Mesh, mine: dict[str, Any]) -> None:
                 conflict=f"rank 0 on {told[0]['host']} has {name} = {str(first)[:200]}",
                 remedy="start every rank with the same files, versions and arguments",
             )
+
+
+def compare_models(mesh: Mesh, model: nn.Module) -> None:
+    """Compares the structure of all ranks' models. Raises and collective: as `refuse_differences`."""
+    refuse_differences(mesh, {"the model's structure": _structure(model)})
+
+
+def _structure(model: nn.Module) -> dict[str, str]:
+    """Each module's class, arguments as torch's own classes print them, and tensors."""
+    found = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        said = _ADDRESS.sub("", module.extra_repr()) if kind.__module__.startswith("torch.") else ""
+        held = {**module._parameters, **module._buffers}
+        tensors = [f"{n} {t.dtype} {list(t.shape)} {t.requires_grad}" for n, t in held.items() if t is not None]
+        found[name or "(model)"] = f"{kind.__name__}({said}) {'; '.join(tensors)}"
+    return found
+
+
+def compare_data(mesh: Mesh, source: Any, workers: int) -> None:
+    """Compares the number of samples and some of them on all ranks. Raises and collective: as `refuse_differences`.
+
+    Not the samples of a stream, which is not begun; nor where worker processes read, whose files must not be opened
+    here; nor those that are other ones when they are read again.
+    """
+    if mesh.world_size == 1 or not isinstance(source, MapSource):
+        return
+    refuse_differences(mesh, {"len(train_data)": len(source)})
+    digest = None if workers else _some(source)
+    if None not in mesh.gather_json(digest):
+        refuse_differences(mesh, {"some samples of train_data, their SHA-256": digest})
+
+
+def _some(source: MapSource) -> str | None:
+    """Digest of a few samples; None where they cannot be read, which is told later, or differ from time to time."""
+    ids = np.unique(np.linspace(0, len(source) - 1, 3).astype(np.int64))
+    try:
+        digests = {_digest(source.fetch([ids], [0])) for _ in range(2)}
+    except Exception:
+        return None
+    return digests.pop() if len(digests) == 1 else None
+
+
+def _digest(batch: Any) -> str:
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+            digest.update(raw_bytes(leaf.detach().cpu().contiguous()).numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode() if isinstance(leaf, int | float | str) else type(leaf).__name__.encode())
+    return digest.hexdigest()
 
 
 def _apart(value: Any, beside: Any) -> Any:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from shoal.data.device_transfer import Transfer
-from shoal.data.loader import Loader
-from shoal.data.microbatch import Microbatch, StepData
+from shoal.data.loader import Loader, Microbatch, StepData, Transfer
 from shoal.distributed.agreement import collectively, raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer, is_out_of_memory, user_error
 from shoal.errors import JobError, OutOfMemoryError, ShoalError
+from shoal.job import Job
 from shoal.numerics.grain_randomness import NotFusibleError
 from shoal.parallel.base import NUM_SUMS, Flags, StepSums
 from shoal.training.computation import MicrobatchPolicy, ProbeResult, RedoError
@@ -29,11 +28,6 @@ class FetchedStep:
     data: StepData | None = None
     first: LoadedMicrobatch | None = None
     error: ShoalError | None = None
-
-    @property
-    def num_microbatches(self) -> int:
-        """How many this rank computes."""
-        return self.data.num_microbatches if self.data is not None else 0
 
     def microbatches(self, move: Callable[[Any], Any]) -> Iterator[LoadedMicrobatch]:
         """Each once, and none is kept here: the first one's batch would be in memory until the step's end."""
@@ -141,10 +135,11 @@ class StepRunner:
         """Half the grains in a microbatch. Raises: OutOfMemoryError where it is one grain already."""
         computation = self._parts.computer.computation
         if computation.effective_grains == 1:
+            size = self._parts.computer.job.grain_size
             raise OutOfMemoryError(
-                given="a microbatch of a single grain",
+                given=f"a microbatch of a single grain, of {size} sample{'s' if size > 1 else ''}",
                 conflict=f"it does not fit in memory: {str(error).strip()[:200] or type(error).__name__}",
-                remedy="use smaller grains: Job(grains=...) larger, or a smaller global_batch",
+                remedy=_smaller(self._parts.computer.job),
             ) from error
         torch.cuda.empty_cache()
         return replace(computation, grains_per_microbatch=computation.effective_grains // 2)
@@ -219,8 +214,7 @@ class StepRunner:
             return None, too_large
 
     def _in_turn(self, passes: ForwardBackward, fetched: FetchedStep, seen: list[Microbatch]) -> None:
-        """All microbatches, one after the other."""
-        parts, own = self._parts, fetched.num_microbatches
+        parts, own = self._parts, fetched.data.num_microbatches if fetched.data is not None else 0
         most = self._loader.most_microbatches(fetched.step) if parts.strategy.syncs_every_microbatch else own
         microbatches = fetched.microbatches(parts.precision.inputs)
         for number in range(most):
@@ -273,3 +267,13 @@ class StepRunner:
             sums = torch.zeros(NUM_SUMS + parts.buffers.num_values, dtype=torch.float64, device=parts.mesh.device)
             parts.strategy.backward(microbatch, total * 0.0, sums, last)
         parts.buffers.restore()
+
+
+def _smaller(job: Job) -> str:
+    """Remedy for a grain that does not fit."""
+    if job.grain_size == 1:
+        return 'write memory.recompute = "full", or divide the model: shoal plan says how it fits'
+    return (
+        f"write Job(grains={-(-job.global_batch // -(-job.grain_size // 2))}): half the samples, and so half the "
+        "activations, of a grain (it changes the run); shoal plan says what fits"
+    )

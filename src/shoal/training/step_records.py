@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from shoal.checkpoint.keeper import Keeper, RunState
+from shoal.checkpoint.keeper import Keeper
+from shoal.checkpoint.run_state import RunState
 from shoal.data.loader import Loader
 from shoal.data.order import Order
 from shoal.distributed.agreement import Agreement
@@ -111,6 +112,9 @@ class StepRecords:
         metrics, count = self._parts.evaluator.evaluate(self._parts.model)
         self._parts.strategy.rest()
         self._evaluated = state.step, metrics, count
+        watched = self._parts.job.watched
+        if watched is not None and state.improves(watched, metrics):
+            self._parts.keeper.save_best(state)
         if count and self._waiting is not None:
             self._waiting = self._waiting.evaluated(metrics)
 
@@ -127,16 +131,13 @@ class StepRecords:
     def conclude(self, state: RunState, status: str) -> Outcome:
         """Saves the last state, and evaluates it unless that was done. Collective: all ranks."""
         keeper = self._parts.keeper
-        unsaved: StorageError | None = None
-        try:
-            keeper.save(state, wait=True)
-        except StorageError as error:
-            unsaved = error
+        unsaved = self._save(state)
         if status != "completed":
             return Outcome(status, state, {}, 0, self._step_seconds, unsaved)
         if self._evaluated is None or self._evaluated[0] != state.step:
             try:
                 self.evaluate(state)
+                unsaved = unsaved or self._save(state)  # anew, where it is the best
             except Exception as error:
                 told = as_shoal_error(error)
                 if unsaved is None:
@@ -144,3 +145,11 @@ class StepRecords:
                 raise told from error
         assert self._evaluated is not None, "just now, or before"
         return Outcome(status, state, *self._evaluated[1:], self._step_seconds, unsaved)
+
+    def _save(self, state: RunState) -> StorageError | None:
+        """Saves a state unless its step is saved, and waits; the error where that could not be."""
+        try:
+            self._parts.keeper.save(state, wait=True)
+        except StorageError as error:
+            return error
+        return None

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shoal.launch.heartbeat import Heartbeat
 from shoal.runs.records import SPANS, StepRecord, read_steps
 
 # To ask the system takes some 50 us.
@@ -26,16 +27,18 @@ class StepClock:
     then the stream's time, idle time included, and not the time to enqueue the work.
     """
 
-    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+    def __init__(self, device: torch.device, enabled: bool = True, heartbeat: Heartbeat | None = None) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._memory_bytes, self._memory_until = 0, 0.0
-        self.enabled = enabled
+        self.enabled, self.heartbeat = enabled, heartbeat or Heartbeat(None)
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._current, self._since, self._began = "other", 0.0, 0.0
         self._events: list[tuple[str, torch.cuda.Event]] = []
 
     def begin(self) -> None:
         """Starts a step, in the span `other`."""
+        self.heartbeat.begin_step()
+        self.heartbeat.enter("other")
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._events = []
         self._current = "other"
@@ -45,6 +48,7 @@ class StepClock:
 
     def mark(self, span: str) -> None:
         """Ends the running span and starts `span`."""
+        self.heartbeat.enter(span)
         if not self.enabled:
             return
         if self._cuda:
@@ -57,6 +61,7 @@ class StepClock:
     def end(self) -> tuple[float, dict[str, float]]:
         """Seconds of the whole step and of each span, rounded to float32, in which they travel to the other ranks."""
         self.mark("other")
+        self.heartbeat.enter("away")
         total = time.perf_counter() - self._began
         if self._cuda and self.enabled:
             self._read_events(total)
@@ -88,16 +93,13 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory of this process, to float32's 24 bits: of the GPU's allocator, or resident."""
     if device.type == "cuda":
         return int(np.float32(torch.cuda.max_memory_allocated(device)))
-    return int(np.float32(_peak_resident_bytes()))
-
-
-def _peak_resident_bytes() -> int:
-    """As the kernel counts it: on Linux ru_maxrss of a new program is what the one that started it had held."""
-    with contextlib.suppress(OSError, ValueError):
+    try:  # as the kernel counts it: on Linux ru_maxrss of a new program is what the one that started it had held
         found = Path("/proc/self/status").read_bytes()
         line = found.index(b"VmHWM:") + len(b"VmHWM:")
-        return int(found[line : found.index(b"kB", line)]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        kibibytes = int(found[line : found.index(b"kB", line)])
+    except (OSError, ValueError):
+        kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(np.float32(kibibytes * 1024))
 
 
 class RecordWriter:

@@ -6,7 +6,7 @@ import contextlib
 import math
 from typing import Any
 
-from shoal.checkpoint.keeper import RunState
+from shoal.checkpoint.run_state import RunState
 from shoal.distributed.agreement import Agreement, Report, agree, from_rows, measures, raise_together, to_row
 from shoal.distributed.failures import as_shoal_error
 from shoal.errors import IntegrityError, JobError, StorageError
@@ -55,18 +55,12 @@ class Trainer:
             status = self._steps()
         except Exception as error:
             told = as_shoal_error(error)
-            parts.keeper.rescue(told, self.state, self._torn)
+            torn = parts.updater.num_begun != self._num_updates  # model and optimizer are then not those of the state
+            parts.keeper.rescue(told, self.state, "the error came in the midst of an update" if torn else None)
             self._records.write()  # the last good step's, of which the other ranks' measures are still to come
             raise told from error
         self._records.write(agree(self._mesh, Report(measures=self._measures)))
         return self._records.conclude(self.state, status)
-
-    @property
-    def _torn(self) -> str | None:
-        """Why model and optimizer are not those of the state; None where they are."""
-        if self._parts.updater.num_begun == self._num_updates:
-            return None
-        return "the error came in the midst of an update"
 
     def _steps(self) -> str:
         """All the steps that are left, or until a stop: completed or preempted."""
@@ -85,7 +79,11 @@ class Trainer:
                 self._clock.mark("checkpoint")
                 parts.keeper.save(self.state)
             try:
-                computed = self._runner.run(fetched, self.state.loss_scale.factor(parts.job.global_batch), self._row)
+                factor = self.state.loss_scale.factor(parts.job.global_batch)
+                # The row about the next step goes with the sums of the one in hand.
+                computed = self._runner.run(
+                    fetched, factor, lambda following: to_row(self._report(following, self.state.step + 1))
+                )
             except Exception:
                 with contextlib.suppress(JobError):  # of a buffer that has another shape now: that is the error
                     self._buffers.restore()  # to those of the last good step
@@ -94,10 +92,6 @@ class Trainer:
             if not self._apply(computed):
                 fetched = agreement = None  # another step comes than the one that was read
         return "completed"
-
-    def _row(self, following: FetchedStep | None) -> list[float]:
-        """This rank's row about the next step, sent with the sums of the one in hand."""
-        return to_row(self._report(following, self.state.step + 1))
 
     def _report(self, fetched: FetchedStep | None, step: int) -> Report:
         has_data, error = fetched is not None and fetched.data is not None, fetched is not None and bool(fetched.error)
@@ -123,10 +117,7 @@ class Trainer:
         return agreement
 
     def _apply(self, computed: ComputedStep) -> bool:
-        """From the sums to the next state, or back to an earlier one: False.
-
-        Every rank decides the same, since it sees the same numbers.
-        """
+        """From the sums, which are the same on every rank, to the next state; False: back to an earlier one."""
         parts, state, sums = self._parts, self.state, computed.sums
         self._clock.mark("optimizer")
         progress = Progress(state.step, parts.order.num_steps, state.samples)

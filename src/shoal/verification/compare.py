@@ -96,8 +96,7 @@ def compare(
     `measured` takes what each tensor moves by, relative to its size, and gives it to later steps of fewer ways.
     """
     comparison = _Comparison(parallel, before, references, order, measured)
-    found = [check for phase in comparison.phases() for check in phase]
-    return sorted(found, key=lambda check: PHASES.index(check.phase))
+    return sorted(comparison.checks(), key=lambda check: PHASES.index(check.phase))
 
 
 @dataclass
@@ -114,23 +113,22 @@ class _Comparison:
     def _base(self) -> StepTrace:
         return self._r.ways[0].trace
 
-    def phases(self) -> Iterator[list[Check]]:
-        """The checks, a phase at a time."""
-        yield list(self._data())
-        if self._base.skipped == self._p.skipped == "weightless":  # nothing was divided by it
-            yield list(self._loss())
-            yield list(self._skipped())
-            return
-        yield list(self._forward())
-        yield list(self._loss())
-        yield list(self._backward())
-        yield list(self._reduction())
+    def checks(self) -> Iterator[Check]:
+        """The checks, a phase after the other: later ones take over what earlier ones allow."""
+        yield from self._data()
+        weightless = self._base.skipped == self._p.skipped == "weightless"  # nothing was divided by it
+        if not weightless:
+            yield from self._forward()
+        yield from self._loss()
+        if not weightless:
+            yield from self._backward()
+            yield from self._reduction()
         if self._base.skipped or self._p.skipped:
-            yield list(self._skipped())
+            yield from self._skipped()
             return
-        yield list(self._clipping())
-        yield list(self._update())
-        yield list(self._buffers())
+        yield from self._clipping()
+        yield from self._update()
+        yield from self._buffers()
 
     def _check(self, phase: str, name: str, error: float, tolerance: float, rank: int | None = None) -> Check:
         return Check(self._p.step, phase, name, rank, error, tolerance)

@@ -33,12 +33,9 @@ class Diagnosis:
         if check.said is not None:
             lines.append(f"                   {check.said}")
         else:
-            lines.append(
-                f"                   off by {check.error:.3g}, allowed {check.tolerance:.3g} ({check.ratio:.3g} times)"
-            )
-        lines += [f"looks like         {cause}" for cause in self.causes] or [
-            "looks like         nothing that shoal knows"
-        ]
+            off = f"off by {check.error:.3g}, allowed {check.tolerance:.3g} ({check.ratio:.3g} times)"
+            lines.append(f"                   {off}")
+        lines += [f"looks like         {cause}" for cause in self.causes or ["nothing that shoal knows"]]
         if others:
             lines.append(f"                   {others} later checks diverge as well, as they would after this one")
         return "\n".join(lines)

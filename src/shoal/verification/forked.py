@@ -35,11 +35,7 @@ _GRACE_SECONDS = 5.0
 def trace_forked(
     make: Callable[[], Job], plan: CompletePlan, folder: Path, num_steps: int, num_threads: int = 1
 ) -> None:
-    """Does the plan's `runs` on this host and leaves their traces in new folders of their names.
-
-    `make` gives a rank its job.
-    Raises: what a rank raised; RankLostError.
-    """
+    """Traces the plan's `runs` of `make()` on this host, to folders of their names. Raises: a rank's; RankLostError."""
 
     def trace(ranks: CompletePlan, into: Path, environment: Environment) -> None:
         prepare_process(ranks.execution.exact, None)

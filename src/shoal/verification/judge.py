@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -23,12 +24,12 @@ from shoal.numerics.precision import Precision
 from shoal.plans.plan import Plan
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.coupling import MIXES, meaning
+from shoal.training.default_grains import with_grains
 from shoal.training.evaluation import Evaluator
 from shoal.training.trace.traces import PHASES, StepTrace, identical
 from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import Diagnosis, diagnose
-from shoal.verification.layer_error import SampledLayers
-from shoal.verification.reference import Computed, Reference, ReferenceVariant
+from shoal.verification.reference import Computed, Reference, ReferenceVariant, SampledLayers
 from shoal.verification.traced_run import Traced, read_outcome
 
 
@@ -90,10 +91,8 @@ class Verdict:
 
 
 def judge_traces(job: Job, plan: Plan, folder: Path) -> Verdict:
-    """The verdict on the traces under `folder`: those of the `parallel` run and, in exact mode, of one process alone.
-
-    Raises: as `judge`.
-    """
+    """The verdict on the traces under `folder`: `parallel`, and in exact mode `alone`. Raises: as `judge`."""
+    job = with_grains(job)
     traced = read_outcome(folder / "parallel")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     verdict = judge(job, plan, traced, traced.steps(folder / "parallel"), device)
@@ -136,8 +135,6 @@ def judge(job: Job, plan: Plan, traced: Traced, steps: Iterator[StepTrace], devi
 
 
 class _Judges:
-    """The references of one verification."""
-
     def __init__(self, job: Job, plan: Plan, traced: Traced, device: torch.device, notes: list[str]) -> None:
         job = opened(job)
         source = job.train_data.source
@@ -148,10 +145,10 @@ class _Judges:
                 remedy="verify with a map-style dataset of some of its samples",
             )
         self._job, self._plan, self._traced, self._device, self._notes = job, plan, traced, device, notes
-        self._order = Order(len(source), job.global_batch, job.grains, job.seed, bool(job.shuffle), job.length)
+        self._order = Order(len(source), job.global_batch, job.num_grains, job.seed, bool(job.shuffle), job.length)
         self.world_size = traced.world_size
         self._computation = (
-            MicrobatchPolicy.from_json(traced.computation) if traced.computation else MicrobatchPolicy(1)
+            MicrobatchPolicy.from_json(traced.computation) if traced.computation else MicrobatchPolicy.of(job, 1)
         )
         ranks = plan.layout.data * plan.layout.shard
         self._measured: dict[str, float] = {}
@@ -181,7 +178,7 @@ class _Judges:
         if not self._job.fuse:
             self._notes.append(
                 "Job(fuse=False): nobody asked whether the loss of several grains is the sum of theirs; "
-                f"{meaning(MIXES, self._job.grains, self._job.grain_size)}"
+                f"{meaning(MIXES, self._job.num_grains, self._job.grain_size)}"
             )
         if computation.fuse or not self._job.fuse or computation.randomness == "opaque":
             return []
@@ -217,7 +214,8 @@ class _Judges:
 
     def _compared(self, before: StepTrace, parallel: StepTrace, complete: bool) -> tuple[list[Check], References]:
         with (complete and self._sampled) or contextlib.nullcontext():
-            computed = [self._compute(self._plain, before, parallel, way) for way in self._ways(complete)]
+            step = functools.partial(self._plain.step, parallel.step, before, parallel, self._computation)
+            computed = [step(way) for way in self._ways(complete)]
         if complete:
             refuse_unrepeatable(computed[0].trace, computed[1].trace)
         exact = self._exact(before, parallel, computed[0]) if complete else None
@@ -243,17 +241,13 @@ class _Judges:
             )
         return ways if first else ways[:1]
 
-    def _compute(self, reference: Reference, before: StepTrace, parallel: StepTrace, way: ReferenceVariant) -> Computed:
-        return reference.step(parallel.step, before, parallel, self._computation, way)
-
     def _exact(self, before: StepTrace, parallel: StepTrace, plain: Computed) -> Computed | None:
         """The step in float64, where that says something."""
         if self._double is None or plain.trace.skipped == "nonfinite":
             return None
         try:
-            found = self._compute(
-                self._double, before, replace(parallel, factor=1.0), ReferenceVariant("float64", threads=cores())
-            )
+            way, facts = ReferenceVariant("float64", threads=cores()), replace(parallel, factor=1.0)
+            found = self._double.step(parallel.step, before, facts, self._computation, way)
         except ShoalError as error:
             self._notes.append(f"no float64 reference: the model does not compute in it ({error.conflict[:120]})")
             self._double = None
@@ -300,15 +294,8 @@ class _Judges:
         self._plain.set_state(last)
         data = open_data("eval_data", self._job.eval_data, self._job.collate)
         functions = {"loss": self._job.loss, **self._job.metrics}
-        evaluator = Evaluator(
-            self._job,
-            alone(self._device),
-            self._precision,
-            data.source,
-            functions,
-            most_samples=self._traced.most_eval_samples,
-            collate=data.collate,
-        )
+        most = self._traced.most_eval_samples
+        evaluator = Evaluator(self._job, alone(self._device), self._precision, data, functions, most_samples=most)
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)

@@ -7,6 +7,7 @@ nothing of how the engine computes it: no buckets, no strategy, no collective, n
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,19 +15,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
-from shoal.data.loader import DataRank, MapLoader
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.distributed.process_setup import step_optimizer
 from shoal.job import Job, Progress
 from shoal.numerics.grain_randomness import GrainScope, seed_everything
 from shoal.numerics.precision import Precision, converted, wide
-from shoal.parallel.autograd_engine import run_backward
+from shoal.parallel.backward import run_backward
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
 from shoal.training.engine import build_model
@@ -35,6 +36,8 @@ from shoal.training.trace.recorder import ForwardRecorder
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
 
 _MOST_PARTS_BYTES = 2 << 30
+# So many layers, spread evenly over the model: each with its input and output is computed in float64 by itself.
+NUM_LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -197,11 +200,14 @@ class Reference:
         else:
             share = min(1.0, job.clip_norm / (trace.norm + 1e-6)) if job.clip_norm is not None else 1.0
             self._apply(trace, {name: gradient * share for name, gradient in mean.items()})
-            self._set_buffers()
+            with torch.no_grad():
+                for name, buffer in self.model.named_buffers():
+                    value = self._buffer_means.get(name)
+                    if value is not None:
+                        buffer.copy_(value if buffer.is_floating_point() or buffer.is_complex() else value.round())
         self._capture(trace)
 
     def _apply(self, trace: StepTrace, gradients: Mapping[str, Tensor]) -> None:
-        """Schedule and optimizer."""
         job = self._job
         for name, parameter in self._parameters.named:
             parameter.grad = gradients[name].to(parameter.device, parameter.dtype) if name in gradients else None
@@ -218,13 +224,6 @@ class Reference:
         seed_everything(random_key(job.seed, "optimizer", trace.step))
         step_optimizer(self._optimizer)
 
-    def _set_buffers(self) -> None:
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                value = self._buffer_means.get(name)
-                if value is not None:
-                    buffer.copy_(value if buffer.is_floating_point() or buffer.is_complex() else value.round())
-
     def _capture(self, trace: StepTrace) -> None:
         tensors, trace.optimizer = optimizer_state(self._optimizer, self.model)
         parameters = dict(self.model.named_parameters())
@@ -239,8 +238,9 @@ class Reference:
         totals = []
         with torch.no_grad():
             for microbatch in (whole, *whole.split()):
-                with GrainScope(self._job.seed, 0, microbatch.grains):
-                    computer = LossComputer(self._job, self.model, self._precision, MicrobatchPolicy(1))
+                policy = MicrobatchPolicy.of(self._job, 1)
+                with GrainScope(self._job.seed, 0, microbatch.grains, by_position=policy.by_position):
+                    computer = LossComputer(self._job, self.model, self._precision, policy)
                     totals.append(float(computer.loss(self._precision.inputs(microbatch.batch))[0]))
         return totals[0], math.fsum(totals[1:])
 
@@ -264,7 +264,6 @@ class Halves(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Any function; other than F.linear as it is."""
         given = kwargs or {}
         return _linear(*args, **given) if func is F.linear else func(*args, **given)
 
@@ -277,3 +276,87 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     ]
     out = torch.cat(products, -1)
     return out if bias is None else out + bias.to(out.dtype)
+
+
+@dataclass
+class _LayerCall:
+    """The first call of a layer, and the gradient that its output got."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    gradient: Tensor | None = None
+
+
+class SampledLayers:
+    """Context that records some layers' inputs and gradients; `rounding` then computes them again by themselves."""
+
+    def __init__(self, model: nn.Module) -> None:
+        layers = {
+            name: module
+            for name, module in model.named_modules()
+            if not list(module.children()) and any(p.requires_grad for p in module.parameters())
+        }
+        every = -(-len(layers) // NUM_LAYERS)
+        self._layers = dict(list(layers.items())[::every])
+        self._calls: dict[nn.Module, _LayerCall] = {}
+
+    def __enter__(self) -> SampledLayers:
+        self._handles = [layer.register_forward_hook(self._note, with_kwargs=True) for layer in self._layers.values()]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _note(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        out = _first(output)
+        if layer not in self._calls and out is not None and out.requires_grad:
+            call = self._calls[layer] = _LayerCall(*tree_map_only(Tensor, Tensor.detach, (args, kwargs)))
+            out.register_hook(lambda gradient: setattr(call, "gradient", gradient.detach()))
+
+    def rounding(self, precision: Precision) -> dict[str, float]:
+        """By layer: the largest distance of its output or a gradient from float64, relative to that; one at a time."""
+        found = {}
+        for name, layer in self._layers.items():
+            call = self._calls.get(layer)
+            if call is None or call.gradient is None:
+                continue
+            with torch.enable_grad():
+                try:
+                    wide = _computed(layer, call, None)
+                except (RuntimeError, TypeError, NotImplementedError):  # not in float64
+                    continue
+                plain = _computed(layer, call, precision)
+            found[name] = max(_relative(a, b) for a, b in zip(plain, wide, strict=True))
+        return found
+
+
+def _computed(layer: nn.Module, call: _LayerCall, precision: Precision | None) -> list[Tensor]:
+    """Output and gradients of a copy of the layer, in float64 where there is no precision."""
+    own = copy.deepcopy(layer)
+    own.zero_grad(set_to_none=True)
+    args, kwargs, gradient = call.args, call.kwargs, call.gradient
+    assert gradient is not None
+    if precision is None:
+        own.double()
+        args, kwargs, gradient = tree_map_only(
+            Tensor, lambda t: t.double() if t.is_floating_point() else t, (args, kwargs, gradient)
+        )
+        out = _first(own(*args, **kwargs))
+    else:
+        with precision.products(), precision.autocast():
+            out = _first(own(*args, **kwargs))
+    assert out is not None
+    out.backward(gradient)
+    gradients = [p.grad for p in own.parameters() if p.grad is not None]
+    return [out.detach(), *(g.to_dense() if g.is_sparse else g for g in gradients)]
+
+
+def _first(output: Any) -> Tensor | None:
+    found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return found[0] if found else None
+
+
+def _relative(value: Tensor, true: Tensor) -> float:
+    size = float(true.norm())
+    return float((value.double() - true).norm()) / size if size else 0.0

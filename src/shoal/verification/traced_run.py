@@ -1,26 +1,39 @@
-"""Traced parallel run of `shoal verify`: a rank of it, with the real engine and a recorder."""
+"""Traced parallel run of `shoal verify`: a rank of it, with the real engine and a recorder.
+
+Of a parameter-server run a worker writes what it computes of a part of a step, and what it has pulled; the conductor
+what the servers make of it. Put together that is the trace of as many ranks as a step has parts.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.distributed.mesh import open_mesh
+import torch
+
+from shoal.distributed.mesh import alone, open_mesh
 from shoal.job import Job
 from shoal.launch.environment import Environment
+from shoal.parallel.base import Strategy
+from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan
 from shoal.training.engine import Options, build
 from shoal.training.evaluation import SAMPLED_CHUNK
-from shoal.training.step_records import Outcome, Surroundings
+from shoal.training.optimizer_step import clipping
+from shoal.training.step_records import Surroundings
 from shoal.training.telemetry import RecordWriter
 from shoal.training.trace.recorder import TraceRecorder
-from shoal.training.trace.traces import StepTrace, read
+from shoal.training.trace.traces import FACTS, StepTrace, digest, read, write
 
-_OUTCOME = "outcome.json"
+if TYPE_CHECKING:
+    from shoal.training.parameter_server.server import Servers
+
+_OUTCOME, _PARTS, _CONDUCTOR = "outcome.json", "parts", "conductor"
 # Evaluation is compared on so many samples at most: six chunks or one a rank, and a short one.
 EVAL_SAMPLES = 21
 
@@ -62,32 +75,48 @@ class Traced:
 def trace_rank(job: Job, plan: CompletePlan, environment: Environment, folder: Path, num_steps: int) -> None:
     """Trains `num_steps` steps on this rank and leaves their trace. Collective: all ranks of the environment."""
     notes: list[str] = []
+    around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
     samples = max(EVAL_SAMPLES, SAMPLED_CHUNK * plan.degrees.divides_grains + 1)
     if job.on_nonfinite == "rollback":  # there is no checkpoint to go back to
         job = replace(job, on_nonfinite="skip")
     if plan.serves:
-        from shoal.verification.traced_served_run import trace_served
+        from shoal.training.parameter_server.members import role
+        from shoal.training.parameter_server.worker import take_part
 
-        served = trace_served(job, plan, environment, folder, num_steps, samples=samples, note=notes.append)
-        if served is not None:
-            _leave(folder, served, plan, samples, notes)
-        return
-    around = Surroundings(notes.append, lambda record, rank: None, lambda: False)
-    with open_mesh(environment, plan.degrees) as mesh:
-        recorder = TraceRecorder(folder, mesh.rank)
+        part = _PartRecorder(folder / _PARTS, role(plan, environment.rank).number)
+        if take_part(job, plan, environment, part):
+            return
+    with contextlib.ExitStack() as opened:
+        recorder: TraceRecorder
+        if plan.serves:
+            from shoal.training.parameter_server.members import Members, identity
+
+            for name in (_PARTS, _CONDUCTOR):
+                (folder / name).mkdir()
+            crew = opened.enter_context(Members(environment, plan.server.num_servers, identity(job, plan)))
+            mesh, recorder = alone(torch.device("cpu")), _ConductorRecorder(folder / _CONDUCTOR, job.clip_norm)
+        else:
+            mesh = opened.enter_context(open_mesh(environment, plan.degrees))
+            recorder = TraceRecorder(folder, mesh.rank)
         engine = build(job, plan, mesh, Options(telemetry=False, eval_samples=samples, observer=recorder))
-        try:
-            recorder.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
-            last = min(num_steps, engine.order.num_steps)
-            outcome = engine.trainer(None, last, around, RecordWriter(None)).train()
-            if mesh.rank == 0:
-                _leave(folder, outcome, plan, samples, notes)
-        finally:
-            recorder.close()
-            engine.close()
+        opened.callback(engine.close)
+        last, writer = min(num_steps, engine.order.num_steps), RecordWriter(None)
+        if isinstance(recorder, _ConductorRecorder):
+            from shoal.training.parameter_server.conductor import Conductor
 
-
-def _leave(folder: Path, outcome: Outcome, plan: Plan, samples: int, notes: list[str]) -> None:
+            conductor = Conductor(engine, around, engine.first_state(), last, writer, crew=crew)
+            recorder.servers = conductor.servers
+        recorder.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
+        opened.callback(recorder.close)
+        if plan.serves:
+            outcome = conductor.train()
+            conductor.show()
+        else:
+            outcome = engine.trainer(None, last, around, writer).train()
+    for step in range(-1, outcome.state.step) if plan.serves else ():
+        _put_together(folder, step, plan.layout.data)
+    if mesh.rank != 0:
+        return
     found = Traced(
         num_steps=outcome.state.step,
         world_size=plan.degrees.world_size,
@@ -103,3 +132,79 @@ def _leave(folder: Path, outcome: Outcome, plan: Plan, samples: int, notes: list
 def read_outcome(folder: Path) -> Traced:
     """The outcome that `trace_rank` wrote."""
     return Traced(**json.loads((folder / _OUTCOME).read_text(encoding="utf-8")))
+
+
+class _PartRecorder(TraceRecorder):
+    """Recorder of a worker, under the number of each part of a step that it computes, and of what it has pulled."""
+
+    def attach(self, sharded_model: ShardedModel, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+        folder, self._number = self._folder, self._rank
+        self._folder = folder / f"start-{self._number}"
+        self._folder.mkdir(parents=True)
+        super().attach(sharded_model, optimizer, strategy)
+        self._folder = folder
+
+    def pulled(self, version: int) -> None:
+        held = self._sharded_model.tensors()
+        parameters = {name for name, _ in self._sharded_model.model.named_parameters()}
+        kinds = {name: "update" if name in parameters else "buffers" for name in held}
+        text = json.dumps({f"{kinds[name]}/{name}": digest(t) for name, (_, t) in held.items()})
+        (self._folder / f"held-{version - 1}-{self._number}.json").write_text(text, encoding="utf-8")
+
+    def part_begins(self, part: int) -> None:
+        self._rank = part
+
+    def part_computed(self) -> None:
+        """Own gradients are not divided by the step's weight, which nobody knows yet."""
+        self._trace.forward = self._forward.found
+        self._trace.gradients[self._rank] = dict(self._own.sums)
+        write(self._folder, self._trace, self._rank)
+
+
+class _ConductorRecorder(TraceRecorder):
+    """Writes what the servers have, which it asks them for."""
+
+    servers: Servers
+
+    def __init__(self, folder: Path, clip_norm: float | None) -> None:
+        super().__init__(folder, 0)
+        self._clip_norm, self._scale = clip_norm, 1.0
+
+    def reduced(self, loss: float, weight: float, scale: float) -> None:
+        """Keeps the mean gradients, of those that the servers have added up."""
+        self.servers.gradients()
+        self._scale = scale
+        super().reduced(loss, weight, scale)
+
+    def clipped(self, norm: float) -> None:
+        """Keeps the gradients times what the servers are told to multiply them by."""
+        gradients = [p.grad for _, p in self._named if p.grad is not None]
+        torch._foreach_mul_(gradients, self._scale * clipping(self._clip_norm, norm))
+        super().clipped(norm)
+
+    def updated(self, skipped: str | None) -> None:
+        self.servers.fetch(optimizer=True)
+        super().updated(skipped)
+
+
+def _put_together(folder: Path, step: int, num_parts: int) -> None:
+    """Writes the trace of a step, of so many ranks, from its parts and from what the servers made of it."""
+    made = read(folder / _CONDUCTOR, step, 1)
+    for part in range(num_parts):
+        if not (folder / _PARTS / f"step-{step}-{part}.json").exists():  # no grains, or before the first step
+            write(folder / _PARTS, StepTrace(step), part)
+    whole = read(folder / _PARTS, step, num_parts)
+    whole.tensors = made.tensors
+    for name in FACTS:
+        setattr(whole, name, getattr(made, name))
+    scale = 1.0 / (made.weight * made.factor) if made.weight else 1.0
+    for part in range(num_parts):
+        whole.gradients[part] = {name: g * scale for name, g in whole.gradients.get(part, {}).items()}
+        held = folder / _PARTS / f"held-{step}-{part}.json"  # of a worker that computed any of the next step
+        pulled = json.loads(held.read_text(encoding="utf-8")) if held.exists() else {}
+        whole.digests[part] = {**made.digests[0], **pulled}
+        whole.updates[part] = None
+        # What is read together was computed by all: each rank's file is to have its own alone.
+        own = StepTrace(**{**vars(whole), "parts": [p for p in whole.parts if p.rank == part]})
+        own.forward = whole.forward if part == 0 else {}
+        write(folder, own, part)

@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.manifest import (
-    MAX_MANIFEST_BYTES,
-    FileEntry,
-    Manifest,
-    ManifestError,
-    _seal,
-    check_name,
-    directory_name,
-)
+from shoal.checkpoint.manifest import MAX_MANIFEST_BYTES, FileEntry, Manifest, ManifestError, check_name, seal
+from shoal.checkpoint.store import directory_name
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
 NAMES = st.text("abcdefghijklmnopqrstuvwxyzäß0123456789._- \"'", min_size=1, max_size=20).filter(
@@ -86,7 +79,7 @@ def test_what_is_not_the_manifest_is_refused(change: Callable[[bytes], bytes]) -
 )
 def test_a_sealed_manifest_of_the_wrong_form_is_refused(body: object) -> None:
     with pytest.raises(ManifestError):
-        Manifest.from_bytes(_seal(body))
+        Manifest.from_bytes(seal(body))
 
 
 @pytest.mark.parametrize(

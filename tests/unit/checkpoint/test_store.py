@@ -1,6 +1,7 @@
 """A checkpoint is believed only if every byte is the one that was written; else the one before it is taken."""
 
 import contextlib
+import dataclasses
 import errno
 import os
 import random
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor
 
 import shoal.checkpoint.store
-from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, _seal, directory_name
-from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store
+from shoal.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, ManifestError, seal
+from shoal.checkpoint.store import SavedCheckpoint, Snapshot, Store, directory_name, open_folder
 from shoal.errors import IntegrityError
 
 NUM_FLIPS = 200
@@ -175,7 +176,7 @@ def test_a_link_a_directory_or_a_pipe_is_no_file(store: Store, tmp_path: Path) -
 def test_a_manifest_that_names_other_places_is_refused(store: Store, name: str) -> None:
     (store.folder.parent / "secret").write_text("x")
     body = {"format": 1, "step": 20, "files": {name: {"size": 1, "sha256": "00" * 32}}}
-    (store.folder / directory_name(20) / MANIFEST_NAME).write_bytes(_seal(body))
+    (store.folder / directory_name(20) / MANIFEST_NAME).write_bytes(seal(body))
     with pytest.raises(ManifestError, match="no plain file name"):
         store.read(20)
 
@@ -359,3 +360,38 @@ def test_a_file_that_was_opened_is_checked_when_it_is_read(store: Store) -> None
     opened = store.open(20)
     with pytest.raises(ManifestError, match="SHA-256 differs"):
         opened.read("model")
+
+
+# ------------------------------------------------------------------------------------------------------------- the best
+
+
+def test_the_best_outlives_newer_ones(tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints", keep=2)
+    for step in (10, 20, 30, 40):
+        store.write(dataclasses.replace(snapshot(step), best=step == 20))
+    assert store.steps() == [30, 40]
+    assert same(open_folder(store.folder / "best"), snapshot(20))
+    store.write(dataclasses.replace(snapshot(50), best=True))
+    assert same(open_folder(store.folder / "best"), snapshot(50))
+    assert store.newest_good()[0] is not None
+    assert {path.name for path in store.folder.iterdir()} == {"best", "step-00000040", "step-00000050"}
+
+
+def test_the_best_is_made_up_for_where_a_kill_came_before(store: Store) -> None:
+    """Of a step that has a checkpoint; of one that has none the best stays as it is."""
+    store.mend_best(10)
+    assert open_folder(store.folder / "best").step == 10
+    store.mend_best(15)
+    assert open_folder(store.folder / "best").step == 10
+    (store.folder / "best" / MANIFEST_NAME).unlink()
+    store.mend_best(20)
+    assert open_folder(store.folder / "best").step == 20
+
+
+def test_the_best_is_copied_where_a_file_has_one_name(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store.keep_best(10)
+    assert same(open_folder(store.folder / "best"), snapshot(10))

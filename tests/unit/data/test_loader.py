@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.loader import DataRank, MapLoader
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.opened import open_data
 from shoal.data.order import Order
 from shoal.data.source import MapSource

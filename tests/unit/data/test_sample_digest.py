@@ -42,6 +42,16 @@ def test_every_change_shows() -> None:
     assert len(digests) == 8
 
 
+@given(st.integers(1, 4), st.integers(15, 40), st.lists(IDS, max_size=3))
+def test_many_grains_at_once_are_the_sum_of_each(size: int, count: int, uneven: list[list[int]]) -> None:
+    """In one array as far as they are equally long, the short last one and others beside it."""
+    parts = [*np.arange(count * size, dtype=np.int64).reshape(count, size), *(np.array(u, np.int64) for u in uneven)]
+    parts.append(np.arange(max(1, size - 1), dtype=np.int64))
+    numbers = list(range(7, 7 + len(parts)))
+    one_by_one = sum(np.array(grain_words(5, [n], [p])) for n, p in zip(numbers, parts, strict=True))
+    assert np.array_equal(np.array(grain_words(5, numbers, parts)), one_by_one)
+
+
 def test_words_are_whole_and_below_two_to_the_32() -> None:
     found = grain_digest(1, 2, [0, 1, 2])
     assert found.shape == (DIGEST_WORDS,)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 
 from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
-from shoal.errors import CollectiveError, JobError, OutOfMemoryError, PeerError, UserCodeError
+from shoal.errors import (
+    CollectiveError,
+    JobError,
+    LaunchError,
+    OutOfMemoryError,
+    PeerError,
+    StorageError,
+    UserCodeError,
+)
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 36"
 
@@ -31,3 +41,16 @@ def test_a_collective_within_a_backward_says_itself_who_is_lost(kind: type[PeerE
     assert as_shoal_error(error) is error
     assert is_lost_peer(RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
     assert not is_lost_peer(JobError(given="gloo = 3", conflict="none", remedy="none"))
+
+
+def test_what_the_system_lacks_is_no_fault_of_shoal() -> None:
+    full = as_shoal_error(OSError(errno.ENOSPC, "No space left on device", "/full/job.json"))
+    assert isinstance(full, StorageError)
+    assert "/full/job.json" in full.given
+    for error in (
+        OSError(errno.EMFILE, "Too many open files"),
+        RuntimeError("unable to open: Too many open files (24)"),
+    ):
+        found = as_shoal_error(error)
+        assert isinstance(found, LaunchError)
+        assert "ulimit -n" in found.remedy

@@ -10,9 +10,9 @@ import pytest
 
 from shoal.errors import HardwareError
 from shoal.hardware import catalogue, device, link
-from shoal.hardware.catalogue import described_device, devices, hosts, links, names, plain
+from shoal.hardware.catalogue import described, devices, hosts, links, names, plain
 
-NOT_NUMBERS = {"name", "kind", "sources", "aliases", "match", "host", "reach"}
+NOT_NUMBERS = {"name", "kind", "sources", "aliases", "match", "host", "reach", "guesses"}
 
 
 @pytest.mark.parametrize("table", [devices(), links()], ids=["devices", "links"])
@@ -58,10 +58,10 @@ def test_old_gpus_have_no_new_dtypes(dtype: str) -> None:
 
 
 def test_a_value_stated_anew_loses_the_source_of_the_old_one() -> None:
-    table = described_device({"like": "A100", "flops": {"float32": 1.0}})
+    table = described("device", {"like": "A100", "flops": {"float32": 1.0}})
     assert "flops" not in table["sources"]
     assert table["sources"]["multiprocessors"] == devices()["A100-80-SXM"]["sources"]["multiprocessors"]
-    assert "price_per_hour" not in described_device({"like": "A100", "price_per_hour": "none"})
+    assert "price_per_hour" not in described("device", {"like": "A100", "price_per_hour": "none"})
 
 
 @pytest.mark.parametrize(("find", "name", "near"), [(device, "H10O", "H100"), (link, "NVLink44", "NVLink4")])

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.errors import HardwareError
 from shoal.hardware import cluster
+from shoal.hardware.values import MEMORY_MARGIN
 
 
 @pytest.mark.parametrize(
@@ -93,3 +94,30 @@ def test_a_file(tmp_path: Path) -> None:
     path.write_text('device = "A100"\ndevices_per_host = 4\nwithin = "NVLink3"\n')
     found = cluster(str(path))
     assert (found.name, found.device.name, found.devices_per_host) == ("mine", "A100-80-SXM", 4)
+
+
+def test_part_of_a_host_has_the_ports_of_its_devices() -> None:
+    whole, half = cluster("4x72xGB200").between, cluster("4x36xGB200").between
+    assert whole is not None
+    assert half is not None
+    assert half.bytes_per_second == pytest.approx(whole.bytes_per_second / 2)
+
+
+def test_trays_of_a_domain_are_joined_by_nvlink() -> None:
+    trays = cluster("16xGB200-tray")
+    assert (trays.num_devices, trays.devices_per_host) == (64, 4)
+    assert trays.within is not None
+    assert trays.between is not None
+    assert trays.between.bytes_per_second == 4 * trays.within.bytes_per_second
+
+
+def test_a_memory_margin_is_set_by_name() -> None:
+    assert cluster("8xH100@margin=2.5%").memory_margin == pytest.approx(0.025)
+    assert cluster("8xH100").memory_margin == MEMORY_MARGIN
+    with pytest.raises(HardwareError, match="leaves no memory"):
+        cluster("8xH100@margin=100%")
+
+
+def test_what_is_guessed_of_a_device_is_among_the_notes() -> None:
+    assert "B200: a guess: sustained share taken over from H100" in cluster("8xB200").notes
+    assert cluster("8xH100").notes == ()

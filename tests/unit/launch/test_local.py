@@ -12,6 +12,7 @@ from shoal.errors import ExitCode
 from shoal.launch import local
 from shoal.launch.local import _watch, _Worker
 from shoal.launch.signals import Signals
+from shoal.launch.watch import Watch
 
 
 class Process:
@@ -20,7 +21,7 @@ class Process:
     def __init__(self, clock: list[float], code: int | None = None, saves: float | None = None) -> None:
         self.clock, self.returncode, self.saves = clock, code, saves
         self.told: list[tuple[int, float]] = []
-        self.ends = float("inf")
+        self.ends, self.pid = float("inf"), 0
 
     def poll(self) -> int | None:
         if self.returncode is None and self.clock[0] >= self.ends:
@@ -44,8 +45,8 @@ def watched(monkeypatch: pytest.MonkeyPatch, saves: float | None) -> tuple[_Work
 
     monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     processes = Process(clock, saves=saves), Process(clock, code=-9), Process(clock)
-    workers = [_Worker(rank, process, Path("none"), None) for rank, process in enumerate(processes)]  # type: ignore[arg-type]
-    _watch(workers, Signals(impatient=False), range(1, 3), lambda worker: False)
+    workers = [_Worker(rank, process, Path("none"), None, Path("none")) for rank, process in enumerate(processes)]  # type: ignore[arg-type]
+    _watch(workers, Signals(impatient=False), range(1, 3), lambda worker: False, Watch({}, lambda: 0.0))
     return workers[0], workers[2]
 
 

@@ -5,13 +5,14 @@ import signal
 
 import pytest
 
-from shoal.launch.signals import Signals
+from shoal.launch.signals import SAME_SECONDS, Signals
 
 
 @pytest.mark.parametrize(
     ("numbers", "twice"),
     [
         ([signal.SIGTERM], False),
+        ([signal.SIGHUP], False),
         ([signal.SIGTERM, signal.SIGINT], False),
         ([signal.SIGTERM, signal.SIGINT, signal.SIGTERM], True),
         ([signal.SIGINT, signal.SIGINT], True),
@@ -19,10 +20,32 @@ from shoal.launch.signals import Signals
 )
 def test_noted_while_handled(numbers: list[int], twice: bool) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    signals = Signals(impatient=False)
+    now = 0.0
+    signals = Signals(impatient=False, clock=lambda: now)
     with signals.handled():
         for number in numbers:
+            now += SAME_SECONDS
             os.kill(os.getpid(), number)
         assert signals.received == numbers
     assert signals.twice is twice
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_deliveries_within_a_second_are_one_request() -> None:
+    now = 5.0
+    signals = Signals(impatient=True, clock=lambda: now)
+    with signals.handled():
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            now += 0.3
+        assert signals.received == [signal.SIGTERM]
+        assert not signals.twice
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Signals(impatient=False).handled():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

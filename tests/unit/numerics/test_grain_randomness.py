@@ -18,7 +18,7 @@ from shoal.numerics.grain_randomness import (
     seed_everything,
 )
 from shoal.numerics.isolation import without_modes
-from shoal.parallel.autograd_engine import run_backward
+from shoal.parallel.backward import run_backward
 from shoal.plans.grains import Grain
 
 GRAINS = [Grain(0, 0, 3), Grain(1, 3, 3), Grain(2, 6, 3), Grain(3, 9, 2)]
@@ -32,18 +32,21 @@ def rows(*shape: int) -> Tensor:
     return torch.randn(ROWS, *shape, generator=torch.Generator().manual_seed(1))
 
 
-def run(forward: Forward, x: Tensor, grains: list[Grain], step: int = 4) -> tuple[Tensor, GrainScope]:
-    with GrainScope(7, step, grains) as scope:
+def run(
+    forward: Forward, x: Tensor, grains: list[Grain], step: int = 4, *, by_position: bool = False
+) -> tuple[Tensor, GrainScope]:
+    with GrainScope(7, step, grains, by_position=by_position) as scope:
         found = forward(x)
         assert not scope.leaked()
     return found, scope
 
 
-def divided(forward: Forward, x: Tensor, runs: list[list[Grain]]) -> Tensor:
+def divided(forward: Forward, x: Tensor, runs: list[list[Grain]], *, by_position: bool = False) -> Tensor:
     parts = []
     for grains in runs:
         torch.rand(len(parts) + 1), random.random()  # what happens between microbatches is of no account
-        parts.append(run(forward, x[grains[0].start : grains[-1].start + grains[-1].size], grains)[0])
+        own = x[grains[0].start : grains[-1].start + grains[-1].size]
+        parts.append(run(forward, own, grains, by_position=by_position)[0])
     return torch.cat(parts)
 
 
@@ -92,17 +95,20 @@ FORWARDS: dict[str, tuple[Forward, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("by_position", [False, True])
 @pytest.mark.parametrize("name", FORWARDS)
-def test_fused_grains_equal_single_ones_bit_for_bit(name: str) -> None:
+def test_fused_grains_equal_single_ones_bit_for_bit(name: str, by_position: bool) -> None:
     forward, shape = FORWARDS[name]
     x = rows(*shape)
-    fused, scope = run(forward, x, GRAINS)
+    fused, scope = run(forward, x, GRAINS, by_position=by_position)
     assert scope.calls or "p=1" in name
-    assert torch.equal(divided(forward, x, [[g] for g in GRAINS]), fused)
-    assert torch.equal(divided(forward, x, [GRAINS[:1], GRAINS[1:3], GRAINS[3:]]), fused)
+    assert scope.calls == run(forward, x, GRAINS)[1].calls, "another rank skips as many"
+    assert torch.equal(divided(forward, x, [[g] for g in GRAINS], by_position=by_position), fused)
+    runs = [GRAINS[:1], GRAINS[1:3], GRAINS[3:]]
+    assert torch.equal(divided(forward, x, runs, by_position=by_position), fused)
     if "norm" not in name.lower() and "p=1" not in name:
-        assert not torch.equal(run(forward, x, GRAINS, step=5)[0], fused)
-        assert not torch.equal(fused[:3], run(forward, x[:3], [Grain(1, 0, 3)])[0])
+        assert not torch.equal(run(forward, x, GRAINS, step=5, by_position=by_position)[0], fused)
+        assert not torch.equal(fused[:3], run(forward, x[:3], [Grain(1, 3, 3)], by_position=by_position)[0])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import warnings
 from shoal.errors import SettingWarning
 from shoal.plans import Plan
 from shoal.plans.conflicts import idle
-from shoal.plans.legal import ModelFacts, World, conflicts, idle_reduction, notes, refuse
+from shoal.plans.legal import ModelFacts, World, conflicts, notes, other_world, refuse
+from shoal.plans.resolve import unheeded
 
 
 def check(plan: Plan, facts: ModelFacts | None = None, world: World | None = None) -> list[str]:
@@ -15,7 +16,9 @@ def check(plan: Plan, facts: ModelFacts | None = None, world: World | None = Non
 
     Raises: PlanError with every conflict at once, each with the nearest legal values.
     """
-    refuse(conflicts(plan, facts, world))
-    for sentence in (*idle(plan), *(idle_reduction(plan, facts) if facts is not None else ())):
+    refuse([*(other_world(plan, world) if world is not None else ()), *conflicts(plan, facts)])
+    of_job = unheeded(plan, facts.num_grains, None) if facts is not None else ()
+    reduction = [sentence for sentence in of_job if sentence.startswith("shard.reduce ")]  # not grains_per_microbatch
+    for sentence in (*idle(plan), *reduction):
         warnings.warn(sentence, SettingWarning, stacklevel=2)
     return list(notes(plan, facts)) if facts is not None else []

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.plans.grains import Grain, divide, grain_size, legal_data_degrees, microbatches, random_key, share
+from shoal.plans.grains import (
+    Grain,
+    default_grains,
+    divide,
+    grain_size,
+    legal_data_degrees,
+    microbatches,
+    random_key,
+    share,
+)
 
 COUNTS = st.integers(1, 300)
 
@@ -55,3 +64,20 @@ def test_random_keys_are_63_bits_and_belong_to_their_parts() -> None:
     # The value itself is part of what a run is: a change of it changes every run.
     assert random_key(0, "model", 1) == 8060184075517457471
     assert random_key(1, 23) != random_key(12, 3)
+
+
+@given(COUNTS, st.floats(0, 1e12), st.floats(0, 1e12))
+def test_heavier_samples_never_make_fewer_grains(global_batch: int, one: float, other: float) -> None:
+    light, heavy = sorted((one, other))
+    fewer, more = default_grains(global_batch, light), default_grains(global_batch, heavy)
+    assert 8 <= fewer <= more <= max(8, global_batch)
+    assert more == 8 or global_batch % more == 0
+
+
+def test_default_grains_are_light_together_or_single_samples() -> None:
+    gib = 2**30
+    assert default_grains(256, gib / 32) == 8
+    assert default_grains(256, gib / 31.9) == 16, "31 would not divide the batch"
+    assert default_grains(96, gib / 5) == 24
+    assert default_grains(256, gib) == default_grains(256, 100 * gib) == 256
+    assert default_grains(4, 100 * gib) == 8, "one sample each, and four that are empty"

@@ -24,6 +24,7 @@ from shoal.plans.legal import (
     neighbours,
     notes,
     num_microbatches,
+    other_world,
 )
 
 BLOCKS = tuple(f"blocks.{i}" for i in range(6))
@@ -177,12 +178,12 @@ def test_everything_is_told_at_once() -> None:
     for key in keys:
         assert f"{key}: " in error.conflict
         assert any(line.startswith((f"{key}: ", f"{key} = ")) for line in error.remedy.splitlines())
-    assert len(error.conflict.splitlines()) == len(error.remedy.splitlines()) == len(conflicts(plan, GPT, World(2, "")))
+    assert len(error.conflict.splitlines()) == len(error.remedy.splitlines()) == 1 + len(conflicts(plan, GPT))
 
 
 def test_what_is_not_known_is_not_judged() -> None:
     unknown = ModelFacts(num_grains=8, grain_size=4)
-    assert unknown.num_blocks is None
+    assert unknown.most_stages is None
     plan = of(
         layout={"tensor": 4096, "pipeline": 2},
         pipeline={"split": ["anything"]},
@@ -434,7 +435,7 @@ def test_each_way_out_makes_the_world(layout: Layout, world: int) -> None:
 @given(layouts, st.integers(1, 600))
 def test_a_world_is_refused_exactly_where_it_is_another(layout: Layout, world: int) -> None:
     plan = of(layout={axis: layout.degree(axis) for axis in AXES})
-    found = [c for c in conflicts(plan, None, World(world, "so many")) if c.key == "layout"]
+    found = other_world(plan, World(world, "so many"))
     assert bool(found) == (layout.world_size != world)
 
 
@@ -473,3 +474,14 @@ def test_a_reduction_that_comes_last_anyway_warns(plan: Plan, reason: str) -> No
 
 def test_a_late_reduction_of_several_microbatches_does_not_warn() -> None:
     check(of(layout={"shard": 2}, shard={"reduce": "last_microbatch"}, batch={"grains_per_microbatch": 1}), GPT)
+
+
+def test_grains_that_leave_a_pipeline_waiting_are_named_first_with_the_number_that_does_not() -> None:
+    plan = Plan().with_sections(layout={"pipeline": 8, "data": 2}, batch={"grains_per_microbatch": 1})
+    first = next(notes(plan, ModelFacts(8, 256)))
+    assert first == (
+        "8 grains of 256 samples leave a rank 4 microbatches, and 8 stages wait 64% of a step; "
+        "Job(grains=64) would bring that to 18% (which changes the run)"
+    )
+    assert not list(notes(plan, ModelFacts(64, 32))), "they wait little"
+    assert not list(notes(plan, ModelFacts(8, 1))), "there is no smaller grain"

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 from hypothesis import given
@@ -12,10 +12,11 @@ from shoal.plans.schedule import (
     SCHEDULES,
     Action,
     ActionKind,
+    Actions,
     Schedule,
     actions,
     in_flight,
-    most_in_flight,
+    in_flight_by_stage,
     refuse_illegal,
     simulate,
 )
@@ -26,6 +27,18 @@ SECONDS = {
     ActionKind.BACKWARD_INPUT: 1.0,
     ActionKind.BACKWARD_WEIGHT: 1.0,
 }
+
+
+def most_in_flight(own: Actions) -> int:
+    """The most forwards, over a rank's stages, with activations in memory at once: until their weights' gradient."""
+    held = most = 0
+    for action in own:
+        if action.kind is ActionKind.FORWARD:
+            held += 1
+            most = max(most, held)
+        elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            held -= 1
+    return most
 
 
 def seconds(action: Action) -> float:
@@ -199,3 +212,26 @@ def test_fewer_microbatches_are_in_flight_on_later_stages() -> None:
     assert in_flight("1f1b", 4, 1, 8) == (4, 3, 2, 1)
     assert in_flight("1f1b", 4, 1, 2) == (2, 2, 2, 1)
     assert in_flight("gpipe", 4, 1, 8) == (8,) * 4
+
+
+def most_of_stage(own: Actions, stage: int) -> int:
+    """The most microbatches of one stage between forward and backward."""
+    changes = [1 if action.kind is ActionKind.FORWARD else -1 for action in own if action.stage == stage]
+    return max(accumulate(changes))
+
+
+@pytest.mark.parametrize(("ranks", "per"), [(2, 2), (4, 2), (3, 3), (4, 4), (8, 2)])
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_what_is_in_flight_of_each_stage_is_known_without_all_actions(ranks: int, per: int, rounds: int) -> None:
+    whole = actions("interleaved_1f1b", ranks, per, rounds * ranks)
+    found = [tuple(most_of_stage(own, rank + turn * ranks) for turn in range(per)) for rank, own in enumerate(whole)]
+    assert in_flight_by_stage(ranks, per, rounds * ranks) == tuple(found)
+    assert found[-1][-1] == 1  # behind the last stage's forward comes its backward
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 5, 7])
+def test_of_microbatches_that_do_not_divide_evenly_no_fewer_are_in_flight(microbatches: int) -> None:
+    whole = actions("interleaved_1f1b", 4, 2, microbatches)
+    for rank, own in enumerate(whole):
+        bound = in_flight_by_stage(4, 2, microbatches)[rank]
+        assert all(most_of_stage(own, rank + 4 * turn) <= bound[turn] <= microbatches for turn in range(2))

@@ -3,8 +3,7 @@
 import re
 from xml.etree import ElementTree
 
-from shoal.report.html import Page, Section, Table, render
-from shoal.report.svg import Bar, Series, Spot, chart, waterfall
+from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
 
 NASTY = "<script>alert('&')</script>"
 

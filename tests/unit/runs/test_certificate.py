@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shoal.runs.certificate import SCHEMA, Certificate
 from shoal.errors import CertificateError
+from shoal.runs.certificate import SCHEMA, Certificate
 
 JOB = {"function": "job", "settings": {"lr": 0.1}, "seed": 0}
 PLAN = {"layout": {"data": 2}, "data": {"workers": 0}, "prediction": {}}

@@ -1,24 +1,20 @@
 """One process at a time has a directory, whoever shares it, and its death gives it back."""
 
-import contextlib
 import errno
 import fcntl
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 
-from shoal.runs.directory_lock import NAME, DirectoryLock, Holder, Patience, claim
 from shoal.errors import InUseError, RunDirectoryError
+from shoal.runs.directory_lock import NAME, DirectoryLock, Holder, Patience, claim
 
 QUICK = Patience(beat_seconds=0.05, missed_beats=6, ending_seconds=0.3, settling_seconds=0.0, poll_seconds=0.01)
 

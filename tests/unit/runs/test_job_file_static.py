@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.runs.job_file_static import least_grains
+from shoal.runs.job_file import least_grains
 
 
 def least(folder: Path, **files: str) -> int | None:

@@ -19,11 +19,10 @@ from shoal.errors import CommandError, InUseError, PlanError, RunDirectoryError,
 from shoal.plans import Plan
 from shoal.plans.layout import AXES
 from shoal.plans.legal import ModelFacts, conflicts
+from shoal.plans.plan import plan_text
 from shoal.plans.resolve import CompletePlan, complete, judge
-from shoal.plans.toml import write
 from shoal.runs.directory import RunDirectory
-from shoal.runs.handover import dumped, loaded
-from shoal.runs.request import RunRequest, devices_here
+from shoal.runs.request import RunRequest, devices_here, dumped, loaded
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def began(out: Path, job: dict[str, Any] | None = None, plan: Plan | None = None
     out.mkdir(parents=True)
     RunDirectory(out).job.write_text(json.dumps(job or {}))
     if plan is not None:
-        RunDirectory(out).plan.write_text(write(plan))
+        RunDirectory(out).plan.write_text(plan_text(plan))
 
 
 def test_defaults(job: str) -> None:
@@ -56,7 +55,7 @@ def test_every_option(job: str) -> None:
     found = request(f"{job}:other", *options.split(), *["--max-microbatch", "64", "--workers", "2", "--no-telemetry"])
     assert found.job.function == "other"
     assert found.job.settings == (("lr", "0.1"), ("name", "x"))
-    assert found.plan.layout.data == found.world_size == 2
+    assert found.plan.layout.data == found.plan.layout.world_size == 2
     assert found.plan.execution.exact
     assert found.plan.precision.compute == "bfloat16"
     assert found.plan.data.workers == 2
@@ -74,8 +73,8 @@ def test_counts_start_at_one(job: str, option: str, value: str) -> None:
 
 
 def test_a_plan_file_says_the_devices(job: str) -> None:
-    Path("plan.toml").write_text(write(Plan().with_sections(layout={"data": 4})))
-    assert request(job, "--plan", "plan.toml").with_devices(9).world_size == 4
+    Path("plan.toml").write_text(plan_text(Plan().with_sections(layout={"data": 4})))
+    assert request(job, "--plan", "plan.toml").with_devices(9).plan.layout.world_size == 4
     with pytest.raises(PlanError, match="--devices 3 with a plan"):
         request(job, "--plan", "plan.toml", "--devices", "3")
     with pytest.raises(PlanError, match="cannot be read"):
@@ -84,14 +83,14 @@ def test_a_plan_file_says_the_devices(job: str) -> None:
 
 def test_what_is_not_executed_is_refused_at_once(job: str) -> None:
     plan = Plan().with_sections(execution={"exact": True}, collectives={"compression": "int8"})
-    Path("plan.toml").write_text(write(plan))
+    Path("plan.toml").write_text(plan_text(plan))
     with pytest.raises(PlanError, match=r"collectives\.compression = .int8"):
         request(job, "--plan", "plan.toml").check_plan()
 
 
 def test_what_contradicts_itself_is_refused_with_the_nearest(job: str) -> None:
     plan = Plan().with_sections(layout={"tensor": 2}, execution={"exact": True})
-    Path("plan.toml").write_text(write(plan))
+    Path("plan.toml").write_text(plan_text(plan))
     with pytest.raises(PlanError, match=r"larger data or shard axis"):
         request(job, "--plan", "plan.toml").check_plan()
 
@@ -112,7 +111,8 @@ def test_a_job_is_looked_at_where_only_that_tells(job: str) -> None:
 
 
 def test_ranks_read_the_request_that_a_launcher_wrote(job: str) -> None:
-    options = "--devices 2 --exact --precision fp16 --set lr=0.1 --set name=x --steps 7 --max-microbatch 64 --no-telemetry"
+    options = "--devices 2 --exact --precision fp16 --set lr=0.1 --set name=x --steps 7 --max-microbatch 64"
+    options += " --no-telemetry"
     asked = request(job, *options.split())
     assert loaded(RunRequest, dumped(asked)) == asked
     looked_at = replace(asked, judged=judge(asked.plan, ModelFacts(8, 4)), certificate=Path("c.json"), numbered="a")
@@ -130,8 +130,8 @@ def test_a_prediction_is_handed_over_whatever_its_numbers_are(job: str) -> None:
 
 
 def test_devices_are_counted_where_nobody_says(job: str) -> None:
-    assert request(job).with_devices(3).world_size == 3
-    assert request(job, "--devices", "2").with_devices(3).world_size == 2
+    assert request(job).with_devices(3).plan.layout.world_size == 3
+    assert request(job, "--devices", "2").with_devices(3).plan.layout.world_size == 2
 
 
 def test_a_run_directory_is_checked(job: str) -> None:
@@ -167,18 +167,18 @@ def test_a_resume_takes_plan_settings_and_steps_of_the_run(job: str) -> None:
     assert found.plan == plan
     assert dict(found.job.settings) == {"lr": "0.5", "name": "a"}
     assert found.steps == 40
-    assert found.with_devices(8).world_size == 2
+    assert found.with_devices(8).plan.layout.world_size == 2
 
 
 def test_a_resume_may_change_devices_steps_and_settings(job: str) -> None:
     plan = Plan().with_sections(layout={"data": 2}, execution={"exact": True})
     began(Path("runs/net_job"), {"given": {"lr": "0.5", "name": "a"}, "stop_after": 40}, plan)
     found = request(job, "--resume", "--devices", "4", "--steps", "80", "--set", "lr=1")
-    assert found.world_size == 4
+    assert found.plan.layout.world_size == 4
     assert found.plan.execution.exact
     assert dict(found.job.settings) == {"lr": "1", "name": "a"}
     assert found.steps == 80
-    Path("plan.toml").write_text(write(Plan()))
+    Path("plan.toml").write_text(plan_text(Plan()))
     assert request(job, "--resume", "--plan", "plan.toml").plan == Plan()
 
 
@@ -200,7 +200,7 @@ def test_of_what_nobody_wrote_nothing_is_said(job: str, sections: dict[str, Any]
             found = found.with_own_sums()
         found.check_plan()
         kept = complete(found.plan, 8, 4)
-        Path("plan.toml").write_text(write(kept))
+        Path("plan.toml").write_text(plan_text(kept))
         again = request(job, "--plan", "plan.toml")
         again.with_devices(9).with_own_sums().check_plan()
         assert complete(again.plan, 8, 4) == kept
@@ -215,7 +215,7 @@ def test_a_resume_on_other_devices_says_nothing_of_what_the_run_chose(job: str) 
     began(Path("runs/net_job"), plan=chosen)
     request(job, "--resume", "--devices", "1").check_plan()
     complete(request(job, "--resume", "--exact").plan, 8, 4)
-    Path("plan.toml").write_text(write(chosen.with_sections(layout={"data": 1})))
+    Path("plan.toml").write_text(plan_text(chosen.with_sections(layout={"data": 1})))
     with pytest.warns(SettingWarning, match="all_reduce = .shared_memory.: no effect"):
         request(job, "--plan", "plan.toml").check_plan()
 

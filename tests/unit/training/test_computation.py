@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from shoal.data.loader import DataRank, MapLoader
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import DataRank, MapLoader, Microbatch
 from shoal.data.opened import open_data
 from shoal.data.order import Order
 from shoal.data.source import MapSource
@@ -193,6 +192,14 @@ def test_the_more_careful_of_two_computations() -> None:
     assert one.with_care_of(two) == two.with_care_of(one) == both
     assert MicrobatchPolicy.from_json(both.to_json()) == both
     assert [c.effective_grains for c in (one, two, MicrobatchPolicy(8, "opaque"))] == [8, 1, 1]
+
+
+def test_a_checkpoint_of_before_keeps_a_generator_a_grain() -> None:
+    """Its policy does not say how numbers are drawn."""
+    now = MicrobatchPolicy(4, by_position=True)
+    saved = {name: value for name, value in MicrobatchPolicy(4).to_json().items() if name != "by_position"}
+    assert not now.with_care_of(MicrobatchPolicy.from_json(saved)).by_position
+    assert now.with_care_of(MicrobatchPolicy.from_json(now.to_json())).by_position
 
 
 def test_a_model_that_raises_is_told_with_its_place() -> None:

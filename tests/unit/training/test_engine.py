@@ -18,8 +18,8 @@ from shoal.distributed.mesh import alone
 from shoal.errors import ShoalError, UserCodeError
 from shoal.numerics.grain_randomness import all_generators
 from shoal.plans.plan import Plan
-from shoal.plans.resolve import complete
 from shoal.training.engine import Engine, Options, build
+from shoal.training.preflight import judged
 from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -41,7 +41,7 @@ def job(**changes: Any) -> shoal.Job:
 
 
 def engine(wanted: shoal.Job, **options: Any) -> Engine:
-    plan = complete(Plan(), wanted.grains, wanted.grain_size)
+    plan = judged(wanted, Plan()).plan
     return build(wanted, plan, alone(torch.device("cpu")), Options(telemetry=False, **options))
 
 

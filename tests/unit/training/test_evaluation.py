@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.data.source import Opened
 from shoal.distributed.mesh import alone
 from shoal.numerics.precision import Precision
 from shoal.plans.plan import PrecisionSection
@@ -50,7 +51,7 @@ def evaluated(metric: Callable[[Any, Any], Any]) -> tuple[dict[str, float], int]
         length=shoal.Steps(1),
     )
     precision = Precision.of(PrecisionSection(), CPU)
-    return Evaluator(job, alone(CPU), precision, Noise(), {"mean": metric}).evaluate(nn.Linear(1, 1))
+    return Evaluator(job, alone(CPU), precision, Opened(Noise()), {"mean": metric}).evaluate(nn.Linear(1, 1))
 
 
 def test_a_stream_that_draws_gives_the_same_samples_whatever_is_computed_in_between() -> None:

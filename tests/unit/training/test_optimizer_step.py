@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from shoal.distributed.mesh import alone
-from shoal.errors import JobError, UserCodeError
+from shoal.errors import JobError, LossError, UserCodeError
 from shoal.job import Job, Progress, warmup_cosine
 from shoal.numerics.grain_randomness import all_generators
 from shoal.numerics.precision import LossScale
 from shoal.parallel.data.replicated import DataParallel
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.training.observer import Observer
+from shoal.training.forward_backward import Observer
 from shoal.training.optimizer_step import Parameters, Update, Updater, build_optimizer, fused
 
 START = Progress(0, 10, 0)
@@ -81,11 +81,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     assert not optimizer.state
 
 
-@pytest.mark.parametrize(("weight", "skipped"), [(0.0, "weightless"), (math.nan, "nonfinite"), (math.inf, None)])
-def test_a_step_without_weight_changes_nothing(weight: float, skipped: str | None) -> None:
+@pytest.mark.parametrize(("weight", "skipped"), [(0.0, "weightless"), (math.nan, "nonfinite")])
+def test_a_step_without_weight_changes_nothing(weight: float, skipped: str) -> None:
     made, parameters = with_gradients()
     before = [p.detach().clone() for p in parameters]
     assert step(updater(parameters), weight).skipped == skipped
+    assert all(torch.equal(p, b) for p, b in zip(made.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("weight", [math.inf, -1.0])
+def test_a_weight_that_counts_nothing_is_refused(weight: float) -> None:
+    made, parameters = with_gradients()
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(LossError, match="weight"):
+        step(updater(parameters), weight)
     assert all(torch.equal(p, b) for p, b in zip(made.parameters(), before, strict=True))
 
 

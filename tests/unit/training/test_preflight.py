@@ -1,5 +1,7 @@
 """A plan is judged against the loaded job and an outline of its model, and completed."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +9,13 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.errors import PlanError
+from shoal.errors import JobError, PlanError
 from shoal.plans import Plan
-from shoal.training.preflight import judged, outline
+from shoal.plans.resolve import Wishes
+from shoal.runs.job_file import JobRequest
+from shoal.runs.request import RunRequest
+from shoal.training.default_grains import outline
+from shoal.training.preflight import judged, judged_for, with_judged_grains
 
 
 class Attention(nn.Module):
@@ -61,8 +67,10 @@ def test_the_model_is_looked_at_where_the_layout_divides_it() -> None:
         judged(job(), of(layout={"pipeline": 5}))
     assert "attention has 4 heads" in judged(job(), of(layout={"tensor": 8})).notes[0]
     built: list[int] = []
-    judged(job(lambda: built.append(1)), of(layout={"data": 2}))
+    judged(job(lambda: built.append(1), grains=8), of(layout={"data": 2}))
     assert built == []
+    judged(job(lambda: built.append(1)), of(layout={"data": 2}))
+    assert built, "the default number of grains takes a look at the model"
 
 
 def test_grains_and_model_are_told_at_once() -> None:
@@ -91,3 +99,16 @@ def test_the_outline_has_no_values() -> None:
     assert outline(job(Computing)) is None
     assert outline(job(lambda: 3)) is None
     judged(job(Computing), of(layout={"pipeline": 4}))  # unknown: told when the model is built
+
+
+def test_a_run_that_goes_on_keeps_its_number_of_grains() -> None:
+    request = RunRequest(
+        JobRequest(Path("job.py")), Plan(), Wishes(), Path("out"), 0.0, plan_from_file=False, recorded_grains=4
+    )
+    found = judged_for(request, job())
+    assert (found.num_grains, found.why_grains) == (4, "as the run began")
+    assert judged_for(request, job(grains=2)).num_grains == 2, "what the job says is compared with it later"
+    assert judged_for(replace(request, recorded_grains=None), job()).num_grains == 8
+    assert with_judged_grains(found, job()).num_grains == 4
+    with pytest.raises(JobError, match="in this process"):
+        with_judged_grains(found, job(grains=2))

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.cli.options import RunOptions, VerifyOptions
-from shoal.errors import ExitCode, ShoalError, from_json
+from shoal.errors import CommandError, ExitCode, ShoalError, from_json
 from shoal.launch.environment import REQUEST_FILE, Environment, joined
+from shoal.launch.signals import Signals, stop_signals
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
+from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import Wishes, apply_wishes
-from shoal.plans.toml import read
 from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.directory_lock import DirectoryLock
-from shoal.runs.handover import dumped, loaded
+from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
-from shoal.runs.request import RunRequest, devices_here
+from shoal.runs.request import RunRequest, devices_here, dumped, loaded
 
 
 def run(options: RunOptions) -> int:
@@ -40,12 +41,12 @@ def run(options: RunOptions) -> int:
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
         return _train(request, environment, unprepared=True)
     with _claimed(request) as (request, lock):
-        if request.num_processes == 1:
+        if request.plan.num_processes == 1:
             return _train(request, Environment())
         for note in request.notes():
             print(f"note: {note}", file=sys.stderr)
         try:
-            return _launch(looked_at(request) if request.needs_look else request, lock)
+            return _launched(looked_at(request) if request.needs_look else request, lock)
         except ShoalError as error:
             return tell(request, error)
 
@@ -55,7 +56,8 @@ def verify(options: VerifyOptions) -> int:
     with _claimed(requested(RunOptions(**vars(options), no_telemetry=True), suffix="-verify")) as (request, _):
         from shoal.cli.verify import verify  # torch: its import serves the child that looks at the job too
 
-        handlers = {number: signal.signal(number, _leave) for number in _STOPS}  # in order: the traces are removed
+        # In order: the traces are removed.
+        handlers = {number: signal.signal(number, _leave) for number in stop_signals()}
         try:
             return verify(looked_at(request), options.steps)
         except ShoalError as error:
@@ -66,11 +68,8 @@ def verify(options: VerifyOptions) -> int:
                 signal.signal(number, handler)
 
 
-_STOPS = (signal.SIGTERM, signal.SIGINT)
-
-
 def _leave(number: int, frame: object) -> NoReturn:
-    for again in _STOPS:
+    for again in stop_signals():
         signal.signal(again, signal.SIG_IGN)
     raise SystemExit(ExitCode.INTERRUPTED)
 
@@ -87,35 +86,53 @@ def _claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
 def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     """The request in options; `suffix` of the directory's name where none is given.
 
-    Raises: JobFileError, SettingError, PlanError.
+    Raises: CommandError, JobFileError, SettingError, PlanError.
     """
     wishes = Wishes(options.devices, options.exact, options.precision, options.workers, options.max_microbatch)
     job, steps = parse_target(options.job, options.set), options.steps
     name = job.name + suffix
     out = Path(options.out) if options.out else default_directory(name, options.resume)
     kept = RunDirectory(out)
+    if options.accept_changes and not options.resume:
+        raise CommandError(
+            given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
+        )
+    weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
+    if options.resume and weights is not None:
+        raise CommandError(
+            given=f"--init-from {options.init_from} --resume",
+            conflict="a run that goes on has its own weights",
+            remedy="leave --init-from out, or leave --resume out and give another --out",
+        )
     if options.resume:
         job, steps = _resumed(kept, job, steps)
     resumed_plan = options.resume and not options.plan and kept.plan.exists()
-    plan = read(kept.plan) if resumed_plan else read(Path(options.plan)) if options.plan else Plan()
+    plan = read_plan(kept.plan) if resumed_plan else read_plan(Path(options.plan)) if options.plan else Plan()
     says_workers = wishes.workers is not None or "workers" in plan.data.model_fields_set
     if resumed_plan and options.exact and not plan.execution.exact:
         plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
+    asked = apply_wishes(plan, wishes, from_file=bool(options.plan))
+    if resumed_plan and asked.layout != plan.layout:
+        print(f"note: the run's layout, {described(plan)}, becomes {described(asked)}", file=sys.stderr)
     return RunRequest(
         job=job,
-        plan=apply_wishes(plan, wishes, from_file=bool(options.plan)),
+        plan=asked,
         wishes=wishes,
         out=out,
         started_at=options.started_at,
         plan_from_file=bool(options.plan) or resumed_plan,
         resume=options.resume,
+        accept_changes=options.accept_changes,
         steps=steps,
+        max_restarts=options.max_restarts,
         checkpoint_every=options.checkpoint_every,
         telemetry=not options.no_telemetry,
         certificate=Path(options.require_certificate) if options.require_certificate else None,
         says_workers=says_workers,
         plan_resumed=resumed_plan,
+        initial_weights=weights,
         numbered=None if options.out or options.resume else name,
+        recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
     )
 
 
@@ -155,8 +172,6 @@ def tell(request: RunRequest, error: ShoalError) -> int:
 
 
 def _train(request: RunRequest, environment: Environment, *, unprepared: bool = False) -> int:
-    from shoal.launch.signals import Signals
-
     signals = Signals(impatient=True)
     with signals.handled():  # before torch is imported, which takes seconds
         from shoal.cli.run.train import run
@@ -164,20 +179,34 @@ def _train(request: RunRequest, environment: Environment, *, unprepared: bool = 
         return run(request, environment, signals, unprepared=unprepared)
 
 
-def _launch(request: RunRequest, lock: DirectoryLock) -> int:
+def _launched(request: RunRequest, lock: DirectoryLock) -> int:
+    """Trains with ranks of this host, which are started again from the newest checkpoint where one was lost."""
     from shoal.launch.local import LocalRun, launch
+    from shoal.launch.recovery import Recovery
 
-    code, error = launch(
-        LocalRun(
-            ["run", str(request.job.path)],
-            request.num_processes,
-            request.threads_per_process,
-            request.out / "logs",
-            request=dumped(request),
-            replaceable=request.plan.worker_ranks,
-            lock=lock.descriptor,
-        )
-    )
+    recovery, signals = Recovery(request.max_restarts, RunDirectory(request.out)), Signals(impatient=False)
+    excused: dict[str, float] = {}
+    with signals.handled():
+        while True:
+            run = LocalRun(
+                ["run", str(request.job.path)],
+                request.plan.num_processes,
+                request.threads_per_process,
+                request.out / "logs",
+                request=dumped(request),
+                replaceable=request.plan.worker_ranks,
+                unsaved=recovery.unsaved_seconds,
+                excused=excused,
+                lock=lock.descriptor,
+            )
+            code, error, failed_at = launch(run, signals)
+            pause = recovery.pause(error, failed_at) if not signals.received else None
+            if error is None or pause is None:
+                break
+            print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
+            if signals.wait(pause):
+                return int(ExitCode.PREEMPTED)
+            request = request.again(recovery.count, failed_at)
     if error is not None:
         tell(request, error)
     return code

@@ -5,39 +5,44 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.checkpoint.keeper import RunState
-from shoal.cli.progress import Pace, choose_reporter
+from shoal.checkpoint.run_state import RunState
+from shoal.cli.run.console import Pace, choose_reporter, conclude, introduce
 from shoal.cli.run.write_result import Result
-from shoal.cli.summary import conclude, introduce
 from shoal.data.opened import opened
 from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh, alone, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
 from shoal.distributed.worker_process import as_rank
-from shoal.errors import ExitCode, JobMismatchError
+from shoal.errors import ExitCode, JobMismatchError, RunDirectoryError
 from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.launch.environment import Environment
+from shoal.launch.heartbeat import Heartbeat
+from shoal.launch.recovery import Events
 from shoal.launch.signals import Signals
-from shoal.plans.plan import Plan
-from shoal.plans.resolve import CompletePlan, Judged
-from shoal.plans.toml import write as plan_text
-from shoal.plans.unheeded import unheeded, warn_of
+from shoal.parallel.model.adapters.transformers import save_config
+from shoal.plans.plan import Plan, plan_text
+from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, read_json, write_file
 from shoal.runs.job_file import LoadedJob, load
+from shoal.runs.job_sources import changed
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
 from shoal.training.engine import Engine, Options, build
+from shoal.training.forward_backward import Observer
 from shoal.training.metering import StepMeter
-from shoal.training.preflight import judged, refuse_other_grains, shake_hands
+from shoal.training.preflight import judged_for, shake_hands, with_judged_grains
 from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -47,12 +52,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Call:
-    """This call of `shoal run` on one rank."""
-
     request: RunRequest
     loaded: LoadedJob
     signals: Signals
     notes: tuple[str, ...] = ()
+    why_grains: str = "as the job says"
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
@@ -69,10 +73,13 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
     with contextlib.ExitStack() as held:  # the lock of the run directory, until its last file is written
         try:
             prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
-            call = _Call(request, load(request.job), signals)
+            loaded = _attempt(request)
             if request.plan.serves:
-                return _serve(call, environment)
+                return _serve(_Call(request, loaded(), signals), environment)
+            if environment.world_size == 1:
+                loaded()
             with open_mesh(environment, request.plan.degrees) as mesh:
+                call = _Call(request, together(mesh, loaded), signals)
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
@@ -86,21 +93,31 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
             raise error from None
 
 
+def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
+    """The job, or the error of loading it, for when all ranks have met: alone, one would let the others wait."""
+    try:
+        found = load(request.job)
+    except (Exception, SystemExit) as caught:
+        error = as_shoal_error(caught)
+
+        def fail() -> LoadedJob:
+            raise error
+
+        return fail
+    return lambda: found
+
+
 def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:
     """The plan that all ranks train by, and the call with its data opened. Collective: all ranks."""
     request, job = call.request, call.loaded.job
-    most = request.wishes.max_microbatch
-    found = request.judged or decided_by_rank_0(mesh, Judged, lambda: judged(job, request.plan, most))
+    if request.judged is None and job.grains is None:  # their number may take a look at samples: data are opened once
+        job = together(mesh, lambda: opened(job))
+    found = request.judged or decided_by_rank_0(mesh, Judged, lambda: judged_for(request, job))
+    loaded = replace(call.loaded, job=together(mesh, lambda: opened(with_judged_grains(found, job))))
     if mesh.rank == 0:
-        _warn(job, request, unprepared)
-
-    def own() -> Job:
-        refuse_other_grains(found, job)
-        return opened(job)
-
-    loaded = replace(call.loaded, job=together(mesh, own))
+        _warn(loaded.job, request, unprepared)
     shake_hands(mesh, loaded, request)
-    return found.plan, replace(call, loaded=loaded, notes=found.notes)
+    return found.plan, replace(call, loaded=loaded, notes=found.notes, why_grains=found.why_grains)
 
 
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
@@ -109,7 +126,7 @@ def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
     if unprepared:
         warn_of(request.without_effect())
     if not request.plan_resumed:  # what a run keeps was completed by it
-        warn_of(unheeded(request.plan, job.grains, None if job.fuse else "Job(fuse=False)"))
+        warn_of(unheeded(request.plan, job.num_grains, None if job.fuse else "Job(fuse=False)"))
 
 
 def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
@@ -117,17 +134,11 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
         warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
     meter = StepMeter()
-    options = Options(
-        checkpoints=RunDirectory(request.out).checkpoints,
-        checkpoint_every=request.checkpoint_every,
-        telemetry=request.telemetry,
-        take_workers=not request.says_workers,
-        observer=meter,
-    )
+    options = _options(request, meter)
     engine = build(call.loaded.job, plan, mesh, options)
     try:
         if request.telemetry:
-            stage_groups = engine.pipeline.groups if engine.pipeline is not None else []
+            stage_groups = engine.pipeline.messages.groups if engine.pipeline is not None else []
             meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, stage_groups)
         return _train_built(engine, call)
     finally:
@@ -135,23 +146,36 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
         engine.close()
 
 
+def _options(request: RunRequest, observer: Observer) -> Options:
+    kept = RunDirectory(request.out)
+    return Options(
+        checkpoints=kept.checkpoints,
+        saved=kept.saved,
+        checkpoint_every=request.checkpoint_every,
+        telemetry=request.telemetry,
+        take_workers=not request.says_workers,
+        initial_weights=request.initial_weights,
+        observer=observer,
+        heartbeat=Heartbeat.joined(os.environ),
+    )
+
+
 def _serve(call: _Call, environment: Environment) -> ExitCode:
     """What this process is in a run whose parameters are kept by servers; the conductor trains."""
-    from shoal.training.parameter_server.members import Members
-    from shoal.training.parameter_server.part import take_part
-    from shoal.training.parameter_server.peers import identity, key_of
+    from shoal.training.parameter_server.members import Members, identity, key_of
+    from shoal.training.parameter_server.worker import take_part
 
     request, job = call.request, call.loaded.job
     key_of(environment)  # or it was not shoal's launcher, which has judged the plan
     assert request.judged is not None, "a request for servers is looked at"
-    plan, call = request.judged.plan, replace(call, notes=request.judged.notes)
-    refuse_other_grains(request.judged, job)
+    plan, job = request.judged.plan, with_judged_grains(request.judged, job)
+    call = replace(call, notes=request.judged.notes, why_grains=request.judged.why_grains)
     if environment.rank == 0:
         _warn(job, request, unprepared=False)
     if take_part(job, plan, environment):
         return ExitCode.DONE
     with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
-        options = Options(RunDirectory(request.out).checkpoints, request.checkpoint_every, request.telemetry)
+        options = replace(_options(request, Observer()), take_workers=False)
         engine = build(job, plan, alone(torch.device("cpu")), options)
         try:
             return _train_built(engine, call, crew)
@@ -162,23 +186,32 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
 def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> ExitCode:
     mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.out)
     loaded = replace(call.loaded, job=engine.job)  # with its data opened
-    description = _describe(loaded, engine, request)
+    description = _describe(loaded, engine, request, call.why_grains)
     saved = read_json(directory.job) if request.resume else None
-    together(mesh, lambda: _refuse_other_job(saved, description) if saved else None)
+    changes = together(mesh, lambda: _changes(saved or {}, description, request.accept_changes))
     description["certificate"] = certificate = together(mesh, lambda: _certified(request, loaded, engine.plan))
+    description["initial_weights"] = began = _initial_weights(engine, saved)
     state, complaints = engine.load() if request.resume else (None, [])
+    if request.resume and state is None and began is not None and engine.taken is None:
+        raise _without_initial_weights(began)
     first = state.step if state else 0
     result = Result(engine, directory.result, request.started_at, certificate, first if request.resume else None, state)
+    result.restarts = request.restarts
     num_steps = request.steps or engine.order.num_steps
     reporter = choose_reporter(mesh.rank, Pace(first, num_steps, engine.plan.degrees.world_size))
     try:
-        for complaint in (*complaints, *call.notes):
+        taken = engine.taken if state is None else None  # lost ranks start again with the options of the call
+        for complaint in (*complaints, *changes, *call.notes, *(taken.lines() if taken else ())):
             reporter.note(complaint)
-        together(mesh, lambda: _begin(directory, engine.plan, description) if mesh.rank == 0 else None)
+        together(mesh, lambda: _begin(directory, engine, description) if mesh.rank == 0 else None)
+        if taken is not None:  # so that a resume never needs the source
+            engine.keeper.save(engine.first_state(), wait=True)
         try:
-            introduce(reporter, engine, loaded, request, state.step if state else None)
+            introduce(reporter, engine, loaded, request, state.step if state else None, why_grains=call.why_grains)
 
             def on_step(record: StepRecord, slowest_rank: int) -> None:
+                if request.lost_at is not None and result.first_step_at is None and mesh.rank == 0:
+                    Events(directory.events).add("going_on", step=record.step, seconds=time.time() - request.lost_at)
                 result.take(record)
                 reporter.step(record, slowest_rank)
 
@@ -219,16 +252,18 @@ def _trained(
     return conductor.train(), conductor.report()
 
 
-def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[str, Any]:
+def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains: str) -> dict[str, Any]:
     """job.json: what is trained, as far as numbers and names can say it."""
     shapes = "\n".join(f"{name} {list(shape)}" for name, shape in engine.sharded_model.shapes().items())
     return {
         "file": str(request.job.path),
         "function": loaded.function,
         "settings": loaded.settings,
+        "code": loaded.code,
         "given": dict(request.job.settings),
         "stop_after": request.steps,
         **loaded.job.describe(),
+        "why_grains": why_grains,
         "train_samples": engine.num_train_samples,
         "parameters": engine.num_parameters,
         "shapes_sha256": hashlib.sha256(shapes.encode()).hexdigest(),
@@ -236,8 +271,24 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest) -> dict[st
     }
 
 
+def _initial_weights(engine: Engine, saved: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Entry of job.json on initial weights that are not the job's own: of this call, or of the run that goes on."""
+    if engine.taken is not None:
+        return engine.taken.to_json()
+    found: dict[str, Any] | None = (saved or {}).get("initial_weights")
+    return found
+
+
+def _without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:
+    return RunDirectoryError(
+        given="--resume of a run without any checkpoint",
+        conflict=f"it began with weights of {began['from']} (SHA-256 {began['sha256']}), which no checkpoint has",
+        remedy=f"start anew with --init-from {began['from']} and another --out",
+    )
+
+
 # A resume may change how long and what happens at a bad step; everything else is what was trained.
-_MAY_CHANGE = ("file", "given", "stop_after", "length", "on_nonfinite", "versions", "certificate")
+_MAY_CHANGE = ("file", "why_grains", "given", "stop_after", "length", "on_nonfinite", "versions", "certificate")
 
 
 def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
@@ -249,22 +300,32 @@ def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None
     return certificate.sha256
 
 
-def _refuse_other_job(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises: JobMismatchError where another job was trained; an entry that an older version left out is not compared.
+def _changes(saved: dict[str, Any], now: dict[str, Any], accepted: bool) -> list[str]:
+    """Sentences about differences from the job that was trained; entries that its version left out are not compared.
 
-    A checkpoint whose tensors have other shapes is refused when it is read.
+    A checkpoint whose tensors have other shapes is refused when it is read. Raises: JobMismatchError for differences
+    that are not `accepted`.
     """
     now = json.loads(json.dumps(now))
-    differing = [n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]]
-    if differing:
-        raise JobMismatchError(
-            given="\n".join(f"{name} = {now[name]}" for name in differing),
-            conflict="the run to resume has " + ", ".join(f"{name} = {saved.get(name)}" for name in differing),
-            remedy="resume with the job and settings that the run began with, or start anew with another --out",
-        )
+    given, held = [], []
+    for name in (n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]):
+        if name == "code":
+            given += [f"another {place}" for place in changed(saved[name], now[name])]
+        else:
+            given.append(f"{name} = {now[name]}")
+            held.append(f"{name} = {saved[name]}")
+    if not given or accepted:
+        return [f"the job was changed, as accepted: {text}" for text in given]
+    raise JobMismatchError(
+        given="\n".join(given),
+        conflict="the run to resume has " + ", ".join(held or ["begun with other code there"]),
+        remedy="resume with the job and settings that the run began with; add --accept-changes where the steps from "
+        "here on are to be computed by the job as it is now; or start anew with another --out",
+    )
 
 
-def _begin(directory: RunDirectory, plan: Plan, description: dict[str, Any]) -> None:
+def _begin(directory: RunDirectory, engine: Engine, description: dict[str, Any]) -> None:
     directory.path.mkdir(parents=True, exist_ok=True)
-    write_file(directory.plan, plan_text(plan))
+    write_file(directory.plan, plan_text(engine.plan))
+    save_config(engine.model, directory.model)
     write_file(directory.job, json.dumps(description, indent=2) + "\n")

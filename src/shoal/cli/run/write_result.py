@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from shoal.checkpoint.keeper import RunState
+from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import sha256_of
 from shoal.distributed.failures import to_json
 from shoal.distributed.process_setup import versions
 from shoal.errors import ShoalError, StorageError
 from shoal.hardware.values import kind_of
-from shoal.parallel.model_sums import whole_tensors
+from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.plan import Plan
 from shoal.runs.directory import write_file
@@ -45,6 +45,7 @@ class Result:
     first_step_at: float | None = None
     recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
     peak_bytes: int | None = None
+    restarts: int = 0
 
     def take(self, record: StepRecord) -> None:
         """Counts a finished step."""
@@ -69,6 +70,7 @@ class Result:
             train_loss=state.loss,
             metrics={k: v for k, v in outcome.metrics.items() if math.isfinite(v)},
             eval_samples=outcome.eval_samples,
+            best=state.best,
             weights_sha256=sha256_of(
                 whole for _, whole in whole_tensors(engine.sharded_model, engine.sharded_model.state_dict())
             ),
@@ -77,6 +79,7 @@ class Result:
             wall_seconds=time.time() - self.started_at,
             first_step_seconds=self.first_step_at - self.started_at if self.first_step_at else None,
             resumed_from=self.resumed_from,
+            restarts=self.restarts,
             skipped_steps=state.skipped_steps,
             compression=compression.to_json() if compression is not None else None,
             certificate=self.certificate,
@@ -148,7 +151,7 @@ def _measured(engine: Engine, outcome: Outcome) -> dict[str, Any]:
             outcome.state.computation or {"grains_per_microbatch": 1, "buffers": ()}
         )
         grains = engine.order.grains(found["step"] - 1)
-        shares = Shares(engine.job.grains, grains, computation.effective_grains, computation.buffers)
+        shares = Shares(engine.job.num_grains, grains, computation.effective_grains, computation.buffers)
         try:
             step = describe(engine.sharded_model, engine.updater.optimizer, engine.plan, engine.precision, shares)
             found["predicted"] = predicted(_plan_at(engine, found["step"]), step, mesh.rank)

@@ -16,19 +16,10 @@ from shoal.errors import CollectiveError
 
 Operation = Literal["sum", "max", "min"]
 OPERATIONS: tuple[Operation, ...] = ("sum", "max", "min")
-# The dtypes that every algorithm takes; their places in this list are what ranks tell each other.
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int32,
-    torch.int64,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-)
 NARROW = (torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+# The dtypes that every algorithm takes; their places in this list are what ranks tell each other.
+DTYPES = (torch.float32, torch.float64, *NARROW, *_INTEGERS)
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier")
 
 
@@ -39,22 +30,16 @@ class Handle(Protocol):
         """Returns when the result is there. Raises: what the collective raises."""
 
 
-class Done:
-    """Handle of a collective that is finished already."""
-
-    def wait(self) -> None:
-        """Nothing is left to do."""
-
-
+@dataclass(frozen=True)
 class Waiting:
-    """Handle of work on a collective's own thread."""
+    """Handle of work on a collective's own thread, or of none that is left."""
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    future: Future[None] | None = None
 
     def wait(self) -> None:
         """Waits for the thread."""
-        self._future.result()
+        if self.future is not None:
+            self.future.result()
 
 
 @dataclass(frozen=True)
@@ -162,12 +147,8 @@ def call_in_words(numbers: Sequence[int]) -> str:
 
 def combine(op: Operation, first: Tensor, second: Tensor, out: Tensor) -> None:
     """out = first op second, elementwise; `out` may be one of them."""
-    if op == "sum":
-        torch.add(first, second, out=out)
-    elif op == "max":
-        torch.maximum(first, second, out=out)
-    else:
-        torch.minimum(first, second, out=out)
+    by_name: dict[Operation, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    by_name[op](first, second, out=out)
 
 
 def reduce_in_order(op: Operation, values: list[Tensor], out: Tensor, wide: Tensor | None = None) -> None:
@@ -264,7 +245,7 @@ class Threaded(Collective):
             self._last.exception()
             self._last = None
         work()
-        return Done()
+        return Waiting()
 
     def close(self) -> None:
         if self._thread is not None:

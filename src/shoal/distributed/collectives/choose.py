@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.distributed.collectives.base import Collective, Team
-from shoal.distributed.collectives.exact.fixed_tree import TreeSum
+from shoal.distributed.collectives.fixed_tree import SharedTreeSum, TreeSum
 from shoal.distributed.collectives.native import Native
 from shoal.distributed.mesh import COLLECTIVE_TIMEOUT
 from shoal.errors import PlanError
@@ -22,7 +22,6 @@ def open_tree(name: str, num_grains: int, like: Tensor, timeout: timedelta = COL
     """
     if name == "native" or not dist.is_initialized():
         return TreeSum(num_grains, like)
-    from shoal.distributed.collectives.exact.shared_tree import SharedTreeSum
     from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 
     collective = open_collective(name, Team(), like.device, timeout)
@@ -60,14 +59,8 @@ def open_collective(name: str, team: Team, device: torch.device, timeout: timede
         from shoal.distributed.collectives.hierarchical import Hierarchical
 
         return Hierarchical(team, timeout)
+    from shoal.distributed.collectives.messages import RecursiveDoubling, Ring, Tree
+
     if name == "ring":
-        from shoal.distributed.collectives.ring import Ring
-
         return Ring(team, timeout)
-    if name == "tree":
-        from shoal.distributed.collectives.tree import Tree
-
-        return Tree(team, timeout)
-    from shoal.distributed.collectives.recursive_doubling import RecursiveDoubling
-
-    return RecursiveDoubling(team, timeout)
+    return Tree(team, timeout) if name == "tree" else RecursiveDoubling(team, timeout)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.distributed.collectives.base import Collective, Handle, Operation, Team, Threaded
-from shoal.distributed.collectives.ring import Ring
+from shoal.distributed.collectives.messages import Ring
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
 from shoal.distributed.mesh import new_group

@@ -1,23 +1,27 @@
-"""Point-to-point messages between the ranks of a group, by torch.distributed, and the errors of failed ones."""
+"""All-reduces by point-to-point messages of torch.distributed: ring, double binary tree, halving and doubling.
+
+Each sum is made on one rank, or of the same two numbers on both: all ranks have the same bits.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.distributed.collectives.base import Operation, Team, Threaded, call_in_words, call_numbers
+from shoal.distributed.collectives.base import Operation, Team, Threaded, call_in_words, call_numbers, combine
 from shoal.distributed.collectives.shared_memory.peers import has_ended
 from shoal.distributed.collectives.shared_memory.region import exchanged, place_of_process
 from shoal.distributed.mesh import new_group
 from shoal.errors import CollectiveError, PeerError
-from shoal.plans.accounting.all_reduce import HEADER_BYTES
+from shoal.plans.accounting.all_reduce import HEADER_BYTES, Halving, doubles, halving, place_in_tree, segments
+from shoal.plans.accounting.partition import cuts
 
 # How long a rank whose message failed looks for the one that died.
 _PATIENCE_SECONDS = 0.5
@@ -138,3 +142,132 @@ class ByMessages(Threaded):
             distance *= 2
         for message in sent:
             message.wait()
+
+
+class Ring(ByMessages):
+    """Ring: each rank sends to the next only; a reduce-scatter once around, then an all-gather once around.
+
+    Messages: 2 (P - 1) and a header. Bytes: 2 N (P - 1) / P, as few as there can be. It wins for large tensors between
+    hosts of equal links; its latency grows with P. Sums are made in the order of the ring; 16-bit values are rounded at
+    each hop.
+    """
+
+    name = "ring"
+
+    def _reduce(self, flat: Tensor, op: Operation) -> None:
+        places = cuts(flat.numel(), self.world_size)
+        parts = [flat[places[p] : places[p + 1]] for p in range(self.world_size)]
+        room = torch.empty_like(max(parts, key=len))
+        for step in range(self.world_size - 1):
+            out, into = parts[self._before(1 + step)], parts[self._before(2 + step)]
+            arrived = room[: len(into)]
+            self._shift(out, arrived)
+            combine(op, arrived, into, into)
+        self._gather(parts)
+
+    def _gather(self, parts: Sequence[Tensor]) -> None:
+        for step in range(self.world_size - 1):
+            self._shift(parts[self._before(step)], parts[self._before(1 + step)])
+
+    def _shift(self, out: Tensor, into: Tensor) -> None:
+        self._messages.exchange(out, (self.rank + 1) % self.world_size, into, self._before(1))
+
+    def _before(self, steps: int) -> int:
+        return (self.rank - steps) % self.world_size
+
+
+_UP, _DOWN = 0, 1
+
+
+class Tree(ByMessages):
+    """Double binary tree: one for each half of the tensor; sums go up, the result down, in pieces.
+
+    Messages: for each piece one to the parent and one to each child. Bytes: at most 2 N a rank, and about N where a
+    rank passes on in neither tree. It wins for small and middling tensors on many ranks: 2 log2 P steps deep where a
+    ring is 2 (P - 1).
+    """
+
+    name = "tree"
+
+    def _reduce(self, flat: Tensor, op: Operation) -> None:
+        if self.world_size == 1:
+            return
+        half = flat.numel() // 2
+        pieces = [
+            list(part.split(segments(part.numel(), part.itemsize))) if part.numel() else []
+            for part in (flat[:half], flat[half:])
+        ]
+        most = max(map(len, pieces))
+        rounds = [(tree, pieces[tree][n]) for n in range(most) for tree in (0, 1) if n < len(pieces[tree])]
+        for tree, piece in rounds:
+            self._up(tree, piece, op)
+        sent = [message for tree, piece in rounds for message in self._down(tree, piece)]
+        for message in sent:
+            message.wait()
+
+    def _up(self, tree: int, piece: Tensor, op: Operation) -> None:
+        place = place_in_tree(self.rank, self.world_size, tree)
+        rooms = [torch.empty_like(piece) for _ in place.children]
+        arriving = [self._messages.receive(r, c, _tag(tree, _UP)) for r, c in zip(rooms, place.children, strict=True)]
+        for message, room in zip(arriving, rooms, strict=True):
+            message.wait()
+            combine(op, room, piece, piece)
+        if place.parent is not None:
+            # The parent's answer arrives in the piece itself: it may only be sent from a copy, or waited for.
+            self._messages.send(piece, place.parent, _tag(tree, _UP)).wait()
+
+    def _down(self, tree: int, piece: Tensor) -> list[Message]:
+        place = place_in_tree(self.rank, self.world_size, tree)
+        if place.parent is not None:
+            self._messages.receive(piece, place.parent, _tag(tree, _DOWN)).wait()
+        return [self._messages.send(piece, child, _tag(tree, _DOWN)) for child in place.children]
+
+
+def _tag(tree: int, direction: int) -> int:
+    """Of two ranks one may be above the other in both trees, in either direction."""
+    return 1 + 2 * tree + direction
+
+
+class RecursiveDoubling(ByMessages):
+    """Recursive halving and doubling: partners at half the distance each time exchange half of their common part.
+
+    Messages: 2 log2 P. Bytes: 2 N (P - 1) / P for a power of two; else the ranks beyond it fold into others first, N
+    more each. Small tensors are exchanged whole: log2 P messages of N. It wins for small tensors on a power of two of
+    ranks.
+    """
+
+    name = "recursive_doubling"
+
+    def _reduce(self, flat: Tensor, op: Operation) -> None:
+        if self.world_size == 1:
+            return
+        way = halving(flat.numel(), self.rank, self.world_size)
+        if way.folds_into is not None:
+            self._messages.send(flat, way.folds_into).wait()
+            self._messages.receive(flat, way.folds_into).wait()
+            return
+        room = torch.empty_like(flat)
+        if way.folded is not None:
+            self._messages.receive(room, way.folded).wait()
+            combine(op, room, flat, flat)
+        if doubles(flat.numel(), flat.itemsize):
+            self._exchange_whole(way, flat, room, op)
+        else:
+            self._halve_and_double(way, flat, room, op)
+        if way.folded is not None:
+            self._messages.send(flat, way.folded).wait()
+
+    def _exchange_whole(self, way: Halving, flat: Tensor, room: Tensor, op: Operation) -> None:
+        for step in way.exchanges:
+            self._messages.exchange(flat, step.partner, room, step.partner)
+            pair = (room, flat) if step.partner < self.rank else (flat, room)
+            combine(op, *pair, flat)
+
+    def _halve_and_double(self, way: Halving, flat: Tensor, room: Tensor, op: Operation) -> None:
+        for step in way.exchanges:
+            arrived, kept = room[slice(*step.kept)], flat[slice(*step.kept)]
+            self._messages.exchange(flat[slice(*step.given)], step.partner, arrived, step.partner)
+            combine(op, arrived, kept, kept)
+        for step in reversed(way.exchanges):
+            out, into = flat[slice(*step.kept)], flat[slice(*step.given)]
+            self._messages.exchange(out, step.partner, into, step.partner)

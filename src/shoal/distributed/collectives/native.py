@@ -64,9 +64,8 @@ class Native(Collective):
         return self._begun(_NativeWork(work), asynchronous)
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
-        return self._begun(
-            _NativeWork(dist.broadcast(tensor, group=self.group, group_src=root, async_op=True)), asynchronous
-        )
+        work = dist.broadcast(tensor, group=self.group, group_src=root, async_op=True)
+        return self._begun(_NativeWork(work), asynchronous)
 
     @staticmethod
     def _begun(work: _NativeWork, asynchronous: bool) -> Handle:

@@ -13,8 +13,8 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from dataclasses import dataclass
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,7 @@ from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.grain_randomness import belongs_to_grains
 from shoal.numerics.precision import Precision
 from shoal.parallel.blocks.recompute import Recomputed, recomputed
-from shoal.parallel.model.repeated_blocks import repeated_blocks
+from shoal.parallel.model.structure import repeated_blocks
 from shoal.plans.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def compile_blocks(model: nn.Module, plan: Plan, precision: Precision, pipeline:
     _require_compiler(precision.device)
     backend = Backend(_options(kind, precision.device, plan.execution.exact), plan.execution.exact)
     if pipeline is not None:  # what a stage receives and sends stays outside of the graphs
-        return pipeline.compile(lambda name, forward: Compiled(name, forward, backend))
+        return pipeline.stages.compile(lambda name, forward: Compiled(name, forward, backend))
     blocks: list[Recomputed] = recomputed(model)
     for block in blocks:  # the compiled forward is what is called again in the backward
         block.forward = Compiled(block.name, block.forward, backend)
@@ -88,7 +88,8 @@ def _require_compiler(device: torch.device) -> None:
 
 def _options(kind: str, device: torch.device, exact: bool) -> dict[str, Any]:
     """Inductor's, for a mode of torch.compile; prepares this process for compiling."""
-    dynamo, inductor = _compilers()
+    # Loaded only here: they take more than a second.
+    dynamo, inductor = importlib.import_module("torch._dynamo"), importlib.import_module("torch._inductor")
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _MOST_GRAPHS)
     dynamo.config.accumulated_recompile_limit = max(dynamo.config.accumulated_recompile_limit, 4 * _MOST_GRAPHS)
     # Of torch's own making: to capture a graph it looks at `.grad` of every tensor.
@@ -106,11 +107,6 @@ def _options(kind: str, device: torch.device, exact: bool) -> dict[str, Any]:
     if exact and hasattr(inductor.config, "deterministic"):
         options["deterministic"] = True
     return options
-
-
-def _compilers() -> tuple[ModuleType, ModuleType]:
-    """torch._dynamo and torch._inductor, loaded only here: they take more than a second."""
-    return importlib.import_module("torch._dynamo"), importlib.import_module("torch._inductor")
 
 
 class Compiled:
@@ -170,11 +166,11 @@ class Backend:
     options: dict[str, Any]
     exact: bool
     compiler: str | Callable[..., Any] = "inductor"
-    dynamic: bool | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        # Exact: a graph a shape, so that which shapes a rank has seen before does not decide which kernels it takes.
-        object.__setattr__(self, "dynamic", False if self.exact else None)
+    @property
+    def dynamic(self) -> bool | None:
+        """Exact: a graph a shape, so that which shapes a rank has seen does not decide which kernels it takes."""
+        return False if self.exact else None
 
     def __deepcopy__(self, memo: Any) -> Backend:
         return self

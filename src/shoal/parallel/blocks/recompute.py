@@ -9,20 +9,23 @@ from __future__ import annotations
 import contextlib
 import random
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.grain_randomness import python_generators
 from shoal.numerics.isolation import ReentrantContext, python_generators_kept
-from shoal.numerics.operators import tensors_in
-from shoal.parallel.blocks.selective import SavedResults
-from shoal.parallel.model.repeated_blocks import Block, parts, repeated_blocks
+from shoal.numerics.operators import replace_leaves, roles, storage_key, tensors_in
+from shoal.parallel.model.structure import Block, parts, repeated_blocks
 
 # What layers of transformers call the keys and values that they add to: twice, where they are computed again.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -100,11 +103,15 @@ class Recomputed:
         kept = SavedResults() if self.kind == "selective" else None
 
         def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
-            return kept or contextlib.nullcontext(), ReentrantContext(lambda: _again(moment, kept))
+            return kept or contextlib.nullcontext(), ReentrantContext(lambda: moment.again(kept))
 
         output = checkpoint(self.forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if [tensor._version for tensor in inputs] != versions:
-            raise self._changes_its_input()
+            raise PlanError(
+                given=f"memory.recompute = {self.kind!r} with {self.name}, which changes its input in place",
+                conflict="what it is computed from is gone when it is computed again",
+                remedy="begin the block with an operation that is not in place, or write memory.recompute = 'none'",
+            )
         if kept is not None:
             kept.forget(output)
         self._learn(buffers, generators)
@@ -159,13 +166,6 @@ class Recomputed:
             kwargs = {**kwargs, name: None}
         return {**kwargs, "use_cache": False} if kwargs.get("use_cache") else kwargs
 
-    def _changes_its_input(self) -> PlanError:
-        return PlanError(
-            given=f"memory.recompute = {self.kind!r} with {self.name}, which changes its input in place",
-            conflict="what it is computed from is gone when it is computed again",
-            remedy="begin the block with an operation that is not in place, or write memory.recompute = 'none'",
-        )
-
 
 class _Segments:
     """The forward of a Sequential of which some children are computed again together."""
@@ -177,11 +177,11 @@ class _Segments:
         for block in blocks:
             assert block.children is not None
             start, stop = block.children
-            self.steps += [_SequentialRun(sequence, i, i + 1) for i in range(at, start)]
+            self.steps += [partial(_run, sequence, i, i + 1) for i in range(at, start)]
             modules = list(sequence.children())[start:stop]
-            self.steps.append(Recomputed(block.name, modules, _SequentialRun(sequence, start, stop), kind))
+            self.steps.append(Recomputed(block.name, modules, partial(_run, sequence, start, stop), kind))
             at = stop
-        self.steps += [_SequentialRun(sequence, at, len(list(sequence.children())))]
+        self.steps += [partial(_run, sequence, at, None)]
 
     def __call__(self, input: Any) -> Any:
         for step in self.steps:
@@ -189,16 +189,11 @@ class _Segments:
         return input
 
 
-class _SequentialRun:
+def _run(sequence: nn.Module, start: int, stop: int | None, input: Any) -> Any:
     """Calls some children of a Sequential one after the other."""
-
-    def __init__(self, sequence: nn.Module, start: int, stop: int) -> None:
-        self._sequence, self._start, self._stop = sequence, start, stop
-
-    def __call__(self, input: Any) -> Any:
-        for child in list(self._sequence.children())[self._start : self._stop]:
-            input = child(input)
-        return input
+    for child in list(sequence.children())[start:stop]:
+        input = child(input)
+    return input
 
 
 class _Moment:
@@ -208,8 +203,8 @@ class _Moment:
         self._buffers, self.generators = buffers, generators
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """A context in which things are as they were then; afterwards they are as before it, whatever was done."""
+    def again(self, kept: SavedResults | None) -> Iterator[None]:
+        """The context of one recomputation, in which things are as they were then; afterwards as before it."""
         now = [home[key] for home, key, _ in self._buffers]
         with contextlib.nullcontext() if self.generators is None else python_generators_kept():
             try:
@@ -218,14 +213,114 @@ class _Moment:
                 if self.generators is not None:
                     random.setstate(self.generators[0])
                     np.random.set_state(self.generators[1])
-                yield
+                with kept.again() if kept is not None else contextlib.nullcontext():
+                    yield
             finally:
                 for (home, key, _), value in zip(self._buffers, now, strict=True):
                     home[key] = value
 
 
-@contextlib.contextmanager
-def _again(moment: _Moment, kept: SavedResults | None) -> Iterator[None]:
-    """The context of one recomputation."""
-    with moment.again(), kept.again() if kept is not None else contextlib.nullcontext():
-        yield
+_aten = torch.ops.aten
+# What takes time to compute. Everything else reads and writes memory, as keeping its result would.
+KEPT_NAMES = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+_KEPT = frozenset(getattr(_aten, name).default for name in KEPT_NAMES if hasattr(_aten, name))
+
+
+@dataclass
+class _Result:
+    """What one call gave; None where it has to be computed again."""
+
+    value: Any
+
+
+class SavedResults(TorchDispatchMode):
+    """Context around the forward of a block, which saves results; `again` is the one around its recomputation.
+
+    torch's create_selective_checkpoint_contexts does the same, but raises where what was kept is changed in place, as
+    by the ReLU(inplace=True) after a convolution, and draws other random numbers where it leaves out one that draws.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results: dict[Any, list[_Result]] = defaultdict(list)
+        self._by_storage: dict[int, _Result] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if self._by_storage and schema is not None and schema.is_mutable:
+            for tensor in roles(func, args, kwargs)[0]:
+                result = self._by_storage.pop(storage_key(tensor), None)
+                if result is not None:
+                    result.value = replace_leaves(result.value, Tensor, Tensor.clone)
+        out = func(*args, **kwargs)
+        if func in _KEPT:
+            # Not the tensors themselves, to which autograd ties the graph that made them.
+            result = _Result(None if _draws(func, args, kwargs) else replace_leaves(out, Tensor, Tensor.detach))
+            self.results[func].append(result)
+            for tensor in tensors_in(result.value):
+                self._by_storage[storage_key(tensor)] = result
+        return out
+
+    def forget(self, output: Any) -> None:
+        """Drops what the block gives out: whoever has it may change it, and the block itself is done with it."""
+        for tensor in tensors_in(output):
+            result = self._by_storage.pop(storage_key(tensor), None)
+            if result is not None:
+                result.value = None
+        self._by_storage = {}
+
+    def again(self) -> TorchDispatchMode:
+        """Each result serves once; a second recomputation (a graph that is retained) computes everything."""
+        return _RecallResults(self.results)
+
+
+class _RecallResults(TorchDispatchMode):
+    def __init__(self, results: dict[Any, list[_Result]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results = results
+        self._counts: dict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _KEPT:
+            number = self._counts[func]
+            self._counts[func] += 1
+            results = self._results.get(func, [])
+            result = results[number] if number < len(results) else _Result(None)
+            if result.value is not None:
+                value, result.value = result.value, None
+                return value
+        return func(*args, **(kwargs or {}))
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it moves the generator on, which the recomputation has to do as well."""
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool((args[number] if number < len(args) else kwargs.get("dropout_p", 0.0)) != 0.0)
+    return False

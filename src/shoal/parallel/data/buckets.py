@@ -7,8 +7,9 @@ that its loss did not touch: see docs/decisions/0003-gradient-buckets.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +21,7 @@ from shoal.parallel.base import Flags
 from shoal.plans.accounting.partition import GLOO_BUCKET_BYTES, NCCL_BUCKET_BYTES, divide_into_buckets
 
 if TYPE_CHECKING:
-    from shoal.distributed.collectives.compression.compressed_sum import Compression
-    from shoal.distributed.collectives.compression.guard import Comparison
+    from shoal.distributed.collectives.compression.compressed_sum import Comparison, Compression
 
 _NUM_FLAGS = 2
 
@@ -76,7 +76,7 @@ class GradientBuckets:
         # under reentrant checkpointing a shared parameter's fires more than once.
         self._overlap = False
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(i))
+            p.register_post_accumulate_grad_hook(partial(self._hook, i))
             for i, p in enumerate(self._parameters)
             if not self._plain
         ]
@@ -148,27 +148,24 @@ class GradientBuckets:
         self._armed = self._overlap and self._world_size > 1
         self._fired_before = list(self._fired)
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            if not self._open:
-                return
-            bucket, view = self._place[index]
-            gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse:
-                gradient = parameter.grad = gradient.to_dense()
-            if gradient is None or self._dtype != parameter.dtype:
-                self._accumulate(index, view, parameter)
-            elif gradient.data_ptr() != view.data_ptr():
-                view.copy_(gradient)
-                parameter.grad = view
-            self._fired[index] += 1
-            if self._armed:
-                if self._fired_before and self._fired[index] > self._fired_before[index] + 1:
-                    raise RuntimeError("a gradient changed after its all-reduce began")
-                bucket.pending -= 1
-                self._launch_complete()
-
-        return hook
+    def _hook(self, index: int, parameter: Tensor) -> None:
+        if not self._open:
+            return
+        bucket, view = self._place[index]
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
+            gradient = parameter.grad = gradient.to_dense()
+        if gradient is None or self._dtype != parameter.dtype:
+            self._accumulate(index, view, parameter)
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            parameter.grad = view
+        self._fired[index] += 1
+        if self._armed:
+            if self._fired_before and self._fired[index] > self._fired_before[index] + 1:
+                raise RuntimeError("a gradient changed after its all-reduce began")
+            bucket.pending -= 1
+            self._launch_complete()
 
     def _accumulate(self, index: int, view: Tensor, parameter: Tensor) -> None:
         """A narrow parameter's gradient, added up in the reduce dtype rather than in its own."""
@@ -191,16 +188,6 @@ class GradientBuckets:
             bucket.work = self._collective.all_reduce(bucket.flat, asynchronous=True)
         self._launched += 1
 
-    def _zero_missing(self, first: int) -> None:
-        for i in (i for bucket in self._buckets[first:] for i in bucket.members):
-            if not self._fired[i]:
-                self._place[i][1].zero_()
-
-    @property
-    def carries_extras(self) -> bool:
-        """Whether the buffers have float32's precision."""
-        return self._dtype == torch.float32
-
     def finish(self, flags: Flags, extras: Tensor) -> tuple[Flags, Tensor]:
         """Sends what is left, waits for all, and gives every used parameter its summed gradient.
 
@@ -212,7 +199,9 @@ class GradientBuckets:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
             return flags, extras.cpu()
-        self._zero_missing(self._launched)
+        for i in (i for bucket in self._buckets[self._launched :] for i in bucket.members):
+            if not self._fired[i]:
+                self._place[i][1].zero_()
         if self._fired_before is not None and not self._overlap:
             self._overlap = all(a <= b + 1 for a, b in zip(self._fired, self._fired_before, strict=True))
         used = [float(count > 0) for count in self._fired]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from shoal.data.microbatch import Microbatch
-from shoal.distributed.collectives.exact.fixed_tree import evaluate
+from shoal.data.loader import Microbatch
+from shoal.distributed.collectives.fixed_tree import evaluate
 from shoal.job import Progress
 from shoal.numerics.flat import raw_bytes, views_of
 from shoal.numerics.gradient_norm import global_norm
@@ -102,10 +103,7 @@ def combine(values: Mapping[Range, T], num_grains: int, add: Callable[[T, T], T]
     """The sum over all nodes: by the fixed tree, or else in the order of the grains; whoever sent them, and when."""
     if exact:
         return evaluate(values, num_grains, add)
-    total: T | None = None
-    for node in sorted(values):
-        total = values[node] if total is None else add(total, values[node])
-    return total
+    return reduce(add, (values[node] for node in sorted(values))) if values else None
 
 
 def divide_parameters(sizes: Mapping[str, int], num_servers: int) -> list[list[str]]:
@@ -192,9 +190,8 @@ class ServerShard:
         total = combine(nodes, self._num_grains, torch.add, exact=self._exact)
         used = {place for push in staged.values() for place in push.used}
         assert total is not None, "a step has a part"
-        for place, (parameter, view) in enumerate(
-            zip(self._parameters, views_of(total, self._parameters), strict=True)
-        ):
+        pairs = zip(self._parameters, views_of(total, self._parameters), strict=True)
+        for place, (parameter, view) in enumerate(pairs):
             parameter.grad = view.to(parameter.dtype) if place in used else None
         return [None if p.grad is None else global_norm([p.grad]) for p in self._parameters]
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import Microbatch
 from shoal.distributed.collectives.base import Team
 from shoal.distributed.collectives.choose import open_collective
-from shoal.distributed.collectives.exact.fixed_tree import TreeSum, evaluate
+from shoal.distributed.collectives.fixed_tree import TreeSum, evaluate
 from shoal.numerics.flat import views_of
-from shoal.parallel.autograd_engine import run_backward
+from shoal.parallel.backward import run_backward
 from shoal.parallel.base import NUM_SUMS, WEIGHT, AccumulatingStrategy, Flags, Mark, StepSums, Strategy
 from shoal.parallel.data.buckets import GradientBuckets
 from shoal.parallel.model.sharded_model import ShardedModel
@@ -48,7 +48,7 @@ class DataParallel(AccumulatingStrategy):
                 from shoal.distributed.collectives.compression.compressed_sum import Compression
 
                 self.compression = Compression(collective, plan.collectives.compression, plan.compression)
-        self._factor = 1.0
+        self._factor, self._reduce = 1.0, reduce
         self._buckets = GradientBuckets(parameters, reduce, mesh.num_data_ranks, collective, self.compression)
 
     def begin(self, step: int = 0, factor: float = 1.0) -> None:
@@ -70,12 +70,9 @@ class DataParallel(AccumulatingStrategy):
         """
         sums = self._own_sums(num_sums)
         world_size = self._mesh.world_size
-        if world_size == 1:
+        if world_size == 1 or self._reduce != torch.float32 or self._mesh.num_data_ranks < world_size:
             flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
-            return StepSums(sums.cpu().numpy(), flags)
-        if not self._buckets.carries_extras or self._mesh.num_data_ranks < world_size:
-            flags, _ = self._buckets.finish(flags, torch.empty(0, device=self._mesh.device))
-            return all_sums(sums, flags)
+            return StepSums(sums.cpu().numpy(), flags) if world_size == 1 else all_sums(sums, flags)
         rows = torch.zeros(world_size, len(row))
         rows[self._mesh.rank] = torch.tensor(row)
         extras = torch.cat([to_limbs(sums.to(self._mesh.device)), rows.flatten().to(self._mesh.device)])
@@ -121,6 +118,7 @@ class ExactDataParallel(Strategy):
         self._tree.clear()
         self._rows: dict[int, Tensor] = {}
         self._used = torch.zeros(len(self._parameters), dtype=torch.float64)
+        self._known = [False] * len(self._parameters)
         self._clear()
 
     def _clear(self) -> None:
@@ -130,23 +128,34 @@ class ExactDataParallel(Strategy):
     def backward(self, microbatch: Microbatch, total: Tensor, sums: Tensor, last: bool) -> None:
         run_backward(total)
         grain = microbatch.grains[0].index
+        with torch._C.DisableTorchFunction():  # of the grain's scope: nothing here is the model's
+            self._tree.add(grain, self._taken())
+        self._clear()
+        self._rows[grain] = sums
+
+    def _taken(self) -> Tensor:
+        """The gradient as one vector, zero where a parameter has none."""
         flat = self._tree.empty()
+        into, gradients = [], []
         for i, (parameter, view) in enumerate(zip(self._parameters, views_of(flat, self._parameters), strict=True)):
             if parameter.grad is None:
                 view.zero_()
                 continue
-            self._used[i] = 1.0
-            view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
-        self._clear()
-        self._tree.add(grain, flat)
-        self._rows[grain] = sums
+            into.append(view)
+            gradients.append(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+            if not self._known[i]:
+                self._used[i], self._known[i] = 1.0, True
+        if into:
+            torch._foreach_copy_(into, gradients)
+        return flat
 
     def _sum(self, flags: Flags, num_sums: int, row: list[float]) -> StepSums:
         """The sums by the tree. Collective: all ranks; two all-reduces of the grains' sums, then the tree's own."""
         table = torch.zeros(self._num_grains, num_sums + 1, dtype=torch.float64)
-        for grain, own in self._rows.items():
-            table[grain, 0] = self._mesh.rank + 1
-            table[grain, 1 : 1 + len(own)] = own.cpu()
+        if self._rows:
+            own, grains = torch.stack(list(self._rows.values())).cpu(), torch.tensor(list(self._rows))
+            table[grains, 0] = self._mesh.rank + 1.0
+            table[grains, 1 : 1 + own.shape[1]] = own
         status = torch.cat([torch.tensor([flags.errors, flags.redo], dtype=torch.float64), self._used])
         if self._mesh.world_size > 1:
             # Each row has one writer and is zero elsewhere: this sum only moves values and changes no bit of them.
@@ -158,13 +167,10 @@ class ExactDataParallel(Strategy):
         total = evaluate(present, self._num_grains, torch.Tensor.add)
         sums = torch.zeros(max(num_sums, NUM_SUMS), dtype=torch.float64) if total is None else total
         if not flags.errors and not flags.redo:
-            self._assign(self._tree.total(holders, self._mesh.rank), status[2:])
+            views = views_of(self._tree.total(holders, self._mesh.rank), self._parameters)
+            for parameter, view, is_used in zip(self._parameters, views, status[2:].tolist(), strict=True):
+                parameter.grad = view.to(parameter.dtype) if is_used else None
         return StepSums(sums.numpy(), flags)
-
-    def _assign(self, flat: Tensor, used: Tensor) -> None:
-        views = views_of(flat, self._parameters)
-        for parameter, view, is_used in zip(self._parameters, views, used.tolist(), strict=True):
-            parameter.grad = view.to(parameter.dtype) if is_used else None
 
     def gradient_buffers(self) -> list[Tensor]:
         return self._tree.buffers()

@@ -31,7 +31,7 @@ _UNSHAPED = UninitializedParameter, UninitializedBuffer
 
 
 class Values:
-    """Initial values of a model's parameters and buffers, by name; `note` says why they are in memory, None if not."""
+    """Initial values of a model's parameters and buffers, by all names; `note` says why they are in memory, if so."""
 
     def __init__(
         self, tape: Tape, places: dict[str, TensorRef | Tensor], again: Callable[[], Values], note: str | None
@@ -40,11 +40,6 @@ class Values:
         self._tape = tape
         self._places = places
         self._again = again
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names; a tensor with several is under each."""
-        return tuple(self._places)
 
     def whole(self, name: str) -> Tensor:
         """The value on the CPU, owned by the caller, bit for bit that of plain construction.

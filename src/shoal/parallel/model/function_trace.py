@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.numerics.operators import replace_leaves, tensors_in
+from shoal.parallel.model.value_free import value_free, without_reals, without_values
 
 DROPOUTS = (F.dropout, torch.dropout)
 
@@ -51,11 +52,17 @@ class FunctionTrace(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._alive: list[Tensor] = []
+        self._sources: dict[int, Any] = {}  # by id of a tensor: what it is made of
         self._handles: list[Any] = []
 
     def seen(self, call: FunctionCall) -> None:
         """Takes note of a call that has returned."""
         raise NotImplementedError
+
+    def mark(self, tensor: Tensor, sources: Any) -> None:
+        """Notes what a tensor is made of."""
+        self._alive.append(tensor)
+        self._sources[id(tensor)] = sources
 
     def hook(self, module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> None:
         """Calls `before(module, args, kwargs)` and `after(module, args, output)` around a module's forward."""
@@ -78,14 +85,8 @@ class FunctionTrace(TorchFunctionMode):
         self._alive.clear()
 
 
-def twin(model: nn.Module, values: Callable[[str], Tensor] | None) -> nn.Module:
-    """A copy on the meta device, or on the CPU with `values`; what is shared stays shared."""
-
-    def shown(name: str, tensor: Tensor) -> Tensor:
-        if values is None:
-            return tensor.detach().to("meta")
-        return values(name).detach().to("cpu", tensor.dtype, copy=True)
-
+def twin(model: nn.Module, shown: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A copy with `shown(name, tensor)` in the places of parameters and buffers; what is shared stays shared."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         memo[id(parameter)] = nn.Parameter(shown(name, parameter), requires_grad=parameter.requires_grad)
@@ -96,10 +97,19 @@ def twin(model: nn.Module, values: Callable[[str], Tensor] | None) -> nn.Module:
 
 @contextlib.contextmanager
 def on_copies(model: nn.Module, batch: Any, values: Callable[[str], Tensor] | None) -> Iterator[tuple[nn.Module, Any]]:
-    """A context for a run of a loss on copies of a model and a batch, on the meta device or with `values` by name.
+    """A context for a run of a loss on copies of a model and a batch, value-free or with `values` by name on the CPU.
 
-    No random number of the caller's is drawn.
+    Integers of the batch have their values in either. No random number of the caller's is drawn.
     """
-    device = "meta" if values is None else "cpu"
+
+    def real(name: str, tensor: Tensor) -> Tensor:
+        assert values is not None
+        return values(name).detach().to("cpu", tensor.dtype, copy=True)
+
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        yield twin(model, values), replace_leaves(batch, Tensor, lambda leaf: leaf.detach().to(device))
+        if values is not None:
+            yield twin(model, real), replace_leaves(batch, Tensor, lambda leaf: leaf.detach().cpu())
+            return
+        with value_free() as mode:
+            shown = twin(model, lambda _, tensor: without_values(tensor, mode))
+            yield shown, replace_leaves(batch, Tensor, lambda leaf: without_reals(leaf, mode))

@@ -55,10 +55,6 @@ class TensorRef:
         steps = sum((n - 1) * stride for n, stride in zip(self.size, self.stride, strict=True))
         return 0 if 0 in self.size else (steps + 1) * self.dtype.itemsize
 
-    def scratch(self) -> Tensor:
-        """Real memory of this geometry, with nothing in it."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype)
-
     def same_place(self, tensor: Tensor) -> bool:
         """Whether the tensor has this geometry in its storage."""
         here = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
@@ -86,7 +82,8 @@ class LoggedCall:
 
         def real(ref: TensorRef) -> Tensor:
             if ref.key not in storages and self.writes.get(ref.key):
-                storages[ref.key] = ref.scratch().untyped_storage()  # what was there does not count
+                fresh = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
+                storages[ref.key] = fresh.untyped_storage()  # what was there does not count
             return ref.on(storages[ref.key])
 
         args, kwargs = replace_leaves((self.args, self.kwargs), TensorRef, real)
@@ -161,11 +158,11 @@ class Tape:
 
     def keep(self, keys: set[int]) -> None:
         """Forgets what the storages of these keys do not depend on."""
-        kept: dict[int, list[LoggedCall]] = {}
-        for operation in self.needed(keys):
+        operations = self.needed(keys)
+        self._writers.clear()
+        for operation in operations:
             for key in operation.writes:
-                kept.setdefault(key, []).append(operation)
-        self._writers = kept
+                self._writers.setdefault(key, []).append(operation)
 
 
 def _give_back() -> None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError
+from shoal.numerics.flat import raw_bytes
 from shoal.parallel.model.tensor_slice import TensorSlice
 from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.model_parallel import SlicedBlock, Staged
@@ -138,6 +140,12 @@ class ShardedModel:
             if isinstance(t, Tensor) and not t.is_meta
         }
 
+    def key_names(self) -> dict[str, str]:
+        """Each key of the model's state dict, held by this rank or not, and the name that `tensors` has for it."""
+        names = {id(t): name for name, t in [*self.model.named_parameters(), *self.model.named_buffers()]}
+        found = self.model.state_dict(keep_vars=True)
+        return {key: names[id(t)] for key, t in found.items() if isinstance(t, Tensor) and id(t) in names}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Logical shape of every parameter of the model, on this rank or not."""
         parts = self.division.parts
@@ -205,7 +213,10 @@ class ShardedModel:
 
 def entries(held: TensorSlices) -> dict[str, list[Any]]:
     """Shard as JSON: dtype, shape of the whole, ranges; by path."""
-    return {path: [_name(t.dtype), list(part.shape), part.to_json()] for path, (part, t) in held.items()}
+    return {
+        path: [str(t.dtype).removeprefix("torch."), list(part.shape), part.to_json()]
+        for path, (part, t) in held.items()
+    }
 
 
 def first_holders(told: list[dict[str, Any]], path: str) -> list[int]:
@@ -217,5 +228,57 @@ def first_holders(told: list[dict[str, Any]], path: str) -> list[int]:
     return found
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+# The whole initial value of a parameter or buffer, by its name.
+Whole = Callable[[str], Tensor]
+
+
+def materialise(
+    model: nn.Module, whole: Whole, division: ModelDivision, parameters: torch.device, buffers: torch.device
+) -> None:
+    """Gives every tensor on the meta device memory and this rank's part of its initial value.
+
+    `parameters` and `buffers` are their devices. What is absent stays on the meta device. A parameter under several
+    names stays one. No more than one whole value is in memory at a time.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    made: dict[int, Tensor] = {}
+    for name, tensor in named:
+        if tensor.is_meta and name not in division.absent:
+            part = cut_of(tensor, division.parts.get(name) or TensorSlice.whole(tensor.shape))
+            device = parameters if isinstance(tensor, nn.Parameter) else buffers
+            value = part.take(whole(name)).to(device=device, dtype=tensor.dtype, copy=True).contiguous()
+            value = laid_out(value, tensor)
+            made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    for module in model.modules():
+        for home in (module._parameters, module._buffers):
+            for key, old in home.items():
+                if old is not None and id(old) in made:
+                    home[key] = made[id(old)]  # type: ignore[assignment]
+
+
+def whole_tensors(model: ShardedModel, held: TensorSlices) -> Iterator[tuple[str, Tensor | None]]:
+    """Each path of any rank in order, with the whole tensor on rank 0's CPU and None on the others; one at a time.
+
+    Collective: all ranks, a JSON gather and a message for each part that rank 0 lacks, where anything is divided.
+    """
+    mesh = model.mesh
+    if not model.divides_state or mesh.world_size == 1:
+        for path in sorted(held):
+            yield path, held[path][1].cpu() if mesh.rank == 0 else None
+        return
+    told = mesh.gather_json(entries(held))
+    for path in sorted(set().union(*told)):
+        holders = first_holders(told, path)
+        dtype, shape, _ = told[next(iter(holders))][path]
+        whole = torch.empty(shape, dtype=getattr(torch, dtype)) if mesh.rank == 0 else None
+        for rank in holders:
+            part = TensorSlice.from_json(shape, told[rank][path][2])
+            if mesh.rank == rank != 0:
+                dist.send(raw_bytes(held[path][1].cpu()), 0)
+            elif whole is not None and rank == 0:
+                part.put(whole, held[path][1].cpu())
+            elif whole is not None:
+                received = torch.empty(part.local_shape, dtype=whole.dtype)
+                dist.recv(raw_bytes(received), rank)
+                part.put(whole, received)
+        yield path, whole

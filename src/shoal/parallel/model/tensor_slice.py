@@ -82,13 +82,11 @@ class TensorSlice:
         if self == other:
             target.copy_(source)
             return target.numel()
-        mine, theirs = [], []
-        for own, given in zip(self.ranges, other.ranges, strict=True):
-            _, here, there = np.intersect1d(_indices(own), _indices(given), return_indices=True)
-            if not len(here):
-                return 0
-            mine.append(here)
-            theirs.append(there)
+        pairs = zip(map(_indices, self.ranges), map(_indices, other.ranges), strict=True)
+        common = [np.intersect1d(own, given, return_indices=True)[1:] for own, given in pairs]
+        mine, theirs = [here for here, _ in common], [there for _, there in common]
+        if not all(map(len, mine)):
+            return 0
         found = _block(source, theirs)
         if _are_runs(mine):
             _block(target, mine).copy_(found)
@@ -129,8 +127,7 @@ def _block(tensor: Tensor, places: list[_Places]) -> Tensor:
 
 
 def _mesh(places: list[_Places]) -> tuple[Tensor, ...]:
-    tensors = [torch.from_numpy(p) for p in places]
-    return tuple(t.view([-1 if i == dim else 1 for i in range(len(tensors))]) for dim, t in enumerate(tensors))
+    return tuple(map(torch.from_numpy, np.ix_(*places)))
 
 
 @dataclass(frozen=True)

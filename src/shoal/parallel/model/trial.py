@@ -37,20 +37,44 @@ class ModelTrial:
     values: Values
 
 
-def materialised(model: nn.Module, owner: str, values: Values, generator: torch.Generator) -> nn.Module:
-    """A copy of one module of the model in float64, with the model's values and some noise."""
+def materialised(
+    model: nn.Module,
+    owner: str,
+    values: Values | None,
+    generator: torch.Generator,
+    given: Mapping[int, nn.Parameter] | None = None,
+) -> nn.Module:
+    """A copy of one module of the model in float64, with the model's values and some noise, or random ones.
+
+    `given`: other parameters in the places of its own, by their ids.
+    """
     module = model.get_submodule(owner)
     named = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = dict(given or {})
     for parameter in module.parameters():
+        if id(parameter) in memo:
+            continue
+        noise = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+        if values is None:
+            memo[id(parameter)] = nn.Parameter(noise)
+            continue
         value = values(named[id(parameter)]).detach().to("cpu", torch.float64)
-        noise = torch.randn(value.shape, dtype=torch.float64, generator=generator)
         scale = _NOISE + float(value.std()) * _NOISE if value.numel() > 1 else _NOISE
         memo[id(parameter)] = nn.Parameter(value + scale * noise)
     for buffer in module.buffers():
+        if values is None:
+            memo[id(buffer)] = _invented(buffer, generator)
+            continue
         value = values(named[id(buffer)]).detach().to("cpu")
         memo[id(buffer)] = value.double() if value.is_floating_point() else value.clone()
     return copy.deepcopy(module, memo)
+
+
+def _invented(buffer: Tensor, generator: torch.Generator) -> Tensor:
+    """Values for a buffer: random ones, or of integers zeros, which are right for an index and a count."""
+    if buffer.is_floating_point():
+        return torch.randn(buffer.shape, dtype=torch.float64, generator=generator)
+    return torch.full(buffer.shape, buffer.dtype == torch.bool, dtype=buffer.dtype)
 
 
 class WithoutDropout(TorchFunctionMode):

@@ -15,10 +15,11 @@ from shoal.parallel.pipeline.stage_trace import Blank
 
 
 class StageMessages:
-    """Messages of this rank to others of `ranks`, which hold the stages in turn: stage s is on ranks[s % P]."""
+    """Messages of this rank, at `place` of P `ranks` which hold the stages in turn: stage s is on ranks[s % P]."""
 
     def __init__(self, ranks: Sequence[int], place: int, groups: dict[str, dist.ProcessGroup | None]) -> None:
-        self._ranks, self._place, self._groups = list(ranks), place, groups
+        self._ranks, self.place, self._groups = list(ranks), place, groups
+        self.num_ranks = len(self._ranks)
         self._pending: deque[tuple[Any, Tensor]] = deque()
         self._here: dict[tuple[str, int, int], list[Tensor]] = {}
 
@@ -39,25 +40,15 @@ class StageMessages:
         """Process groups of the messages."""
         return [group for group in self._groups.values() if group is not None]
 
-    @property
-    def num_ranks(self) -> int:
-        """P, the ranks of this pipeline."""
-        return len(self._ranks)
-
-    @property
-    def place(self) -> int:
-        """This rank's number among them."""
-        return self._place
-
     def send(self, way: str, stage: int, microbatch: int, values: Sequence[Tensor]) -> None:
         """Sends values on their `way` ("forward" or "backward") to a stage."""
         to = stage % self.num_ranks
-        if to == self._place:
+        if to == self.place:
             self._here[way, stage, microbatch] = [value.detach() for value in values]
             return
         while self._pending and self._pending[0][0].is_completed():
             self._pending.popleft()
-        group = self._group(way, self._place, to)
+        group = self._group(way, self.place, to)
         for value in values:
             whole = value.detach().contiguous()
             work = dist.isend(whole, self._ranks[to], group=group)
@@ -66,9 +57,9 @@ class StageMessages:
     def receive(self, way: str, stage: int, microbatch: int, blanks: Sequence[Blank]) -> list[Tensor]:
         """The values that a stage's neighbour on the way sent to it: like the blanks. Waits for them."""
         source = (stage - 1 if way == "forward" else stage + 1) % self.num_ranks
-        if source == self._place:
+        if source == self.place:
             return self._here.pop((way, stage, microbatch))
-        group = self._group(way, source, self._place)
+        group = self._group(way, source, self.place)
         values = [blank.empty() for blank in blanks]
         for value in values:
             dist.recv(value, self._ranks[source], group=group)

@@ -13,16 +13,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.distributed.failures import is_lost_peer
 from shoal.errors import PeerError
-from shoal.parallel.autograd_engine import run_engine
+from shoal.parallel.backward import Weights, backward_input, backward_weight, run_engine
 from shoal.parallel.pipeline.messages import StageMessages
-from shoal.parallel.pipeline.split_backward import Weights, backward_input, backward_weight
-from shoal.parallel.pipeline.stage_trace import Blank, Forward
+from shoal.parallel.pipeline.stage_trace import Blank
 from shoal.parallel.pipeline.stage_units import StageUnits
 from shoal.parallel.pipeline.stages import Function, Passed, Stages
 from shoal.plans.accounting.model_parallel import Crossing, Staged
@@ -69,7 +67,8 @@ class Pipeline:
     """Pipeline of one rank.
 
     `units`: parameters of its stages that are cut over the shard axis. `alone`: no other rank computes in these stages
-    with this one, so that a failure here leaves the others in step; else it is raised at once.
+    with this one, so that a failure here leaves the others in step; else it is raised at once, unless this rank has
+    sent and received all that it had to.
     """
 
     stages: Stages
@@ -92,10 +91,6 @@ class Pipeline:
         """This pipeline, where the parameters of its stages are cut."""
         return replace(self, alone=False, units=units)
 
-    def compile(self, compiled: Callable[[str, Forward], Forward]) -> list[str]:
-        """Compiles the stages, as in Stages.compile."""
-        return self.stages.compile(compiled)
-
     @property
     def own_stages(self) -> list[int]:
         """The stages on this rank."""
@@ -105,11 +100,6 @@ class Pipeline:
     def used(self) -> dict[int, set[str]]:
         """The parameters and buffers that each stage on this rank uses."""
         return {stage: self.stages.holds[stage] for stage in self.own_stages}
-
-    @property
-    def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups that carry messages between stages."""
-        return self.messages.groups
 
     def staged(self, num_samples: int) -> Staged:
         """Its stages as the planner's formulas know them; they were cut by a batch of so many samples."""
@@ -135,20 +125,19 @@ class Pipeline:
                 ranks.setdefault(name, set()).add(stage % self.messages.num_ranks)
         return {name for name, holders in ranks.items() if len(holders) > 1}
 
-    def is_elsewhere(self) -> bool:
-        """Whether a forward is in modules that another stage computes, whose outputs mean nothing here."""
-        return self.stages.is_before
-
     def run(self, work: Work) -> None:
         """Forward and backward of all microbatches; gradients are added to the parameters' `.grad`.
 
         Raises: what failed here, once this rank has done its part for the others. Collective: the pipeline's ranks.
         """
         lists = actions(self.schedule, self.messages.num_ranks, self.stages_per_rank, len(work.batches))
-        self._run(work, lists[self.messages.place])
+        failure = self._run(work, lists[self.messages.place])
+        if failure is not None:
+            raise failure
         self.units.end()
 
-    def _run(self, work: Work, own: Actions) -> None:
+    def _run(self, work: Work, own: Actions) -> Exception | None:
+        """What failed here while this rank did its part for the others. Raises: where it could not do that part."""
         self._error = None
         kept: dict[tuple[int, int], _ForwardState] = {}
         self.units.begin(own)
@@ -157,7 +146,7 @@ class Pipeline:
             key = action.stage, action.microbatch
             with self.units.action(action):
                 if action.kind is ActionKind.FORWARD:
-                    kept[key] = self._forward(work, action)
+                    kept[key] = self._forward(work, action, action == own[-1])
                 elif action.kind is ActionKind.BACKWARD_WEIGHT:
                     self._guarded(lambda a=action, k=kept[key]: self._weights(work, a, k, a in lasts))  # type: ignore[misc]
                 else:
@@ -165,25 +154,27 @@ class Pipeline:
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 del kept[key]
         self.messages.finish()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        failure, self._error = self._error, None
+        return failure
 
-    def _guarded(self, act: Callable[[], Any]) -> Any:
-        """Does it unless this rank has failed; keeps the failure. Raises: where the others are lost, or wait for it."""
+    def _guarded(self, act: Callable[[], Any], is_over: Callable[[], bool] = lambda: False) -> Any:
+        """Does it unless this rank has failed; keeps the failure. Raises: where the others are lost, or wait for it.
+
+        `is_over`: whether no message between stages is missing any more, whatever comes of it.
+        """
         if self._error is not None:
             return None
         try:
             return act()
         except Exception as error:
-            if is_lost_peer(error) or not self.alone:
+            if is_lost_peer(error) or not (self.alone or is_over()):
                 raise
             self._error = error
             return None
 
     # ------------------------------------------------------------------------------------------------ forward
 
-    def _forward(self, work: Work, action: Action) -> _ForwardState:
+    def _forward(self, work: Work, action: Action, ends: bool) -> _ForwardState:
         stage, m = action.stage, action.microbatch
         kept = _ForwardState()
         received = False
@@ -206,7 +197,8 @@ class Pipeline:
             self._note(work, stage, m, kept, passed)
             return passed.values
 
-        values = self._guarded(act)
+        # An evaluation ends with the last stage: what it received, all the others have sent.
+        values = self._guarded(act, lambda: ends and received and stage == self._num_stages - 1)
         if values is None:
             if stage > 0 and not received:
                 receive(self._blanks(work, stage, m))
@@ -217,8 +209,7 @@ class Pipeline:
 
     def _note(self, work: Work, stage: int, m: int, kept: _ForwardState, passed: Passed) -> None:
         function, batch = work.function, work.batches[m]
-        kept.received = passed.received
-        kept.needs_grad = self.stages.slots(stage, function, batch)
+        kept.received, kept.needs_grad = passed.received, self.stages.slots(stage, function, batch)
         kept.sent = [Blank.of(value) for value in passed.values]
         if stage < self._num_stages - 1:
             wanted = self.stages.slots(stage + 1, function, batch)
@@ -301,7 +292,6 @@ class Pipeline:
         Raises: what failed here; PeerError where it was another rank. Collective: the pipeline's ranks.
         """
         told = torch.zeros(3, dtype=torch.float64)
-        failure: Exception | None = None
 
         def forwarded(_: int, result: Any) -> None:
             if result is not None:
@@ -309,13 +299,9 @@ class Pipeline:
                 told[0], told[1] = float(total), float(weight)
 
         work = Work(function, [batch], lambda _: contextlib.nullcontext(), lambda _: None, forwarded)
-        try:
-            with torch.no_grad():
-                self._run(work, tuple(Action(ActionKind.FORWARD, stage, 0) for stage in self.own_stages))
-        except Exception as error:
-            if is_lost_peer(error):
-                raise
-            failure, told[2] = error, 1.0
+        with torch.no_grad():
+            failure = self._run(work, tuple(Action(ActionKind.FORWARD, stage, 0) for stage in self.own_stages))
+        told[2] = failure is not None
         told = self.messages.total(told.to(self.device)).cpu()
         if failure is not None:
             raise failure

@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from shoal.errors import PlanError, nearest
-from shoal.parallel.model.model_facts import members_of
-from shoal.parallel.pipeline.stage_check import LeakError
+from shoal.parallel.model.structure import members_of
+from shoal.parallel.pipeline.stage_program import LeakError
 from shoal.parallel.pipeline.stage_trace import ModuleCall, StageTrace
 from shoal.plans.legal import IN_ORDER, other_number
 
@@ -95,31 +95,26 @@ def _given(model: nn.Module, trace: StageTrace, split: Sequence[str], num_stages
             conflict=miscounted,
             remedy=f"name {num_stages - 1} modules, or none to have them chosen",
         )
+
+    def refused(why: str) -> PlanError:
+        return PlanError(given=given, conflict=why, remedy=_places(model, trace))
+
     canonical = {id(module): name for name, module in reversed(list(model.named_modules()))}
     every = dict(model.named_modules(remove_duplicate=False))
     calls = []
     for name in split:
         if name not in every:
-            close = nearest(name, list(every))
-            raise PlanError(
-                given=given, conflict=f"the model has no module {name!r}{close}", remedy=_places(model, trace)
-            )
+            raise refused(f"the model has no module {name!r}{nearest(name, list(every))}")
         call = trace.first(canonical[id(every[name])])
         if call is None:
-            why = f"{name!r} is not called: a stage begins with a call"
-            raise PlanError(given=given, conflict=why, remedy=_places(model, trace))
+            raise refused(f"{name!r} is not called: a stage begins with a call")
         calls.append(call)
     if [call.enter for call in calls] != sorted({call.enter for call in calls}):
-        order = sorted(calls, key=lambda call: call.enter)
-        raise PlanError(
-            given=given,
-            conflict=IN_ORDER,
-            remedy=f"write split = {list(dict.fromkeys(call.name for call in order))}",
-        )
+        order = dict.fromkeys(call.name for call in sorted(calls, key=lambda call: call.enter))
+        raise PlanError(given=given, conflict=IN_ORDER, remedy=f"write split = {list(order)}")
     for call in calls:
         if not call.slots:
-            why = f"{call.name!r} is given nothing that modules before it have computed"
-            raise PlanError(given=given, conflict=why, remedy=_places(model, trace))
+            raise refused(f"{call.name!r} is given nothing that modules before it have computed")
     return [call.name for call in calls]
 
 

@@ -1,13 +1,24 @@
-"""Program of a stage, read off a trace: the treatment of each call before it, and the tensors that it holds."""
+"""Program of a stage, read off a trace: the treatment of each call before it, and the tensors that it holds.
+
+A trial of the stage without data sees that nothing that it gives comes from a stub.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import PlanError
-from shoal.parallel.pipeline.stage_trace import ModuleCall, Outline, Slot, StageTrace
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.function_trace import FunctionCall, FunctionTrace
+from shoal.parallel.pipeline.stage_trace import Forward, ModuleCall, Outline, Slot, StageTrace, written_by
 
 
 class Do(StrEnum):
@@ -59,18 +70,10 @@ def programs(trace: StageTrace, firsts: Sequence[str]) -> list[StageProgram]:
             )
         begins.append(call)
     found = []
-    for stage in range(len(firsts) + 1):
-        begin = begins[stage - 1] if stage else None
-        end = begins[stage] if stage < len(begins) else None
-        found.append(
-            StageProgram(
-                stage,
-                _steps(trace, begin) if begin is not None else (),
-                begin.slots if begin is not None else (),
-                end.name if end is not None else None,
-                end.slots if end is not None else (),
-            )
-        )
+    for stage, (begin, end) in enumerate(pairwise([None, *begins, None])):
+        steps, slots = (_steps(trace, begin), begin.slots) if begin is not None else ((), ())
+        ends_before, next_slots = (end.name, end.slots) if end is not None else (None, ())
+        found.append(StageProgram(stage, steps, slots, ends_before, next_slots))
     return found
 
 
@@ -144,3 +147,77 @@ def _stage_of_module(trace: StageTrace, name: str, begins: Sequence[ModuleCall])
         if call is not None and prefix:
             return sum(begin.enter <= call.enter for begin in begins)
     return 0
+
+
+class LeakError(Exception):
+    """A value of earlier stages crosses into the stage that `begins` with a module, other than as its argument."""
+
+    def __init__(self, begins: str, how: str) -> None:
+        super().__init__(how)
+        self.begins, self.how = begins, how
+
+
+class Followed(Protocol):
+    """Interface of a forward through a stage."""
+
+    begun: bool
+
+    def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Call of a module's forward, as the stage does it."""
+
+
+class StubWatch(FunctionTrace):
+    """Tracker of stubs' outputs, and of all values computed from them, through one dry run."""
+
+    def __init__(self, named: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._buffers = {id(t): name for name, t in named.items()}
+        self._inside: list[str] = []
+        self._used = self._spoilt = ""
+
+    def follow(self, run: Followed) -> None:
+        """Sets the forward that is tried."""
+        self._run = run
+
+    def call(self, name: str, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Does a module's call as the forward does it."""
+        self._inside.append(name)
+        try:
+            return self._run.call(name, forward, args, kwargs)
+        finally:
+            self._inside.pop()
+
+    def stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """Stand-in of the module's output, marked as coming from a stub."""
+        arguments = tree_leaves((args, kwargs))
+        assert step.outline is not None
+        with torch._C.DisableTorchFunction():
+            output = step.outline.filled(arguments, dense=True)
+        given = {id(leaf) for leaf in arguments}
+        for tensor in tensors_in(output):
+            if id(tensor) not in given:
+                self.mark(tensor, self._sources.get(id(tensor), step.name))
+        return output
+
+    def seen(self, call: FunctionCall) -> None:
+        """Takes note of what is computed from what stubs gave."""
+        origin = next((self._sources[id(t)] for t in call.given if id(t) in self._sources), None)
+        changed = [*call.made, *written_by(call)]
+        if origin is None or not changed:
+            return
+        for tensor in changed:
+            self.mark(tensor, self._sources.get(id(tensor), origin))
+            if id(tensor) in self._buffers:
+                self._spoilt = f"what {origin!r} gives has a part in the buffer {self._buffers[id(tensor)]!r}"
+        if self._run.begun and not self._used:
+            where = self._inside[-1] if self._inside else ""
+            self._used = f", by {call.name} in " + (repr(where) if where else "the loss")
+
+    def judge(self, begins: str, result: list[Any]) -> None:
+        """Raises: LeakError where something of the result comes from a stub."""
+        origin = next((self._sources[id(leaf)] for leaf in result if id(leaf) in self._sources), None)
+        if origin is not None:
+            how = f"what {origin!r} gives on a stage before is used after the cut{self._used or ' as it is'}"
+            raise LeakError(begins, f"{how}, and not as an argument of {begins!r}")
+        if self._spoilt:
+            raise LeakError(begins, self._spoilt)

@@ -11,6 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shoal.numerics.grain_randomness import DrawCounter
 from shoal.numerics.isolation import without_modes
+from shoal.parallel.model.value_free import IntegerEvaluation
 from shoal.parallel.pipeline.stage_trace import Blank, Outline, fake_of, without_data
 
 Forward = Callable[..., Any]
@@ -53,7 +54,7 @@ class StageShapes:
             with without_modes(), without_data(module, self._device) as (mode, _):
                 given = fake_of(mode, leaves, self._device)
                 args, kwargs = tree_unflatten(given, spec)
-                with mode, DrawCounter() as counter:
+                with mode, IntegerEvaluation(), DrawCounter() as counter:
                     output = forward(*args, **kwargs)
         finally:
             self.is_running = False

@@ -66,12 +66,7 @@ class Outline:
         """Outline of an output, where the call had these leaves of arguments."""
         places = {id(leaf): place for place, leaf in enumerate(arguments) if isinstance(leaf, Tensor)}
         leaves, spec = tree_flatten(output)
-        described: list[Blank | int | tuple[Any]] = []
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                described.append((leaf,))
-            else:
-                described.append(places[id(leaf)] if id(leaf) in places else Blank.of(leaf))
+        described = (places.get(id(leaf), Blank.of(leaf)) if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves)
         return cls(tuple(described), spec)
 
     def filled(self, arguments: list[Any], dense: bool) -> Any:

@@ -113,11 +113,8 @@ class StageUnits:
 
     def weights(self) -> list[Tensor]:
         """The parameters as autograd knows them, gathered or not; after a first forward."""
-        found = [*self._plain(), *(p for unit in self.units for p in unit.weights())]
-        return [p for p in found if p.requires_grad]
-
-    def _plain(self) -> list[Tensor]:
-        return [p for p in self._model.parameters() if not hasattr(p, "to_local") and not p.is_meta]
+        plain = [p for p in self._model.parameters() if not hasattr(p, "to_local") and not p.is_meta]
+        return [p for p in (*plain, *(p for unit in self.units for p in unit.weights())) if p.requires_grad]
 
     # ------------------------------------------------------------------------------------------------ one step
 

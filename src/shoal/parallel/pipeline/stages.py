@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.numerics.grain_randomness import active_scope
 from shoal.numerics.isolation import without_modes
-from shoal.parallel.model.repeated_blocks import repeated_blocks
-from shoal.parallel.pipeline.stage_check import LeakError, StubWatch
-from shoal.parallel.pipeline.stage_cuts import chosen, leak, without
-from shoal.parallel.pipeline.stage_program import Do, StageCall, StageProgram, holds, programs
+from shoal.parallel.model.structure import repeated_blocks
+from shoal.parallel.model.value_free import IntegerEvaluation
+from shoal.parallel.pipeline.stage_cuts import candidates, chosen, leak, without
+from shoal.parallel.pipeline.stage_program import Do, LeakError, StageCall, StageProgram, StubWatch, holds, programs
 from shoal.parallel.pipeline.stage_shapes import StageShapes
 from shoal.parallel.pipeline.stage_trace import Blank, Forward, Slot, StageTrace, StageTracer, fake_of, without_data
 
@@ -173,7 +173,9 @@ class Stages:
         self._compiled: dict[str, Forward] = {}
         self._forwards: dict[str, Forward] = {}
         self._blocks = [block.name for block in repeated_blocks(model) if block.children is None]
-        self._install()
+        for name, module in model.named_modules():  # every forward goes through this, and its name stays what it is
+            self._forwards[name] = module.forward
+            module.forward = functools.partial(self._call, name, module.forward)
 
     @classmethod
     def build(
@@ -214,12 +216,6 @@ class Stages:
 
     # ------------------------------------------------------------------------------------------------ forwards
 
-    def _install(self) -> None:
-        """Lets every module's forward go through this, and its name stay what it is."""
-        for name, module in self._model.named_modules():
-            self._forwards[name] = module.forward
-            module.forward = functools.partial(self._call, name, module.forward)
-
     def _call(self, name: str, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         if self._handler is None or self._shapes.is_running:
             return forward(*args, **kwargs)
@@ -231,17 +227,13 @@ class Stages:
         Not of a block within which a stage begins, and only where a stage computes it.
         """
         names = [name for name in self._blocks if not any(first.startswith(f"{name}.") for first in self.firsts)]
-        self._compiled = {name: self._undivided(compiled(name, self._forwards[name])) for name in names}
+        forwards = ((name, compiled(name, self._forwards[name])) for name in names)
+        self._compiled = {name: functools.partial(self._unwatched, forward) for name, forward in forwards}
         return names
 
-    def _undivided(self, forward: Forward) -> Forward:
-        """A forward in which nothing is watched."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self._handling(None):
-                return forward(*args, **kwargs)
-
-        return run
+    def _unwatched(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        with self._handling(None):
+            return forward(*args, **kwargs)
 
     def _stub(self, step: StageCall, forward: Forward, args: Any, kwargs: Any) -> Any:
         output, num_draws = self._shapes.output(step.name, forward, args, kwargs, step.do is Do.DENSE)
@@ -258,7 +250,6 @@ class Stages:
         finally:
             self._handler = before
 
-    @property
     def is_before(self) -> bool:
         """Whether a forward is in the modules before its stage, whose outputs mean nothing."""
         run = getattr(self._handler, "__self__", None)
@@ -338,7 +329,7 @@ class Stages:
                 names = {id(fake): name for name, fake in reversed(named.items())}
                 tracer = StageTracer(names, self._sizes, {n for n, _ in self._model.named_parameters()})
                 given = fake_of(mode, batch, self._device)
-                with mode, tracer.running(), self._handling(tracer.call):
+                with mode, IntegerEvaluation(), tracer.running(), self._handling(tracer.call):
                     function(self._model, given)
         except Exception as error:
             if isinstance(error, ShoalError) and not isinstance(error, UserCodeError):
@@ -353,32 +344,40 @@ class Stages:
             ) from error
         return tracer.trace
 
-    def leaks(self, function: Function, batch: Any, trace: StageTrace, first: str) -> bool:
-        """Whether a value crosses a cut before this module other than as its argument."""
-        try:
-            self._check(function, batch, programs(trace, [first]))
-        except LeakError:
-            return True
-        return False
-
     def _check(self, function: Function, batch: Any, made: list[StageProgram]) -> None:
         """Runs each stage without data and sees that nothing that it gives comes from a stub. Raises: LeakError."""
         for program in made[1:]:
             with without_modes(), without_data(self._model, self._device) as (mode, named):
                 watch = StubWatch(named)
-                run = _StageRun(program, watch.stub, _emptied, _Modules(self._followers, {}, {}))
+                modules = _Modules(self._followers, {}, {})
+                run = _StageRun(program, watch.stub, lambda blanks: [blank.empty() for blank in blanks], modules)
                 watch.follow(run)
                 given = fake_of(mode, batch, self._device)
                 try:
-                    with mode, watch, self._handling(watch.call):
+                    with mode, IntegerEvaluation(), watch, self._handling(watch.call):
                         result = tree_leaves(function(self._model, given))
                 except _Left as left:
                     result = left.values
             watch.judge(program.steps[-1].name, result)
 
 
-def _emptied(blanks: list[Blank]) -> list[Tensor]:
-    return [blank.empty() for blank in blanks]
+def places(model: nn.Module, function: Function, batch: Any) -> tuple[str, ...]:
+    """The modules before which a model can be cut into stages, in the order in which they are called.
+
+    By the engine's own rule, before any rank is started. `function`: the loss. `batch`: tells shapes only, nothing is
+    computed; the model may be without data. Leaves the forwards of its modules as they go through a pipeline.
+    Raises: UserCodeError where the function does not run without data, and no pipeline does.
+    """
+    stages, found = Stages(model, torch.device("cpu"), {}), []
+    trace = stages.traced(function, batch)
+    for call in candidates(model, trace):
+        # An argument that is used once more after the call may get there past the cut: only trying tells.
+        used = max((trace.lives[key][1] for key in call.argument_ids & trace.lives.keys()), default=0)
+        with contextlib.suppress(LeakError):
+            if used > call.exit:
+                stages._check(function, batch, programs(trace, [call.name]))
+            found.append(call.name)
+    return tuple(found)
 
 
 def _diverged(program: StageProgram, place: int, name: str) -> UserCodeError:

@@ -19,7 +19,7 @@ from shoal.errors import PlanError, ShoalError
 from shoal.parallel.axis_collectives import TensorAxis, through
 from shoal.parallel.sequence.positions import PartDropout, Span, refusal
 from shoal.plans.accounting.partition import Heads
-from shoal.plans.legal import AT_LEAST_A_HEAD, heads_suffice
+from shoal.plans.legal import AT_LEAST_A_HEAD
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -89,10 +89,9 @@ def _to_heads(span: Span, axis: TensorAxis, heads: Heads, tensors: Sequence[Tens
 def _to_positions(span: Span, axis: TensorAxis, heads: Heads, found: Tensor) -> Tensor:
     full = F.pad(found, (0, 0, 0, span.size * span.degree - span.length))
     pieces = [[piece] for piece in full.split(span.size, 2)]
-    shapes = []
-    for i in range(axis.degree):
-        start, stop = heads.bounds(i)
-        shapes.append([torch.Size((found.shape[0], stop - start, span.size, found.shape[3]))])
+    batch, _, _, width = found.shape
+    bounds = map(heads.bounds, range(axis.degree))
+    shapes = [[torch.Size((batch, stop - start, span.size, width))] for start, stop in bounds]
     return torch.cat([of[0] for of in _exchange(pieces, shapes, axis)], 1)
 
 
@@ -101,11 +100,8 @@ def _own_mask(span: Span, heads: Heads, block: str, mask: Tensor | None, place: 
     if mask is None:
         return None
     if any(size not in (1, span.length) for size in mask.shape[-2:]):
-        raise refusal(
-            block,
-            f"its attention mask is of shape {list(mask.shape)} where the sequence has {span.length} positions",
-            "make the mask outside of the blocks and hand it to them, or use is_causal=True",
-        )
+        what = f"its attention mask is of shape {list(mask.shape)} where the sequence has {span.length} positions"
+        raise refusal(block, what, "make the mask outside of the blocks and hand it to them, or use is_causal=True")
     if mask.ndim < 3 or mask.shape[-3] == 1:
         return mask
     start, stop = heads.bounds(place)
@@ -114,23 +110,15 @@ def _own_mask(span: Span, heads: Heads, block: str, mask: Tensor | None, place: 
 
 def _refuse(span: Span, block: str, query: Tensor, key: Tensor, value: Tensor) -> None:
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
-        raise refusal(
-            block,
-            f"it attends with a query of shape {list(query.shape)}, which has no dim of heads",
-            "give scaled_dot_product_attention tensors of shape [batch, heads, positions, width]",
-        )
+        what = f"it attends with a query of shape {list(query.shape)}, which has no dim of heads"
+        remedy = "give scaled_dot_product_attention tensors of shape [batch, heads, positions, width]"
+        raise refusal(block, what, remedy)
     if {query.shape[2], key.shape[2], value.shape[2]} != {span.size}:
-        raise refusal(
-            block,
-            f"it attends from {query.shape[2]} to {key.shape[2]} positions where this rank has {span.size}",
-            "use context = 1: only attention within one sequence is divided",
-        )
+        what = f"it attends from {query.shape[2]} to {key.shape[2]} positions where this rank has {span.size}"
+        raise refusal(block, what, "use context = 1: only attention within one sequence is divided")
     if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
-        raise refusal(
-            block,
-            f"it attends with {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads of query, key and value",
-            "use as many heads of keys as of values, which divide those of the query",
-        )
+        what = f"it attends with {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads of query, key and value"
+        raise refusal(block, what, "use as many heads of keys as of values, which divide those of the query")
 
 
 def dropout_refusal(block: str, p: float) -> ShoalError:
@@ -145,7 +133,7 @@ def dropout_refusal(block: str, p: float) -> ShoalError:
 
 def refuse_degree(num_heads: int, degree: int, block: str) -> None:
     """Raises: PlanError where there are fewer heads than ranks."""
-    if not heads_suffice(degree, num_heads):
+    if degree > num_heads:
         raise PlanError(
             given=f"context = {degree} with {num_heads} attention heads in {block}",
             conflict=AT_LEAST_A_HEAD,
@@ -173,9 +161,6 @@ def _dropped_dim(span: Span, block: str, dropouts: Mapping[int, int | None], inp
     """The sequence's dim of what is dropped from."""
     dim = dropouts.get(input.ndim, -1)
     if dim is not None and (dim < 0 or input.shape[dim] != span.size):
-        raise refusal(
-            block,
-            f"it drops elements of a tensor of shape {list(input.shape)}, which it did not in the first batch",
-            "use dropout on [batch, positions, features], or p = 0",
-        )
+        what = f"it drops elements of a tensor of shape {list(input.shape)}, which it did not in the first batch"
+        raise refusal(block, what, "use dropout on [batch, positions, features], or p = 0")
     return dim

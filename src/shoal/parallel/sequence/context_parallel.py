@@ -1,35 +1,144 @@
 """Context parallelism: sequences divided over the ranks of the context axis, within a model's repeated blocks.
 
-Each rank computes the blocks with some of the positions; what is before and after them is computed whole on every rank.
-See docs/decisions/0014-context-parallel.md.
+Each rank computes the blocks with some of the positions, as the user's own modules with their names and hooks; what is
+before and after them is computed whole on every rank. A block is proven equal to the whole one, on all ranks together,
+in float64 on random numbers. See docs/decisions/0014-context-parallel.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.distributed.mesh import Mesh
-from shoal.parallel.axis_collectives import TensorAxis
-from shoal.parallel.model.trial import ModelTrial
-from shoal.parallel.sequence.layers import BlockWrapper
-from shoal.parallel.sequence.plan import ContextPlan, decide
-from shoal.parallel.sequence.positions import Stream, surround
-from shoal.parallel.sequence.proof import Prover
-from shoal.parallel.sequence.trace import ContextTrace, length_of, observe, shortened_to, sliced
-from shoal.plans.accounting.model_parallel import SlicedBlock
+from shoal.errors import ShoalError
+from shoal.parallel.axis_collectives import TensorAxis, enter
+from shoal.parallel.model.trial import ModelTrial, Values, first_line
+from shoal.parallel.sequence.attention import Sliced
+from shoal.parallel.sequence.plan import BlockPlan, ContextPlan, decide
+from shoal.parallel.sequence.positions import (
+    BlockRole,
+    Path,
+    Span,
+    Stream,
+    Surrounded,
+    refusal,
+    surround,
+    tensors_by_path,
+)
+from shoal.parallel.sequence.trace import BlockTrace, length_of, observe, shortened_to, sliced
+from shoal.parallel.sequence.trial import OF_PARAMETER, BlockTrial, computed
+
+
+@dataclass
+class BlockWrapper(BlockRole):
+    """Role of a block under context parallelism: two all-to-alls for each attention inside."""
+
+    plan: BlockPlan
+
+    def dropouts(self, span: Span, ndim: int) -> AbstractContextManager[Any]:
+        """Attention, and dropout as the plan says."""
+        return Sliced(span, self.stream.axis, self.name, self.plan.dropouts)
+
+    def begin(self) -> None:
+        """Forgets the sequence before, of which a rank that computes a stage of the model may not see the next."""
+        self.stream.span = None
+
+    def stubbed(self, args: Any, kwargs: Any) -> None:
+        """Takes note of the sequence where another stage computes the block."""
+        hidden = dict(tensors_by_path([args, kwargs])).get(self.plan.hidden)
+        if self.plan.opens and hidden is not None:
+            self.stream.open(hidden)
+
+    def argument(self, path: Path, tensor: Tensor, span: Span) -> Tensor:
+        """A slice of what is as long as the sequence. Collective in the backward: the axis."""
+        dim = self.plan.cuts.get(path)
+        if dim is not None and tensor.ndim > dim and tensor.shape[dim] == 1 != span.length:
+            dim = None  # the same for all positions
+        elif dim is not None and (tensor.ndim <= dim or tensor.shape[dim] != span.length):
+            raise refusal(
+                self.name,
+                f"an argument of shape {list(tensor.shape)} is not as long as the sequence of {span.length}",
+                "use context = 1: only attention within one sequence is divided",
+            )
+        elif dim is None and path not in self.plan.kept and not _is_without_data(tensor):
+            raise refusal(
+                self.name,
+                f"it is given a tensor of shape {list(tensor.shape)} that it was not in the first batch",
+                "call it with the same arguments in training and in evaluation",
+            )
+        axis = self.stream.axis
+        return enter(tensor, axis) if dim is None else span.scatter(tensor, dim, axis)
+
+
+def _is_without_data(tensor: Tensor) -> bool:
+    """Whether a model is only being followed: transformers make masks then that they do without for real tensors."""
+    from torch._subclasses import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def roles(model: nn.Module) -> dict[str, BlockWrapper]:
+    """The divided blocks' by their names."""
+    return {name: m.sequence_role for name, m in model.named_modules() if isinstance(m, Surrounded)}
+
+
+_WHY = (
+    "something in it mixes positions other than F.scaled_dot_product_attention (a convolution, a recurrence, a shift "
+    "or a statistic over time), or looks at the number of positions"
+)
+
+
+class Prover:
+    """Prover for the blocks of one model with its own `values`, on `device`."""
+
+    def __init__(self, model: nn.Module, values: Values, axis: TensorAxis, device: torch.device) -> None:
+        self._model, self._values, self._axis, self._device = model, values, axis, device
+
+    def prove(self, plan: ContextPlan, traces: Mapping[str, BlockTrace]) -> None:
+        """Tries one block of each kind. Collective: the axis. Raises: JobError naming the block."""
+        seen = set()
+        for name, block in plan.blocks.items():
+            trace = traces[name]
+            kind = repr(self._model.get_submodule(name)), tuple(trace.operations), tuple(trace.shapes.items())
+            if kind not in seen:
+                seen.add(kind)
+                self._prove(name, block, trace)
+
+    def _prove(self, name: str, plan: BlockPlan, trace: BlockTrace) -> None:
+        trial = BlockTrial.of(self._model, name, self._values, trace, self._device)
+        role = BlockWrapper(name, replace(plan, opens=True, closes=True), Stream(self._axis))
+        surround(trial.divided, role)
+        try:
+            split = computed(trial.divided, trial.arguments).values
+        except ShoalError:
+            raise
+        except Exception as error:
+            what = f"it raised {type(error).__name__} on a part of the positions: {first_line(error)}"
+            raise _refused(name, trace, what) from error
+        for key, found in split.items():
+            if key.startswith(OF_PARAMETER):
+                dist.all_reduce(found, group=self._axis.group)
+        for key, wanted in trial.whole.values.items():
+            if not trial.is_same(key, split[key], wanted):
+                raise _refused(name, trace, f"{key} is another where each rank has a part of the positions")
+
+
+def _refused(name: str, trace: BlockTrace, what: str) -> ShoalError:
+    remedy = "use context = 1, or a block whose positions meet in F.scaled_dot_product_attention only"
+    if "scaled_dot_product_attention" not in trace.operations:
+        remedy += ' (in Transformers attn_implementation="sdpa")'
+    return refusal(name, f"{what}: {_WHY}", remedy)
+
 
 # What makes the tensor of the whole model of the one that a module gives here; None where nothing can.
 Whole = Callable[[Tensor], Tensor] | None
-
-
-def context_axis(mesh: Mesh) -> TensorAxis:
-    """The ranks that divide sequences among them."""
-    return TensorAxis(mesh.layout.context, mesh.layout.coordinate(mesh.rank).context, mesh.group("context"))
 
 
 def plan_context(subject: ModelTrial, axis: TensorAxis, device: torch.device, num_cuts: int = 1) -> ContextPlan:
@@ -44,18 +153,12 @@ def plan_context(subject: ModelTrial, axis: TensorAxis, device: torch.device, nu
     owned = {name: [names[id(p)] for p in model.get_submodule(name).parameters()] for name in traces[0].blocks}
     plan = decide(traces, owned, axis.degree, num_cuts)
     Prover(model, subject.values, axis, device).prove(plan, traces[0].blocks)
-    return replace(plan, sliced=_sliced(plan, traces, subject.batch, axis.degree))
-
-
-def _sliced(plan: ContextPlan, traces: Sequence[ContextTrace], batch: Any, degree: int) -> tuple[SlicedBlock, ...]:
-    """The blocks for the batch's own length: two runs with lengths that differ by one show what one more token is."""
-    trace = traces[0]
-    length = next(iter(trace.blocks.values())).length
-    if len(traces) > 1:
-        length += length_of(batch) - shortened_to(batch, degree)
+    length = next(iter(traces[0].blocks.values())).length
+    if len(traces) > 1:  # runs with lengths that differ by one, to show what one more token is
+        length += length_of(subject.batch) - shortened_to(subject.batch, axis.degree)
     opens = {name for name, block in plan.blocks.items() if block.opens}
     closes = {name for name, block in plan.blocks.items() if block.closes}
-    return sliced(trace, length, opens, closes)
+    return replace(plan, sliced=sliced(traces[0], length, opens, closes))
 
 
 def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict[str, Whole]:
@@ -68,18 +171,15 @@ def apply_context(model: nn.Module, plan: ContextPlan, axis: TensorAxis) -> dict
         surround(model.get_submodule(name), BlockWrapper(name, block, stream))
         for inner, dim in block.outputs.items():
             if dim is not None:
-                outputs[f"{name}.{inner}"] = stream.whole_output(dim) if dim >= 0 else None
+                outputs[f"{name}.{inner}"] = partial(stream.whole_output, dim=dim) if dim >= 0 else None
         if not block.closes:
-            outputs[name] = stream.whole_output()
+            outputs[name] = stream.whole_output
     return outputs
 
 
 def both(first: Mapping[str, Whole], then: Mapping[str, Whole]) -> dict[str, Whole]:
     """Inverses of two divisions of the same modules."""
-    found = {**first, **then}
-    for name in first.keys() & then.keys():
-        found[name] = _composed(first[name], then[name])
-    return found
+    return {**first, **then, **{name: _composed(first[name], then[name]) for name in first.keys() & then.keys()}}
 
 
 def _composed(first: Whole, then: Whole) -> Whole:

@@ -52,11 +52,7 @@ def decide(
     """
     first, other = traces[0], traces[-1] if len(traces) > 1 else None
     if not first.blocks:
-        raise PlanError(
-            given=f"context = {degree}",
-            conflict=NO_BLOCKS,
-            remedy=HOLD_BLOCKS,
-        )
+        raise PlanError(given=f"context = {degree}", conflict=NO_BLOCKS, remedy=HOLD_BLOCKS)
     edges = edges_of(first)
     blocks = {}
     for name, block in first.blocks.items():
@@ -101,11 +97,9 @@ def _block(name: str, block: BlockTrace, twin: BlockTrace | None, edges: Mapping
             if dims and (twin is None or len(dims) == 1):
                 cuts[path] = dims[0]
             elif dims:
-                raise refusal(
-                    name,
-                    f"it takes a tensor of shape {list(shape)} that is no attention mask",
-                    "use F.scaled_dot_product_attention with that tensor as attn_mask, or context = 1",
-                )
+                what = f"it takes a tensor of shape {list(shape)} that is no attention mask"
+                remedy = "use F.scaled_dot_product_attention with that tensor as attn_mask, or context = 1"
+                raise refusal(name, what, remedy)
     outputs: dict[str, int | None] = {}
     for inner, found in block.outputs.items():
         pairs = zip(found, twin.outputs[inner] if twin is not None else found, strict=True)
@@ -127,11 +121,8 @@ def _dropouts(name: str, block: BlockTrace, twin: BlockTrace | None) -> dict[int
     for i, shape in enumerate(block.dropouts):
         dim = _one([_sequence_dims(shape, twin.dropouts[i] if twin is not None else None, block.length)])
         if found.setdefault(len(shape), dim) != dim or dim == -1 or (dim is not None and shape[dim] != block.length):
-            raise refusal(
-                name,
-                f"it drops elements of a tensor of shape {list(shape)}, whose positions are not a dim of their own",
-                "use dropout on [batch, positions, features], or p = 0",
-            )
+            what = f"it drops elements of a tensor of shape {list(shape)}, whose positions are not a dim of their own"
+            raise refusal(name, what, "use dropout on [batch, positions, features], or p = 0")
     return found
 
 
@@ -152,31 +143,19 @@ def _one(found: object) -> int | None:
 def _refuse(name: str, block: BlockTrace, degree: int, num_cuts: int) -> None:
     length = block.length
     if any(len(shape) > 2 and tuple(shape[-2:]) == (length, length) for shape in block.softmaxes):
-        raise refusal(
-            name,
-            "it computes attention by a softmax of its own, which a rank with some of the positions cannot",
-            'use F.scaled_dot_product_attention (in Transformers attn_implementation="sdpa")',
-        )
+        what = "it computes attention by a softmax of its own, which a rank with some of the positions cannot"
+        raise refusal(name, what, 'use F.scaled_dot_product_attention (in Transformers attn_implementation="sdpa")')
     if block.attention_dropout:
         raise dropout_refusal(name, block.attention_dropout)
     if "multi_head_attention_forward" in block.operations:
-        raise refusal(
-            name,
-            "it uses nn.MultiheadAttention, whose attention is out of reach",
-            "use F.scaled_dot_product_attention on [batch, heads, positions, width]",
-        )
+        what = "it uses nn.MultiheadAttention, whose attention is out of reach"
+        raise refusal(name, what, "use F.scaled_dot_product_attention on [batch, heads, positions, width]")
     for function, shape in block.random:
         if function == "batch_norm" or length in shape[1:]:
-            raise refusal(
-                name,
-                f"{function}() of a tensor of shape {list(shape)} would draw or average over a part of the positions",
-                "use dropout or layer norm, or context = 1",
-            )
+            what = f"{function}() of a tensor of shape {list(shape)} would draw or average over a part of the positions"
+            raise refusal(name, what, "use dropout or layer norm, or context = 1")
     if len(block.results) != 1:
-        raise refusal(
-            name,
-            f"it returns {len(block.results)} tensors",
-            "return the hidden state alone, or use context = 1",
-        )
+        what = f"it returns {len(block.results)} tensors"
+        raise refusal(name, what, "return the hidden state alone, or use context = 1")
     for heads in block.heads:
         refuse_degree(heads // num_cuts, degree, name)

@@ -52,7 +52,7 @@ def with_tensors(value: Any, found: dict[Path, Tensor], path: Path = ()) -> Any:
 
 @dataclass(frozen=True)
 class Span:
-    """Positions of a sequence of `length` on the rank at `place`: `size`, from `start`."""
+    """Positions of a sequence of `length` on the rank at `place`: `size`, from `place * size`."""
 
     length: int
     degree: int
@@ -62,11 +62,6 @@ class Span:
     def size(self) -> int:
         """Positions on each rank; those behind the sequence's end are copies of its last."""
         return num_positions(self.length, self.degree)
-
-    @property
-    def start(self) -> int:
-        """The first of them."""
-        return self.place * self.size
 
     def padded(self, tensor: Tensor, dim: int) -> Tensor:
         """`tensor`, of `length` along `dim`, with its last position repeated so that all ranks have as many."""
@@ -78,7 +73,7 @@ class Span:
 
     def own(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's positions of a whole tensor."""
-        return self.padded(tensor, dim).narrow(dim, self.start, self.size)
+        return self.padded(tensor, dim).narrow(dim, self.place * self.size, self.size)
 
     def scatter(self, tensor: Tensor, dim: int, axis: TensorAxis) -> Tensor:
         """This rank's positions, a copy. Collective in the backward: the axis, an all-gather of its gradient."""
@@ -130,14 +125,10 @@ class Stream:
         found = gather(part, self.axis, dim, (self.span.size,) * self.axis.degree)
         return found.narrow(dim, 0, self.span.length)
 
-    def whole_output(self, dim: int = SEQUENCE) -> Callable[[Tensor], Tensor]:
-        """Function from a module's output inside of a block to that of the whole model, while the model computes."""
-
-        def whole(tensor: Tensor) -> Tensor:
-            with torch.no_grad():
-                return self.whole(tensor, dim)
-
-        return whole
+    def whole_output(self, part: Tensor, dim: int = SEQUENCE) -> Tensor:
+        """A module's output inside of a block as that of the whole model, while the model computes."""
+        with torch.no_grad():
+            return self.whole(part, dim)
 
 
 def refusal(block: str, conflict: str, remedy: str) -> ShoalError:

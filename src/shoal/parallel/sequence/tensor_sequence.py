@@ -1,23 +1,32 @@
 """Sequence parallelism: between the layer pairs of a block each rank of the tensor axis has some positions.
 
 As in Korthikanti et al. (arXiv 2205.05198): a pair begins with an all-gather of positions instead of a copy, and ends
-with a reduce-scatter instead of an all-reduce; norms, dropout and residual sums compute 1/N of the positions.
+with a reduce-scatter instead of an all-reduce; norms, dropout and residual sums compute 1/N of the positions. Blocks
+that do so are proven on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import JobError, ShoalError
-from shoal.parallel.axis_collectives import divide, join
+from shoal.parallel.axis_collectives import TensorAxis, divide, join
+from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.parallel.model.trial import ModelTrial, first_line
+from shoal.parallel.sequence.plan import edges_of
 from shoal.parallel.sequence.positions import (
     SEQUENCE,
+    BlockEnds,
     BlockRole,
     PartDropout,
     Path,
@@ -27,7 +36,11 @@ from shoal.parallel.sequence.positions import (
     tensors_by_path,
     with_tensors,
 )
+from shoal.parallel.sequence.trace import BlockTrace, ContextTrace, observe
+from shoal.parallel.sequence.trial import OF_PARAMETER, BlockTrial, computed
 from shoal.parallel.tensor.layers import Column, Entry, Row
+from shoal.parallel.tensor.plan import TensorPlan
+from shoal.parallel.tensor.tensor_parallel import apply
 
 
 class FeatureStream(Stream):
@@ -64,9 +77,6 @@ class FeatureStream(Stream):
         return divide(F.pad(term, (0, 0) * (term.ndim - 2) + (0, missing)) if missing else term, self.axis, SEQUENCE)
 
 
-# ------------------------------------------------------------------------------------------------------------- pairs
-
-
 @dataclass(frozen=True)
 class PairByPositions:
     """Modules of a pair by name; positions are gathered at the columns, or at the module `around` them."""
@@ -79,18 +89,11 @@ class PairByPositions:
         """Makes the divided pair take and give positions."""
         entry = Entry(stream.join, len(self.columns), always=True)  # to gather is dear
         if self.around:
-            entry = Entry(_same)
-            surround(model.get_submodule(self.around), JoinRole(stream))
+            entry = Entry(lambda tensor: tensor)
+            surround(model.get_submodule(self.around), functools.partial(_joined, stream))
         for name in self.columns:
             model.get_submodule(name).tensor_role = Column(entry)  # type: ignore[assignment]
         model.get_submodule(self.row).tensor_role = Row(stream.divide)  # type: ignore[assignment]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-# ------------------------------------------------------------------------------------------------------------ blocks
 
 
 @dataclass
@@ -104,33 +107,26 @@ class FeatureBlockRole(BlockRole):
         return PartDropout(span, lambda t: SEQUENCE if t.ndim == ndim and self.stream.is_part(t) else None)
 
 
-@dataclass
-class JoinRole:
-    """Module around the columns of a pair that reads the number of positions from its input."""
+def _joined(stream: FeatureStream, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Role of a module around the columns of a pair that reads the number of positions from its input.
 
-    stream: FeatureStream
-
-    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Collective: the axis, an all-gather; in the backward a reduce-scatter."""
-        args, kwargs = _with_wholes(self.stream, self.stream.join, args, kwargs)
-        return forward(*args, **kwargs)
+    Collective: the axis, an all-gather; in the backward a reduce-scatter.
+    """
+    args, kwargs = _with_wholes(stream, stream.join, args, kwargs)
+    return forward(*args, **kwargs)
 
 
-@dataclass
-class WholeRole:
-    """Module within a block that needs all positions, and computes them on each rank."""
+def _on_wholes(stream: FeatureStream, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Role of a module within a block that needs all positions, and computes them on each rank.
 
-    stream: FeatureStream
-
-    def __call__(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Collective: the axis, an all-gather in the forward and one in the backward."""
-        stream = self.stream
-        args, kwargs = _with_wholes(stream, stream.whole, args, kwargs)
-        result = forward(*args, **kwargs)
-        assert stream.span is not None
-        length = stream.span.length
-        outputs = {p: t for p, t in tensors_by_path(result) if t.ndim > 2 and t.shape[SEQUENCE] == length}
-        return with_tensors(result, {path: stream.part(tensor) for path, tensor in outputs.items()})
+    Collective: the axis, an all-gather in the forward and one in the backward.
+    """
+    args, kwargs = _with_wholes(stream, stream.whole, args, kwargs)
+    result = forward(*args, **kwargs)
+    assert stream.span is not None
+    length = stream.span.length
+    outputs = {p: t for p, t in tensors_by_path(result) if t.ndim > 2 and t.shape[SEQUENCE] == length}
+    return with_tensors(result, {path: stream.part(tensor) for path, tensor in outputs.items()})
 
 
 def _with_wholes(stream: FeatureStream, make: Callable[[Tensor], Tensor], args: Any, kwargs: Any) -> Any:
@@ -143,3 +139,235 @@ def _with_wholes(stream: FeatureStream, make: Callable[[Tensor], Tensor], args: 
                 made[id(tensor)] = make(tensor)
             found[path] = made[id(tensor)]
     return with_tensors([args, kwargs], found)
+
+
+@dataclass(frozen=True)
+class SequenceBlock(BlockEnds):
+    """Block for sequence parallelism: `wholes` are modules inside that compute all positions on each rank.
+
+    `partial` parameters get the gradient of this rank's positions; `parts` are modules that give them.
+    """
+
+    pairs: tuple[PairByPositions, ...]
+    wholes: tuple[str, ...]
+    partial: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+    def give(self, block: nn.Module, name: str, stream: FeatureStream) -> None:
+        """Makes a block that is divided along its features already compute so."""
+        for pair in self.pairs:
+            pair.give(block, stream)
+        for inner in self.wholes:
+            surround(block.get_submodule(inner), functools.partial(_on_wholes, stream))
+        surround(block, FeatureBlockRole(name, self, stream))
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """Blocks by name, lines for people, and the parameters whose gradients become sums over the axis."""
+
+    blocks: Mapping[str, SequenceBlock]
+    notes: tuple[str, ...]
+    partial: tuple[str, ...] = ()
+
+    def apply(self, model: nn.Module, axis: TensorAxis) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Changes blocks of a divided model in place: what makes the whole of what modules give, by name."""
+        outputs: dict[str, Callable[[Tensor], Tensor]] = {}
+        stream = FeatureStream(axis)
+        for name, block in self.blocks.items():
+            if block.opens:
+                stream = FeatureStream(axis)
+            block.give(model.get_submodule(name), name, stream)
+            outputs |= {f"{name}.{inner}": stream.whole_output for inner in block.parts}
+            if not block.closes:
+                outputs[name] = stream.whole_output
+        return outputs
+
+
+def plan_sequence(subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> SequencePlan:
+    """How the blocks of a whole model compute that `plan` is going to divide. Collective: the axis."""
+    try:
+        trace = observe(subject.model, subject.loss, subject.batch, axis.degree, subject.values)[0]
+    except ShoalError as error:
+        return SequencePlan({}, (f"no block computes parts of a sequence: {error.conflict}",))
+    bench = _Bench(subject, plan, axis, device)
+    blocks, failures = {}, dict[str, list[str]]()
+    for name, block in trace.blocks.items():
+        found = bench.prove(name, block)
+        if isinstance(found, str):
+            failures.setdefault(found, []).append(name)
+        else:
+            blocks[name] = found
+    notes = [f"whole sequences in {', '.join(names)}: {why}" for why, names in failures.items()]
+    names = {id(p): name for name, p in subject.model.named_parameters()}
+    partial = {
+        names[id(subject.model.get_submodule(name).get_parameter(inner))]
+        for name, block in blocks.items()
+        for inner in block.partial
+    }
+    shared = sorted(partial & _elsewhere(subject.model, blocks, trace))
+    if shared:
+        return SequencePlan({}, (f"no block computes parts of a sequence: {shared[0]} is used past its block too",))
+    if blocks:
+        notes.insert(0, f"{len(blocks)} blocks compute 1/{axis.degree} of the positions between their pairs")
+    elif not notes:
+        notes.append("no block computes parts of a sequence: the model repeats none that take [batch, positions, ...]")
+    # What takes just what another one gives follows it directly.
+    follows = {name: source for name, source in edges_of(trace).items() if name in blocks and source in blocks}
+    linked = {
+        name: replace(block, opens=name not in follows, closes=name not in follows.values())
+        for name, block in blocks.items()
+    }
+    return SequencePlan(linked, tuple(notes), tuple(sorted(partial)))
+
+
+def _elsewhere(model: nn.Module, blocks: Mapping[str, SequenceBlock], trace: ContextTrace) -> set[str]:
+    """The parameters that something else than these blocks computes with, or holds."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = set(trace.outside)
+    for name, module in model.named_modules():
+        if not any(name == block or name.startswith(f"{block}.") for block in blocks):
+            found |= {names[id(p)] for p in module._parameters.values() if p is not None}
+    return found
+
+
+def _obstacle(block: BlockTrace, own: TensorPlan) -> str | None:
+    """Why a block is not even tried."""
+    if not own.pairs:
+        return "it has no pair of layers"
+    if len(block.results) != 1:
+        return f"it returns {len(block.results)} tensors"
+    shape = block.shapes[block.hidden]
+    for dropped in block.dropouts:
+        if len(dropped) < 4 and tuple(dropped[:2]) != tuple(shape[:2]):
+            return f"it drops elements of a tensor of shape {list(dropped)}"
+    for function, drawn in block.random:
+        if function == "batch_norm" or block.length in drawn[1:]:
+            return f"{function}() of a tensor of shape {list(drawn)} would see a part of the positions"
+    return None
+
+
+class _Bench:
+    """Tries blocks; what was found of one holds for others of the same structure."""
+
+    def __init__(self, subject: ModelTrial, plan: TensorPlan, axis: TensorAxis, device: torch.device) -> None:
+        self._subject, self._plan, self._axis, self._device = subject, plan, axis, device
+        self._known: dict[Any, SequenceBlock | str] = {}
+
+    def prove(self, name: str, block: BlockTrace) -> SequenceBlock | str:
+        """The block, or why it computes whole sequences. Collective: the axis."""
+        own = _within(self._plan, name)
+        why = _obstacle(block, own)
+        if why is not None:
+            return why
+        module = self._subject.model.get_submodule(name)
+        key = repr(module), tuple(block.operations), tuple(block.shapes.items()), str(own.to_json())
+        if key not in self._known:
+            for pairs, wholes in itertools.product(_ways(own), _regions(module, own)):
+                found = SequenceBlock(True, True, block.hidden, block.results[0], pairs, wholes)
+                self._known[key] = self._tried(name, block, own, found)
+                if not isinstance(self._known[key], str):
+                    break
+        return self._known[key]
+
+    def _tried(self, name: str, block: BlockTrace, own: TensorPlan, found: SequenceBlock) -> SequenceBlock | str:
+        trial = BlockTrial.of(self._subject.model, name, self._subject.values, block, self._device)
+        parts = apply(trial.divided, own, self._axis).parts
+        found.give(trial.divided, name, FeatureStream(self._axis))
+        try:
+            split = computed(trial.divided, trial.arguments)
+        except Exception as error:
+            return f"it raises {type(error).__name__} on a part of the positions: {first_line(error)}"
+        partial = self._compare(trial, split.values, parts)
+        if isinstance(partial, str):
+            return partial
+        return replace(found, partial=partial, parts=_parts(trial.whole.shapes, split.shapes))
+
+    def _compare(self, trial: BlockTrial, split: dict[str, Tensor], parts: Mapping[str, TensorSlice]) -> Any:
+        """The parameters with partial gradients; or what differs. Collective: the axis, a message a parameter."""
+        partial = []
+        for key, wanted in trial.whole.values.items():
+            name = key.removeprefix(OF_PARAMETER).strip()
+            part = parts[name] if key.startswith(OF_PARAMETER) else TensorSlice.whole(wanted.shape)
+            own = split[key]
+            if self._all(trial.is_same(key, own, part.take(wanted))):
+                continue
+            total = own.clone()
+            dist.all_reduce(total, group=self._axis.group)
+            is_sum = key.startswith(OF_PARAMETER) and part.is_whole
+            if not is_sum or not self._all(trial.is_same(key, total, wanted)):
+                return f"{key} is another where each rank has a part of the positions"
+            partial.append(name)
+        return tuple(partial)
+
+    def _all(self, right: bool) -> bool:
+        told = torch.tensor([float(right)], device=self._device)
+        dist.all_reduce(told, dist.ReduceOp.MIN, group=self._axis.group)
+        return bool(told)
+
+
+def _within(plan: TensorPlan, block: str) -> TensorPlan:
+    """What a plan does with the modules of a block, by their names in it."""
+    prefix = f"{block}."
+
+    def inside(names: Any) -> tuple[str, ...]:
+        return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    def local(name: str) -> str:
+        return f"{name}.".removeprefix(prefix).removesuffix(".")
+
+    pairs = tuple(p.renamed(local) for p in plan.pairs if f"{p.candidate.owner}.".startswith(prefix))
+    return TensorPlan(pairs, inside(plan.gathered), inside(plan.rows))
+
+
+def _ways(own: TensorPlan) -> list[tuple[PairByPositions, ...]]:
+    """Gathering where columns begin; and before the modules around them, whose code may look at its input's shape."""
+    found = [p.candidate for p in own.pairs]
+    plain = tuple(PairByPositions(c.columns, c.row) for c in found)
+    around = tuple(PairByPositions(c.columns, c.row, _around(c.columns)) for c in found)
+    return [plain] if plain == around else [plain, around]
+
+
+def _around(columns: tuple[str, ...]) -> str:
+    """The smallest module that holds several columns."""
+    parents = {name.rpartition(".")[0] for name in columns}
+    return parents.pop() if len(columns) > 1 and len(parents) == 1 else ""
+
+
+def _regions(block: nn.Module, own: TensorPlan) -> list[tuple[str, ...]]:
+    """Modules inside that compute all positions: around layers that are cut and in no pair; and around whole ones."""
+    paired = [name for p in own.pairs for name in (*p.candidate.columns, p.candidate.row)]
+    cut = [*own.gathered, *own.rows]
+    wide = [
+        name for name, m in block.named_modules() if any(p is not None and p.ndim > 1 for p in m._parameters.values())
+    ]
+    first = _tops(block, cut, paired)
+    second = _tops(block, [name for name in wide if name and name not in paired], paired)
+    return [first] if first == second else [first, second]
+
+
+def _tops(block: nn.Module, names: list[str], paired: list[str]) -> tuple[str, ...]:
+    """The largest modules that hold these, and none of a pair."""
+    found: list[str] = []
+    for name in names:
+        steps = name.split(".")
+        tops = (".".join(steps[: n + 1]) for n in range(len(steps)))
+        top = next(t for t in tops if not any(f"{p}.".startswith(f"{t}.") for p in paired))
+        if isinstance(block.get_submodule(top), nn.ModuleList | nn.ModuleDict):
+            top = name
+        if top not in found:
+            found.append(top)
+    return tuple(found)
+
+
+def _parts(wholes: Mapping[str, list[torch.Size]], found: Mapping[str, list[torch.Size]]) -> tuple[str, ...]:
+    """The modules whose outputs are shorter along the sequence, and nowhere else."""
+
+    def is_part(whole: torch.Size, own: torch.Size) -> bool:
+        return len(whole) == len(own) and [d for d in range(len(own)) if own[d] != whole[d]] == [SEQUENCE]
+
+    def all_parts(name: str) -> bool:
+        pairs = list(zip(wholes[name], found.get(name, []), strict=False))
+        return bool(pairs) and len(pairs) == len(wholes[name]) and all(is_part(*pair) for pair in pairs)
+
+    return tuple(name for name in wholes if all_parts(name))

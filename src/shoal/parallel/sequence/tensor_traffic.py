@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-from torch.utils._pytree import tree_leaves
-
-from shoal.parallel.sequence.tensor_sequence_plan import SequencePlan
+from shoal.parallel.sequence.tensor_sequence import SequencePlan
 from shoal.parallel.tensor.heads import sizes
 from shoal.parallel.tensor.plan import TensorPlan
-from shoal.parallel.tensor.trace import LayerShapes
 from shoal.plans.accounting.collectives import SizedCollective
 from shoal.plans.accounting.model_parallel import LayerPair, Positions, sharded_loss, stream, tensor_parallel
 
 # Everything is float32.
 _ITEMSIZE = 4
-
-
-def num_rows(batch: Any) -> int:
-    """The samples of a batch."""
-    return next((int(leaf.shape[0]) for leaf in tree_leaves(batch) if getattr(leaf, "ndim", 0)), 1)
 
 
 @dataclass(frozen=True)
@@ -45,7 +36,8 @@ class TensorTraffic:
         opened = 0
         for pair in self.plan.pairs:
             block = next((b for b in self.sequences.blocks if pair.candidate.row.startswith(f"{b}.")), None)
-            for into, out in self._calls(pair.candidate.columns[0], pair.candidate.row):
+            shapes = self.plan.shapes
+            for into, out in zip(shapes[pair.candidate.columns[0]], shapes[pair.candidate.row], strict=True):
                 sent = LayerPair(
                     self._bytes(into.input, samples), self._bytes(out.output, samples), into.needs_gradient
                 )
@@ -75,9 +67,6 @@ class TensorTraffic:
                 yield from tensor_parallel([entry], gathered, 1)
         for targets, smoothed in self.plan.losses:
             yield from sharded_loss(targets * samples // self.rows, 1, smoothed, _ITEMSIZE)
-
-    def _calls(self, column: str, row: str) -> Iterator[tuple[LayerShapes, LayerShapes]]:
-        yield from zip(self.plan.shapes[column], self.plan.shapes[row], strict=True)
 
     def _bytes(self, shape: tuple[int, ...], samples: int) -> int:
         """Of a tensor of that shape in the first batch: one of more samples has more rows, if it had one for each."""

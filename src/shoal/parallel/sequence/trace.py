@@ -10,6 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,7 +23,7 @@ from shoal.errors import PlanError
 from shoal.numerics.grain_randomness import draws
 from shoal.numerics.operators import tensors_in
 from shoal.parallel.model.function_trace import DROPOUTS, FunctionCall, FunctionTrace, dropout_arguments, on_copies
-from shoal.parallel.model.repeated_blocks import repeated_blocks
+from shoal.parallel.model.structure import repeated_blocks
 from shoal.parallel.model.trial import Values, first_line
 from shoal.parallel.sequence.positions import Path, tensors_by_path, with_tensors
 from shoal.plans.accounting.model_parallel import Attention, SlicedBlock
@@ -100,11 +101,10 @@ def sliced(
     trace: ContextTrace, length: int, opens: Collection[str], closes: Collection[str]
 ) -> tuple[SlicedBlock, ...]:
     """A trace's blocks as the planner's formulas know them, each call of one, for sequences of `length`."""
-    found = []
+    found: list[SlicedBlock] = []
     for name, block in trace.blocks.items():
         hidden = dict(tensors_by_path(block.arguments))[block.hidden]
-        width = prod(hidden.shape[2:])
-        ends = name in opens, name in closes
+        width, ends = prod(hidden.shape[2:]), (name in opens, name in closes)
         one = SlicedBlock(name, length, width, *ends, tuple(block.attentions), hidden.requires_grad)
         found += [one] * len(block.sources)
     return tuple(found)
@@ -149,21 +149,17 @@ class _Watcher(FunctionTrace):
         self._block: str | None = None
         self._first = False  # whether this is the block's first call
         self._came_out: dict[int, str] = {}
-        self._sources: dict[int, frozenset[Path]] = {}  # the block's arguments that a tensor is made of
         for block in repeated_blocks(model):
             if block.children is not None:
                 continue
-            self.hook(block.module, self._after(block.name), self._before(block.name))
+            self.hook(block.module, partial(self._after, block.name), partial(self._before, block.name))
             for name, module in block.module.named_modules():
                 if name:
-                    self.hook(module, self._inner(block.name, name))
+                    self.hook(module, partial(self._inner, block.name, name))
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            with torch._C.DisableTorchFunction():
-                self._enter(name, [args, kwargs])
-
-        return hook
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            self._enter(name, [args, kwargs])
 
     def _enter(self, name: str, arguments: Any) -> None:
         found = list(tensors_by_path(arguments))
@@ -181,35 +177,25 @@ class _Watcher(FunctionTrace):
                 source = origin
             elif origin is not None:
                 self.trace.blocks[origin].used_elsewhere = True
-            self._note(tensor, frozenset((path,)))
+            self.mark(tensor, frozenset((path,)))
         block.sources.append(source)
         self._block = name
 
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._block != name:
-                return
-            self._block = None
-            found = list(tensors_by_path(output))
-            self.trace.blocks[name].results = [path for path, _ in found]
-            self._sources.clear()
-            for _, tensor in found:
-                self._came_out[id(tensor)] = name
-                self._alive.append(tensor)
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._block != name:
+            return
+        self._block = None
+        found = list(tensors_by_path(output))
+        self.trace.blocks[name].results = [path for path, _ in found]
+        self._sources.clear()
+        for _, tensor in found:
+            self._came_out[id(tensor)] = name
+            self._alive.append(tensor)
 
-        return hook
-
-    def _inner(self, block: str, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._block == block and self._first:
-                shapes = [tensor.shape for tensor in tensors_in(output)]
-                self.trace.blocks[block].outputs.setdefault(name, []).extend(shapes)
-
-        return hook
-
-    def _note(self, tensor: Tensor, sources: frozenset[Path]) -> None:
-        self._alive.append(tensor)
-        self._sources[id(tensor)] = sources
+    def _inner(self, block: str, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._block == block and self._first:
+            shapes = [tensor.shape for tensor in tensors_in(output)]
+            self.trace.blocks[block].outputs.setdefault(name, []).extend(shapes)
 
     def seen(self, call: FunctionCall) -> None:
         """Takes note of where parameters and the outputs of blocks are used, and of what blocks do."""
@@ -224,7 +210,7 @@ class _Watcher(FunctionTrace):
             return
         sources = frozenset[Path]().union(*(self._sources.get(id(t), ()) for t in call.given))
         for tensor in call.made:
-            self._note(tensor, sources)
+            self.mark(tensor, sources)
         if self._first:
             self.trace.blocks[self._block].operations.append(call.name)
             self._facts(self.trace.blocks[self._block], call)

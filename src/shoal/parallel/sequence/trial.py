@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,10 +78,8 @@ def _numbers(trace: BlockTrace, generator: torch.Generator, device: torch.device
 
 def _narrowed(arguments: Any) -> Any:
     """The same in float32."""
-    doubles = {path: t for path, t in tensors_by_path(arguments) if t.dtype == torch.float64}
-    return with_tensors(
-        arguments, {path: t.detach().float().requires_grad_(t.requires_grad) for path, t in doubles.items()}
-    )
+    doubles = ((path, t) for path, t in tensors_by_path(arguments) if t.dtype == torch.float64)
+    return with_tensors(arguments, {p: t.detach().float().requires_grad_(t.requires_grad) for p, t in doubles})
 
 
 def computed(module: nn.Module, arguments: Any) -> BlockResult:
@@ -90,7 +89,7 @@ def computed(module: nn.Module, arguments: Any) -> BlockResult:
     # Clones: a leaf that requires a gradient cannot be changed in place.
     args, kwargs = copied(with_tensors(arguments, {path: leaf.clone() for path, leaf in leaves.items()}))
     shapes: dict[str, list[torch.Size]] = {}
-    handles = [m.register_forward_hook(_noting(shapes, name)) for name, m in module.named_modules() if name]
+    handles = [m.register_forward_hook(partial(_note, shapes, name)) for name, m in module.named_modules() if name]
     try:
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), WithoutDropout():
             torch.manual_seed(SEED)
@@ -103,8 +102,5 @@ def computed(module: nn.Module, arguments: Any) -> BlockResult:
     return BlockResult({OUTPUT: output.detach(), **gradients([output], wanted)}, shapes)
 
 
-def _noting(shapes: dict[str, list[torch.Size]], name: str) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        shapes.setdefault(name, []).extend(t.shape for t in tensors_in(output))
-
-    return hook
+def _note(shapes: dict[str, list[torch.Size]], name: str, module: nn.Module, args: Any, output: Any) -> None:
+    shapes.setdefault(name, []).extend(t.shape for t in tensors_in(output))

@@ -19,7 +19,6 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh
 from shoal.errors import ShoalError
 from shoal.numerics.flat import views_of
-from shoal.parallel.base import Mark
 from shoal.plans.accounting.partition import PIECE_BYTES, divide, pack
 
 # Broadcasts at once: the buffers that they need are all that the exchange adds to memory.
@@ -28,20 +27,11 @@ PIECES_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class _Piece:
-    """Parameters that one broadcast sends; `flat` where it is not the parameter itself."""
+    """Parameters that one broadcast sends: a flat copy of them, or the only one itself."""
 
     parameters: list[Tensor]
     root: int
-    flat: Tensor | None
-
-    @property
-    def sent(self) -> Tensor:
-        return self.flat if self.flat is not None else self.parameters[0]
-
-    def unpack(self) -> None:
-        if self.flat is not None:
-            for parameter, view in zip(self.parameters, views_of(self.flat, self.parameters), strict=True):
-                parameter.copy_(view)
+    sent: Tensor
 
 
 class ShardedOptimizer:
@@ -51,11 +41,15 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], mesh: Mesh, mark: Mark, among: Sequence[Tensor] | None = None
+        self,
+        parameters: Sequence[Tensor],
+        mesh: Mesh,
+        mark: Callable[[str], None],
+        among: Sequence[Tensor] | None = None,
     ) -> None:
         """`among`: all that are divided over the ranks, where other strategies update the rest of them."""
         self._parameters, self._mesh, self._mark = list(parameters), mesh, mark
-        self._ranks = mesh.ranks("shard")
+        self._ranks = next(ranks for ranks in mesh.layout.groups("shard") if mesh.rank in ranks)
         divided = self._parameters if among is None else list(among)
         owners = divide([p.numel() * p.itemsize for p in divided], len(self._ranks))
         self._root = {id(p): self._ranks[owner] for p, owner in zip(divided, owners, strict=True)}
@@ -94,17 +88,15 @@ class ShardedOptimizer:
             sizes = [p.numel() * p.itemsize for p in owned]
             alone = [p.is_contiguous() and size >= PIECE_BYTES for p, size in zip(owned, sizes, strict=True)]
             for members in pack(sizes, alone, [p.dtype for p in owned]):
+                together = [owned[i] for i in members]
                 if alone[members[0]]:
-                    yield _Piece([owned[members[0]]], root, None)
-                else:
-                    yield self._packed([owned[i] for i in members], root)
-
-    def _packed(self, parameters: list[Tensor], root: int) -> _Piece:
-        flat = parameters[0].new_empty(sum(p.numel() for p in parameters))
-        if root == self._mesh.rank:
-            for parameter, view in zip(parameters, views_of(flat, parameters), strict=True):
-                view.copy_(parameter)
-        return _Piece(parameters, root, flat)
+                    yield _Piece(together, root, together[0])
+                    continue
+                flat = together[0].new_empty(sum(p.numel() for p in together))
+                if root == self._mesh.rank:
+                    for parameter, view in zip(together, views_of(flat, together), strict=True):
+                        view.copy_(parameter)
+                yield _Piece(together, root, flat)
 
     def updates(self, parameter: Tensor) -> bool:
         """Whether this rank is its owner; what is not trained (and has a state all the same) has every rank."""
@@ -113,4 +105,6 @@ class ShardedOptimizer:
 
 def _arrive(piece: _Piece, work: dist.Work) -> None:
     work.wait()
-    piece.unpack()
+    if piece.sent is not piece.parameters[0]:
+        for parameter, view in zip(piece.parameters, views_of(piece.sent, piece.parameters), strict=True):
+            parameter.copy_(view)

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, PlanError
+from shoal.numerics.operators import replace_leaves
 from shoal.numerics.precision import Precision
 from shoal.parallel.base import AccumulatingStrategy, Flags, Mark, StepSums
 from shoal.parallel.data.replicated import all_sums
-from shoal.parallel.model.repeated_blocks import repeated_blocks
 from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.model.structure import repeated_blocks
 from shoal.plans.plan import Plan
 
 # Where a model repeats nothing, a module of so many bytes of parameters is a unit: smaller ones travel together.
@@ -97,11 +97,7 @@ def _no_views(unit: nn.Module, args: Any, output: Any) -> Any:
     """
     if not torch.is_grad_enabled():
         return None
-    return tree_map(lambda leaf: leaf.clone() if _is_view(leaf) else leaf, output)
-
-
-def _is_view(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and value._base is not None
+    return replace_leaves(output, Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t)
 
 
 def _give_homes(unit: FSDPModule) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +24,7 @@ from shoal.parallel.tensor.layers import give_role, kind, num_features, product
 from shoal.parallel.tensor.logits import Entropy, Head, divided
 from shoal.parallel.tensor.plan import TensorPlan
 from shoal.parallel.tensor.trace import TensorTrace
+from shoal.plans.accounting.partition import cuts
 
 KEPT = "cut along its outputs, of which a cross entropy takes slices"
 _ROWS = 16
@@ -28,7 +32,7 @@ _ROWS = 16
 
 def sizes(size: int, degree: int) -> tuple[int, ...]:
     """How many of `size` features each of `degree` places has."""
-    return tuple(size * (place + 1) // degree - size * place // degree for place in range(degree))
+    return tuple(stop - start for start, stop in pairwise(cuts(size, degree)))
 
 
 def with_kept(plan: TensorPlan, subject: ModelTrial, trace: TensorTrace, degree: int) -> TensorPlan:
@@ -52,9 +56,6 @@ def is_lost(name: str, model: nn.Module, trace: TensorTrace) -> bool:
     output = trace.outputs.get(name)
     is_linear = kind(model.get_submodule(name)) in ("linear", "transposed")
     return is_linear and output is not None and not output.feeds and any("cross_entropy" in w for w in output.leaks)
-
-
-# ------------------------------------------------------------------------------------------------------- found
 
 
 @dataclass
@@ -87,15 +88,10 @@ class _Noting(Head):
         return found if entropy.reduction == "none" else found.sum()
 
 
-@dataclass(frozen=True)
-class _Shown:
+def _shown(head: _Noting, module: nn.Module, input: Tensor) -> Tensor:
     """The role of a whole layer that shows a slice of its outputs."""
-
-    head: _Noting
-
-    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
-        whole = product(module, input, module.weight, module.bias)  # type: ignore[arg-type]
-        return divided(whole.narrow(-1, 0, self.head.sizes[0]), whole.ndim - 1, self.head)
+    whole = product(module, input, module.weight, module.bias)  # type: ignore[arg-type]
+    return divided(whole.narrow(-1, 0, head.sizes[0]), whole.ndim - 1, head)
 
 
 def _uses(heads: Iterable[str], subject: ModelTrial, trace: TensorTrace, degree: int) -> dict[str, _Uses]:
@@ -106,16 +102,13 @@ def _uses(heads: Iterable[str], subject: ModelTrial, trace: TensorTrace, degree:
         for name, uses in found.items():
             module = model.get_submodule(name)
             head = _Noting(TensorAxis(degree, 0), sizes(num_features(module)[1], degree), uses)
-            give_role(module, _Shown(head))
+            give_role(module, partial(_shown, head))
         try:
             subject.loss(model, batch)
         except Exception as error:
             for uses in found.values():
                 uses.obstacle = f"the loss raises {type(error).__name__} on slices"
     return found
-
-
-# ------------------------------------------------------------------------------------------------------ proven
 
 
 def is_proven(entropy: Entropy, size: int, degree: int) -> bool:
@@ -129,14 +122,8 @@ def is_proven(entropy: Entropy, size: int, degree: int) -> bool:
     targets = torch.randint(size, (_ROWS,), generator=generator)
     targets[-1] = entropy.ignored
     weights = random(size).abs() if entropy.weighted else None
-    wanted = F.cross_entropy(
-        logits,
-        targets,
-        weights,
-        ignore_index=entropy.ignored,
-        reduction="none",
-        label_smoothing=entropy.smoothing,
-    )
+    options: dict[str, Any] = {"ignore_index": entropy.ignored, "label_smoothing": entropy.smoothing}
+    wanted = F.cross_entropy(logits, targets, weights, reduction="none", **options)
     given = random(_ROWS)
     (whole,) = torch.autograd.grad(wanted, logits, given)
     rows, parts = Rows(targets, entropy.ignored, entropy.smoothing, weights), sizes(size, degree)
@@ -147,6 +134,6 @@ def is_proven(entropy: Entropy, size: int, degree: int) -> bool:
     sums = torch.stack([row_sums(part, largest, rows, place) for part, place in pairs]).sum(0)
     found, logarithm = losses(sums, largest, rows, places[0])
     cut = torch.cat([gradient(part, logarithm, given, rows, place) for part, place in pairs], 1)
-    means = F.cross_entropy(logits, targets, weights, ignore_index=entropy.ignored, label_smoothing=entropy.smoothing)
+    means = F.cross_entropy(logits, targets, weights, **options)
     mean = found.sum() / rows.row_weights(found.dtype).sum()
     return is_same(found, wanted.detach()) and is_same(cut, whole) and is_same(mean, means.detach())

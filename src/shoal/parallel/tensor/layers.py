@@ -7,6 +7,7 @@ A divided module keeps its class as far as anybody asks (a subclass of it with t
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.numerics.isolation import undisturbed
 from shoal.parallel.axis_collectives import TensorAxis, enter, gather, leave
 from shoal.parallel.model.tensor_slice import Outputs, Runs
 from shoal.parallel.tensor.logits import Head, divided
@@ -37,7 +39,7 @@ def kind(module: nn.Module) -> str | None:
     """
     forward = type(module).forward
     if isinstance(module, nn.Linear):
-        return "linear" if forward is nn.Linear.forward else None
+        return "linear" if forward is nn.Linear.forward or _is_linear(module) else None
     if isinstance(module, _CONVOLUTIONS):
         return "convolution" if forward in {c.forward for c in _CONVOLUTIONS} else None
     if isinstance(module, nn.Embedding):
@@ -51,10 +53,33 @@ def kind(module: nn.Module) -> str | None:
     return None
 
 
+def _is_linear(module: nn.Linear) -> bool:
+    """Whether a subclass of nn.Linear with a forward of its own, and nothing else, computes the same."""
+    plain = {"in_features", "out_features", "training", "forward"}
+    own = {name for name in vars(module) if not name.startswith("_")} - plain
+    if own or module._modules or module._buffers or module._parameters.keys() != {"weight", "bias"}:
+        return False
+    cls: Any = type(module)
+    return _multiplies(cls, module.bias is not None)
+
+
+@functools.lru_cache(maxsize=256)
+def _multiplies(cls: Any, with_bias: bool) -> bool:
+    with undisturbed():
+        module = nn.Linear(3, 2, with_bias, dtype=torch.float64)
+        value = torch.randn(2, 5, 3, dtype=torch.float64)
+        wanted = module(value)
+        module.__class__ = cls
+        try:
+            found = [module.forward(value), torch.stack([module.forward(row) for row in value])]
+        except Exception:
+            return False
+        return all(isinstance(f, Tensor) and f.shape == wanted.shape and torch.allclose(f, wanted) for f in found)
+
+
 def num_features(module: nn.Module) -> tuple[int, int]:
     """Input and output features (channels) of a linear, transposed or convolution module."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
+    weight: Any = module.weight
     first, second = weight.shape[:2]
     return (first, second) if kind(module) == "transposed" else (second, first)
 
@@ -162,9 +187,9 @@ class Column:
 
     entry: Entry
 
-    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+    def __call__(self, module: Any, input: Tensor) -> Tensor:
         """This rank's output features."""
-        return product(module, self.entry(input), _weight(module), _bias(module))
+        return product(module, self.entry(input), module.weight, module.bias)
 
 
 @dataclass
@@ -174,9 +199,9 @@ class GatheredLayer:
     axis: TensorAxis
     sizes: tuple[int, ...]
 
-    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+    def __call__(self, module: Any, input: Tensor) -> Tensor:
         """All output features. Collective: the axis, an all-gather; in the backward an all-reduce of the input's."""
-        own = product(module, enter(input, self.axis), _weight(module), _bias(module))
+        own = product(module, enter(input, self.axis), module.weight, module.bias)
         spatial = {nn.Conv1d: 1, nn.Conv2d: 2}
         trailing = next((n for base, n in spatial.items() if isinstance(module, base)), 0)
         return gather(own, self.axis, own.ndim - 1 - trailing, self.sizes)
@@ -186,14 +211,14 @@ class GatheredLayer:
 class SlicedOutputLayer(GatheredLayer):
     """Column-parallel output head, whose consumer needs slices alone: a cross entropy."""
 
-    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+    def __call__(self, module: Any, input: Tensor) -> Tensor:
         """This rank's classes, as `Logits`. Collective: in the backward the axis, an all-reduce of the input's.
 
         Without gradients, as in an evaluation, all of them: metrics look at them in any way.
         """
         if not torch.is_grad_enabled():
             return super().__call__(module, input)
-        own = product(module, enter(input, self.axis), _weight(module), _bias(module))
+        own = product(module, enter(input, self.axis), module.weight, module.bias)
         return divided(own, own.ndim - 1, Head(self.axis, self.sizes))
 
 
@@ -219,9 +244,9 @@ class Row:
 
     sum: Callable[[Tensor], Tensor]
 
-    def __call__(self, module: nn.Module, input: Tensor) -> Tensor:
+    def __call__(self, module: Any, input: Tensor) -> Tensor:
         """All output features. Collective: the axis, an all-reduce."""
-        weight, bias = _weight(module), _bias(module)
+        weight, bias = module.weight, module.bias
         narrow = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if input.device.type != "cpu" or narrow not in (torch.bfloat16, torch.float16):
             found = self.sum(product(module, input, weight, None))
@@ -273,14 +298,3 @@ class SlicedDropout:
         pieces = [mask.narrow(self.dim, start, stop - start) for start, stop in self.runs]
         own = torch.cat(pieces, self.dim)  # a copy: autograd keeps no more of the mask than the slice needs
         return input.mul_(own) if module.inplace else input * own
-
-
-def _weight(module: nn.Module) -> Tensor:
-    assert isinstance(module.weight, Tensor)
-    return module.weight
-
-
-def _bias(module: nn.Module) -> Tensor | None:
-    bias = module.bias
-    assert bias is None or isinstance(bias, Tensor)
-    return bias

@@ -6,6 +6,7 @@ leaves them cut, a cross entropy is computed of the slices, and every other one 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -195,21 +196,14 @@ def _dims(item: Any) -> int:
     return item.ndim if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8) else 1
 
 
-_OPTIONS: dict[str, Any] = {
-    "input": None,
-    "target": None,
-    "weight": None,
-    "size_average": None,
-    "ignore_index": -100,
-    "reduce": None,
-    "reduction": "mean",
-    "label_smoothing": 0.0,
-}
+_OPTIONS = inspect.signature(F.cross_entropy)
 
 
 def _entropy(func: Any, *args: Any, **kwargs: Any) -> Any:
     """F.cross_entropy of class indices; probabilities and what torch refuses are for the whole."""
-    given = {**_OPTIONS, **dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+    bound = _OPTIONS.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
     logits, target, weight = given["input"], given["target"], given["weight"]
     if not isinstance(logits, Logits) or logits.dim_ != min(1, logits.ndim - 1) or not _is_usual(logits, given):
         return NotImplemented

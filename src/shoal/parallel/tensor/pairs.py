@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 from typing import Any
 
 from torch import nn
@@ -19,6 +21,8 @@ from shoal.parallel.tensor.trace import OPAQUE, TensorTrace
 
 # Of a module's own integers, these count layers and are never widths.
 _PLACES = re.compile(r"idx|index|layer_id|layer_number|^training$")
+# And these count heads: num_heads, n_head, num_key_value_heads.
+_HEADS = re.compile(r"heads?$")
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,11 @@ class SectionCut:
 
     def runs(self, name: str, place: int) -> Runs:
         """The outputs of a column module that one place has."""
-        found, start = [], 0
-        for size in self.sections[name]:
-            low, high = self.bounds(size, place)
-            found.append((start + low, start + high))
-            start += size
-        return tuple(found)
+        sizes = self.sections[name]
+        bounds = (self.bounds(size, place) for size in sizes)
+        return tuple(
+            (start + low, start + high) for start, (low, high) in zip(accumulate((0, *sizes)), bounds, strict=False)
+        )
 
     def values(self, place: int) -> Iterator[tuple[str, str, int]]:
         """The attributes as one place has them."""
@@ -98,11 +101,6 @@ class ProvenPair:
         )
 
 
-def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that can be in a pair, each under its first name."""
-    return {name: module for name, module in model.named_modules() if kind(module) in ("linear", "transposed")}
-
-
 def candidates(model: nn.Module, trace: TensorTrace, usable: Iterable[str]) -> list[PairCandidate]:
     """Candidates from a trace and the model's own `tp_plan`, each module once, in the order of the calls."""
     free = set(usable)
@@ -128,12 +126,8 @@ def obstacle(name: str, trace: TensorTrace) -> str | None:
 
 
 def _candidate(columns: list[str], row: str, trace: TensorTrace) -> PairCandidate:
-    split = [name.split(".") for name in (*columns, row)]
-    common = []
-    for parts in zip(*split, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
+    split = zip(*(name.split(".") for name in (*columns, row)), strict=False)
+    common = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, split)]
     while common and ".".join(common) not in trace.calls:
         common.pop()
     return PairCandidate(tuple(columns), row, ".".join(common))
@@ -174,18 +168,22 @@ def cuts(model: nn.Module, trace: TensorTrace, candidate: PairCandidate, degree:
     outputs = {name: trace.outputs[name] for name in candidate.columns if name in trace.outputs}
     sizes = {name: num_features(model.get_submodule(name))[1] for name in candidate.columns}
     told = {name: _sections(size, outputs.get(name)) for name, size in sizes.items()}
-    plain = {name: (size,) for name, size in sizes.items()}
+    plain: dict[str, tuple[int, ...]] = {name: (size,) for name, size in sizes.items()}
     heads = {h for output in outputs.values() for h in output.heads}
+    groups = {g for output in outputs.values() for g in output.groups}
     taken = num_features(model.get_submodule(candidate.row))[0]
     first: list[SectionCut] = []
-    for sections in (told, plain) if told != plain else (plain,):
+    # A view by three dims may have sections outermost, [3, heads, width], or what is cut: [heads, 3, width].
+    ways = [(told, heads), (plain, heads)] + ([(plain, groups)] if groups else [])
+    for sections, counted in ways:
         parts = [size for found in sections.values() for size in found]
-        units = math.gcd(*heads) if heads else math.gcd(*parts, taken)
-        if units >= degree and not any(size % units for size in (*parts, taken)):
-            first.append(SectionCut(sections, units, degree))
+        units = math.gcd(*counted) if counted else math.gcd(*parts, taken)
+        cut = SectionCut(sections, units, degree)
+        if units >= degree and not any(size % units for size in (*parts, taken)) and cut not in first:
+            first.append(cut)
     yield from first
     for cut in first:
-        for attributes in _attributes(model.get_submodule(candidate.owner), cut, heads):
+        for attributes in _attributes(model.get_submodule(candidate.owner), cut, heads | groups):
             yield SectionCut(cut.sections, cut.units, degree, attributes)
 
 
@@ -203,15 +201,37 @@ def _sections(size: int, output: Any) -> tuple[int, ...]:
 
 
 def _attributes(owner: nn.Module, cut: SectionCut, heads: set[int]) -> Iterator[tuple[tuple[str, str, int], ...]]:
-    """Attributes that may count what is cut: one by one, then all that count heads, or sections, or either."""
+    """Attributes that may count what is cut: one by one, then all that count heads, or sections, or either.
+
+    Last all that are named so; and those of the config of a module besides, from which it takes them in its forward.
+    """
     sections = {size for found in cut.sections.values() if len(found) > 1 for size in found}
     counts: list[tuple[str, str, int]] = []
+    named: list[tuple[str, str, int]] = []
+    configured: list[tuple[str, str, int]] = []
     for name, module in owner.named_modules():
         if kind(module) is None:
-            for attribute, value in vars(module).items():
-                if type(value) is int and value in heads | sections and not _PLACES.search(attribute):
+            for attribute, value in _integers(module, cut.units):
+                if value in heads | sections and not _PLACES.search(attribute):
                     counts.append((name, attribute, value))
-    counts = [entry for entry in counts if entry[2] % cut.units == 0]
-    yield from ((entry,) for entry in counts)
-    groups = [tuple(e for e in counts if e[2] in kinds) for kinds in (heads, sections, heads | sections)]
-    yield from (group for i, group in enumerate(groups) if len(group) > 1 and group not in groups[:i])
+                if _HEADS.search(attribute):
+                    named.append((name, attribute, value))
+            config = getattr(module, "config", None)
+            found = _integers(config, cut.units) if hasattr(config, "__dict__") else ()
+            configured += [(name, f"config.{a}", v) for a, v in found if _HEADS.search(a)]
+    groups: list[tuple[tuple[str, str, int], ...]] = [(entry,) for entry in counts]
+    groups += [tuple(e for e in counts if e[2] in kinds) for kinds in (heads, sections, heads | sections)]
+    groups += [tuple(named), (*named, *configured)]
+    yield from (group for i, group in enumerate(groups) if group and group not in groups[:i])
+
+
+def _integers(holder: Any, units: int) -> list[tuple[str, int]]:
+    return [(name, value) for name, value in vars(holder).items() if type(value) is int and value % units == 0]
+
+
+def set_count(module: nn.Module, attribute: str, value: int) -> None:
+    """Sets an attribute of a module; one of an object that it shares with others on a copy for itself."""
+    holder, _, name = attribute.rpartition(".")
+    if holder:
+        setattr(module, holder, copy.copy(getattr(module, holder)))
+    setattr(getattr(module, holder) if holder else module, name, value)

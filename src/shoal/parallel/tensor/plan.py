@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -20,11 +20,10 @@ from shoal.parallel.tensor.pairs import (
     ProvenPair,
     candidates,
     cuts,
-    linear_modules,
     obstacle,
     styles,
 )
-from shoal.parallel.tensor.proof import Bench, NotProvenError
+from shoal.parallel.tensor.proof import Bench, NotProvenError, OutputDiffersError
 from shoal.parallel.tensor.trace import LayerShapes, TensorTrace, observe
 
 # A model that does not run without values is followed with them, if it is no larger than this.
@@ -59,11 +58,20 @@ class TensorPlan:
 
 
 def follow(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any, values: Values, degree: int
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Any],
+    batch: Any,
+    values: Values,
+    degree: int,
+    *,
+    most_bytes: int = _REAL_BYTES,
 ) -> TensorTrace:
-    """The trace of one run of the loss on copies. Raises: PlanError where it does not run."""
+    """The trace of one run of the loss on copies; with `values` where none will do and the model is small enough.
+
+    Raises: PlanError where it does not run.
+    """
     errors: list[Exception] = []
-    small = sum(p.numel() * p.itemsize for p in model.parameters()) <= _REAL_BYTES
+    small = sum(p.numel() * p.itemsize for p in model.parameters()) <= most_bytes
     for given in (None, values) if small else (None,):
         try:
             trace = observe(model, loss, batch, given)
@@ -94,38 +102,27 @@ def _short(batch: Any) -> Any:
     return tree_map(lambda v: v[:, :_FEW_TOKENS] if isinstance(v, Tensor) and v.ndim > 1 else v, batch)
 
 
-def decide(model: nn.Module, trace: TensorTrace, values: Values, degree: int) -> TensorPlan:
-    """Plan of a model, whose pairs are proven. Raises: PlanError where nothing can be cut into so many parts."""
+def decide(model: nn.Module, trace: TensorTrace, values: Values | None, degree: int) -> TensorPlan:
+    """Plan of a model, whose pairs are proven, with random numbers where it has no `values`.
+
+    Raises: PlanError where nothing can be cut into so many parts.
+    """
     plan = _planned(model, trace, degree, _Prover(model, trace, values, degree).prove)
     if not (plan.pairs or plan.gathered or plan.rows):
         raise _nothing_to_cut(model, degree)
     return plan
 
 
-def propose(model: nn.Module, trace: TensorTrace, degree: int) -> TensorPlan:
-    """Plan as `decide` has it where every proof succeeds: from structure alone, for a model without values."""
-
-    def unproven(candidate: PairCandidate) -> ProvenPair | str:
-        has_cut = next(cuts(model, trace, candidate, degree), None) is not None
-        return ProvenPair(candidate, {}) if has_cut else "not proven"
-
-    return _planned(model, trace, degree, unproven)
-
-
 def _planned(
     model: nn.Module, trace: TensorTrace, degree: int, prove: Callable[[PairCandidate], ProvenPair | str]
 ) -> TensorPlan:
     notes, holders = _whole(model, trace, degree), _holders(model)
-    usable = [
-        name
-        for name, module in linear_modules(model).items()
-        if name not in notes and all(len(holders[id(p)]) == 1 for p in _own(module))
-    ]
+    linear = {name: m for name, m in model.named_modules() if kind(m) in ("linear", "transposed") and name not in notes}
+    usable = [name for name, m in linear.items() if all(len(holders[id(p)]) == 1 for p in _own(m))]
     pairs, failures = [], dict[str, str]()
     for candidate in candidates(model, trace, usable):
-        found: ProvenPair | str = f"what {trace.decided_by_values} computes depends on values"
-        if trace.decided_by_values is None:
-            found = prove(candidate)
+        reader = trace.reader_within(candidate.owner)
+        found = f"what {reader} computes depends on values" if reader is not None else prove(candidate)
         if isinstance(found, ProvenPair):
             pairs.append(found)
         else:
@@ -152,8 +149,10 @@ def _whole(model: nn.Module, trace: TensorTrace, degree: int) -> dict[str, str]:
     said, holders = styles(model), _holders(model)
     found = {}
     for name, module in model.named_modules():
-        if not _own(module) or (kind(module) is None and _held_by_layers(module, holders)):
-            continue  # a second name for what a layer holds does not decide
+        # A second name for what layers that can be cut hold does not decide.
+        of_layers = all(any(kind(m) is not None for m in holders[id(p)]) for p in _own(module))
+        if not _own(module) or (kind(module) is None and of_layers):
+            continue
         why = "as its tp_plan says" if said.get(name) == "replicated" else _obstacle(name, module, trace, degree)
         if why is not None:
             found[name] = f"whole: {why}"
@@ -180,7 +179,7 @@ def _obstacle(name: str, module: nn.Module, trace: TensorTrace, degree: int) -> 
     tensors = _own(module)
     if not isinstance(module._parameters.get(next(iter(output_dims(module)))), Tensor):
         return "its weight is computed from others"
-    if not trace.is_called(name):
+    if name not in trace.inputs:
         return "the loss does not call it"
     used = [trace.foreign_uses[id(p)] for p in tensors if id(p) in trace.foreign_uses]
     if used:
@@ -206,41 +205,50 @@ def _holders(model: nn.Module) -> dict[int, list[nn.Module]]:
     return found
 
 
-def _held_by_layers(module: nn.Module, holders: Mapping[int, list[nn.Module]]) -> bool:
-    """Whether all of a module's own parameters are those of layers that can be cut, under a second name."""
-    return all(any(kind(m) is not None for m in holders[id(p)]) for p in _own(module))
-
-
 class _Prover:
     """Tries candidates; what was found of a module holds for others of the same structure."""
 
-    def __init__(self, model: nn.Module, trace: TensorTrace, values: Values, degree: int) -> None:
+    def __init__(self, model: nn.Module, trace: TensorTrace, values: Values | None, degree: int) -> None:
         self._model, self._trace, self._values, self._degree = model, trace, values, degree
-        self._known: dict[Any, tuple[str, ProvenPair | str]] = {}
+        self._known: dict[Any, tuple[str, ProvenPair | Exception]] = {}
 
     def prove(self, candidate: PairCandidate) -> ProvenPair | str:
-        """The pair, or why not."""
+        """The pair, or why not. Where a module returns slices as well, that around it may make nothing of them."""
+        found = self._proven(candidate)
+        around = candidate.owner.rpartition(".")[0]
+        while around and around not in self._trace.calls:
+            around = around.rpartition(".")[0]
+        if isinstance(found, OutputDiffersError) and around and self._trace.reader_within(around) is None:
+            wider = self._proven(replace(candidate, owner=around))
+            found = wider if isinstance(wider, ProvenPair) else found
+        if isinstance(found, ProvenPair):
+            return found
+        return str(found)
+
+    def _proven(self, candidate: PairCandidate) -> ProvenPair | Exception:
         key = _structure(self._model, self._trace, candidate)
         if key not in self._known:
             self._known[key] = candidate.owner, self._try(candidate)
         owner, found = self._known[key]
-        if isinstance(found, str):
+        if isinstance(found, Exception):
             return found
         return found.renamed(lambda name: candidate.owner + name.removeprefix(owner))
 
-    def _try(self, candidate: PairCandidate) -> ProvenPair | str:
-        why, bench = f"no heads or features for {self._degree} ranks", None
+    def _try(self, candidate: PairCandidate) -> ProvenPair | Exception:
+        why: NotProvenError = NotProvenError(f"no heads or features for {self._degree} ranks")
+        bench = None
         for cut in cuts(self._model, self._trace, candidate, self._degree):
             try:
                 bench = bench or Bench(self._model, self._trace, candidate, self._values)
             except Exception as error:
-                return f"cannot be tried by itself: {_first_line(error)}"
+                return NotProvenError(f"cannot be tried by itself: {_first_line(error)}")
             try:
                 return bench.prove(cut)
             except Exception as error:
-                if not cut.attributes:
+                if not (cut.attributes or isinstance(why, OutputDiffersError)):
                     what = "differs" if isinstance(error, NotProvenError) else "raises"
-                    why = f"{what} as a slice: {_first_line(error)}"
+                    cause = type(error) if isinstance(error, NotProvenError) else NotProvenError
+                    why = cause(f"{what} as a slice: {_first_line(error)}")
         return why
 
 
@@ -259,8 +267,8 @@ def _structure(model: nn.Module, trace: TensorTrace, candidate: PairCandidate) -
         for name, m in owner.named_modules()
     ]
     shapes = tuple((name, p.shape) for name, p in owner.named_parameters())
-    call = trace.calls[candidate.owner]
-    arguments = str([tuple(a.shape) if isinstance(a, Tensor) else type(a) for a in (*call.args, *call.kwargs.values())])
+    args, kwargs = trace.calls[candidate.owner]
+    arguments = str([tuple(a.shape) if isinstance(a, Tensor) else type(a) for a in (*args, *kwargs.values())])
     names = tuple(name.removeprefix(prefix) for name in (*candidate.columns, candidate.row))
     return str(inside), shapes, arguments, names
 

@@ -13,23 +13,35 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.parallel.model.trial import SEED, Values, WithoutDropout, floor_of, gradients, is_same, materialised
 from shoal.parallel.tensor.layers import kind, num_features, output_dim, product
-from shoal.parallel.tensor.pairs import PairCandidate, ProvenPair, SectionCut, Slice
+from shoal.parallel.tensor.pairs import PairCandidate, ProvenPair, SectionCut, Slice, set_count
 from shoal.parallel.tensor.trace import TensorTrace
 
 _WHOLE = Slice(0, 0, ())
+# Of the matrices in a proof: the more, the less two slices look alike by chance.
+_RANK = 8
+# Parameters of a module, but for those: 1 GiB.
+_MOST = 1 << 27
 
 
 class NotProvenError(Exception):
     """The divided module differs from the whole one."""
+
+
+class OutputDiffersError(NotProvenError):
+    """The divided module returns something else, which whoever calls it may not use."""
 
 
 @dataclass
@@ -45,19 +57,46 @@ class _ProofRun:
 
 
 class Bench:
-    """Module of one candidate with its values, ready to be run whole and cut."""
+    """Module of one candidate, ready to be run whole and cut; random where the model has no `values`.
 
-    def __init__(self, model: nn.Module, trace: TensorTrace, candidate: PairCandidate, values: Values) -> None:
+    Linear layers multiply by random matrices of low rank: how they divide is known, and the memory is that of the
+    activations. `_fixed` has the factor of each that is no parameter here: of the row module it comes after the weight,
+    and before all others'.
+    """
+
+    def __init__(self, model: nn.Module, trace: TensorTrace, candidate: PairCandidate, values: Values | None) -> None:
         self._candidate = candidate
         self._prefix = f"{candidate.owner}." if candidate.owner else ""
         self._columns = [name.removeprefix(self._prefix) for name in candidate.columns]
         self._row = candidate.row.removeprefix(self._prefix)
         generator = torch.Generator().manual_seed(SEED)
-        self._module = materialised(model, candidate.owner, values, generator)
-        call = trace.calls[candidate.owner]
-        real = functools.partial(_argument, trace=trace, generator=generator)
-        self._args, self._kwargs = tree_map(real, (call.args, call.kwargs))
+        self._fixed: dict[str, Tensor] = {}
+        thin = self._thin(model, trace, generator)
+        self._module = materialised(model, candidate.owner, values, generator, thin)
+        real = functools.partial(_argument, real=trace.real if values is not None else {}, generator=generator)
+        self._args, self._kwargs = tree_map(real, trace.calls[candidate.owner])
         self._whole = self._run(None, 0)
+
+    def _thin(self, model: nn.Module, trace: TensorTrace, generator: torch.Generator) -> dict[int, nn.Parameter]:
+        """Weights of low rank for the linear layers, by the ids of the model's, where nothing else uses those."""
+        module = model.get_submodule(self._candidate.owner)
+        holders = Counter(id(p) for m in module.modules() for p in m._parameters.values() if p is not None)
+        found = {}
+        for name, layer in module.named_modules():
+            weight = layer._parameters.get("weight") if kind(layer) in ("linear", "transposed") else None
+            if weight is None or id(weight) in trace.foreign_uses or holders[id(weight)] > 1:
+                continue
+            shape = (_RANK, weight.shape[1]), (weight.shape[0], _RANK)
+            is_row, is_transposed = name == self._row, kind(layer) == "transposed"
+            own, fixed = shape if is_row != is_transposed else shape[::-1]
+            found[id(weight)] = nn.Parameter(_random(own, generator))
+            self._fixed[name] = _random(fixed, generator) / math.sqrt(max(fixed))
+            if not is_transposed:
+                self._fixed[name] = self._fixed[name].T
+        others = sum(p.numel() for p in module.parameters() if id(p) not in found)
+        if others > _MOST:
+            raise NotProvenError(f"{others:,} parameters beside its linear layers are too many")
+        return found
 
     def prove(self, cut: SectionCut) -> ProvenPair:
         """The pair, cut so. Raises: NotProvenError, or what the user's module raises on slices."""
@@ -93,10 +132,12 @@ class Bench:
                 layer.forward = functools.partial(self._taken, run, layer, cut, place)
             elif kind(layer) == "dropout":
                 layer.forward = _skipped
+            elif name in self._fixed:
+                layer.forward = functools.partial(_thin_product, layer, self._fixed[name])
             if name:
                 layer.register_forward_hook(functools.partial(_watch, run.seen.setdefault(name, [])))
         for name, attribute, value in cut.values(place) if cut is not None else ():
-            setattr(module.get_submodule(name), attribute, value)
+            set_count(module.get_submodule(name), attribute, value)
         args, kwargs = tree_map(fresh, (self._args, self._kwargs))
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), WithoutDropout(inside_attention=True):
             torch.manual_seed(SEED)
@@ -117,7 +158,10 @@ class Bench:
             runs = cut.runs(self._prefix + name, place)
             weight = _taken(weight, output_dim(layer), runs)
             bias = None if bias is None else _taken(bias, 0, runs)  # type: ignore[arg-type]
-        return product(layer, leaf, weight, bias)  # type: ignore[arg-type]
+        return product(layer, self._before(name, leaf), weight, bias)  # type: ignore[arg-type]
+
+    def _before(self, name: str, input: Tensor) -> Tensor:
+        return input @ self._fixed[name] if name in self._fixed else input
 
     def _taken(self, run: _ProofRun, layer: nn.Module, cut: SectionCut | None, place: int, input: Tensor) -> Tensor:
         weight, bias = layer.weight, layer.bias
@@ -126,7 +170,7 @@ class Bench:
         if cut is not None:
             bounds = cut.bounds(num_features(layer)[0], place)
             weight = _taken(weight, 1 - output_dim(layer), (bounds,))
-        found = product(layer, input, weight, None)
+        found = self._before(self._row, product(layer, input, weight, None))
         if cut is None:
             run.results.append(found.detach())
         elif len(run.inputs) > len(self._whole.results):
@@ -157,14 +201,16 @@ class Bench:
             for a, b in zip(run.inputs, whole.inputs, strict=True):
                 _same(a, _taken(b, b.ndim - 1, bounds), 0.0, f"the input of {self._row}")
             for a, b in zip(run.outputs, whole.outputs, strict=True):
-                _same(a.detach(), b.detach(), 0.0, "what it returns")
+                _same(a.detach(), b.detach(), 0.0, "what it returns", OutputDiffersError)
         partial = []
+        of_cut = {f"parameter {name}.{which}" for name in self._columns for which in ("weight", "bias")}
+        of_cut.add(f"parameter {self._row}.weight")
         for name, wanted in whole.gradients.items():
             found = [run.gradients.get(name) for run in runs]
             if any(g is None or g.shape != wanted.shape for g in found):
                 raise NotProvenError(f"the gradient of {name}")
             terms = [g for g in found if g is not None]
-            if name in self._cut_parameters():
+            if name in of_cut:
                 # The gradient of what is not a place's own is zero there.
                 _same(_sum(terms), wanted, floor, f"the gradient of {name}")
                 if not float(wanted.norm()) and name.endswith("weight"):
@@ -177,10 +223,6 @@ class Bench:
                     raise NotProvenError("an argument gets a part of its gradient")
                 partial.append(name.removeprefix("parameter "))
         return partial
-
-    def _cut_parameters(self) -> set[str]:
-        found = {f"parameter {name}.{kind}" for name in self._columns for kind in ("weight", "bias")}
-        return found | {f"parameter {self._row}.weight"}
 
     def _slices(self, cut: SectionCut, runs: list[_ProofRun]) -> dict[str, Slice | None]:
         """The modules inside that give slices, and which; None where that is in no way that can be told."""
@@ -219,12 +261,14 @@ def _sum(tensors: list[Tensor]) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
-def _argument(leaf: Any, trace: TensorTrace, generator: torch.Generator) -> Any:
-    """Numbers for an argument of the trace: those of the batch where it is of the batch, else random ones."""
+def _argument(leaf: Any, real: Mapping[int, Tensor], generator: torch.Generator) -> Any:
+    """Numbers for an argument of the trace: those in `real` where it is of the batch, else random ones."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if id(leaf) in trace.real:
-        value = trace.real[id(leaf)].detach().cpu()
+    if not (isinstance(leaf, FakeTensor) or leaf.is_floating_point() or leaf.is_complex()):
+        return leaf.detach().clone()
+    if id(leaf) in real:
+        value = real[id(leaf)].detach().cpu()
         return value.double() if value.is_floating_point() else value
     if leaf.is_complex():
         return torch.randn(leaf.shape, dtype=torch.complex128, generator=generator)
@@ -241,6 +285,14 @@ def fresh(leaf: Any) -> Any:
     return copy.deepcopy(leaf)
 
 
+def _random(shape: Iterable[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(tuple(shape), dtype=torch.float64, generator=generator)
+
+
+def _thin_product(layer: nn.Module, fixed: Tensor, input: Tensor) -> Tensor:
+    return product(layer, input @ fixed, layer.weight, layer.bias)  # type: ignore[arg-type]
+
+
 def _skipped(input: Tensor) -> Tensor:
     return input
 
@@ -253,6 +305,6 @@ def _taken(tensor: Tensor, dim: int, runs: Any) -> Tensor:
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
 
 
-def _same(found: Tensor, wanted: Tensor, floor: float, what: str) -> None:
+def _same(found: Tensor, wanted: Tensor, floor: float, what: str, error: type[Exception] = NotProvenError) -> None:
     if not is_same(found, wanted, floor):
-        raise NotProvenError(f"{what} differs")
+        raise error(f"{what} differs")

@@ -41,8 +41,9 @@ from shoal.parallel.tensor.layers import (
     output_dim,
     output_dims,
 )
-from shoal.parallel.tensor.pairs import ProvenPair, Slice
+from shoal.parallel.tensor.pairs import ProvenPair, Slice, set_count
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
+from shoal.plans.accounting.partition import cuts
 
 # A module's number among its like.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -128,17 +129,12 @@ def apply(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> TensorParalle
         slices |= pair.slices
     for name in (*plan.gathered, *plan.rows):
         module = model.get_submodule(name)
-        bounds = (_bounds(num_outputs(module), axis.degree, axis.place),)
+        start, stop = cuts(num_outputs(module), axis.degree)[axis.place :][:2]
         for parameter, dim in output_dims(module).items():
-            cut(module, parameter, dim, bounds)
+            cut(module, parameter, dim, ((start, stop),))
     _give_roles(model, plan, axis)
     _replace(model, names, parts)
     return TensorParallel(parts, tuple(dict.fromkeys(partial)), slices, dict(plan.notes))
-
-
-def _bounds(size: int, degree: int, place: int) -> tuple[int, int]:
-    before = sizes(size, degree)[: place + 1]
-    return sum(before[:-1]), sum(before)
 
 
 def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
@@ -149,13 +145,14 @@ def _give_roles(model: nn.Module, plan: TensorPlan, axis: TensorAxis) -> None:
     for name in plan.rows:
         module = model.get_submodule(name)
         size = num_outputs(module)
-        give_role(module, Vocabulary(axis, *_bounds(size, axis.degree, axis.place), size))
+        start, stop = cuts(size, axis.degree)[axis.place :][:2]
+        give_role(module, Vocabulary(axis, start, stop, size))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer) and any(
             isinstance(m, DividedLayer) for m in module.modules()
         ):
             # In evaluation it hands its layers' weights to one kernel, past their forwards, unless there are hooks.
-            module.register_forward_pre_hook(_leave_as_it_is)
+            module.register_forward_pre_hook(lambda module, args: None)
 
 
 def _give_gathered(module: nn.Module, role: type[GatheredLayer], axis: TensorAxis) -> None:
@@ -165,10 +162,6 @@ def _give_gathered(module: nn.Module, role: type[GatheredLayer], axis: TensorAxi
     else:
         give_role(module, Foreign(axis, parts, type(module).forward, told.feature_dim))
         module.keep_outputs(parts[axis.place])  # type: ignore[operator]
-
-
-def _leave_as_it_is(module: nn.Module, args: Any) -> None:
-    """A hook that does nothing."""
 
 
 def _give_pair(model: nn.Module, pair: ProvenPair, axis: TensorAxis) -> None:
@@ -182,7 +175,7 @@ def _give_pair(model: nn.Module, pair: ProvenPair, axis: TensorAxis) -> None:
             give_role(module, SlicedDropout(found.dim, found.runs[axis.place], found.size))
     if pair.attributes:
         for name, attribute, value in pair.attributes[axis.place]:
-            setattr(model.get_submodule(name), attribute, value)
+            set_count(model.get_submodule(name), attribute, value)
 
 
 def _replace(model: nn.Module, names: dict[int, str], parts: dict[str, TensorSlice]) -> None:

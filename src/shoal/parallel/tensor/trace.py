@@ -1,12 +1,14 @@
 """Trace of the loss for tensor parallelism, with the linear layers that feed others, and the uses of parameters.
 
-The run is on the meta device: shapes, no numbers. Every tensor carries the names of the linear modules that it is made
-of through operations that may act on slices, each slice by itself; whether they do is for `tensor.proof` to say.
+The run is value-free: floats are shapes, integers have values. Every tensor carries the names of the linear modules
+that it is made of through operations that may act on slices, each slice by itself; whether they do is for
+`tensor.proof` to say.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -41,6 +43,9 @@ _IN_PLACE = frozenset("add_ mul_ sub_ div_ relu_ __iadd__ __imul__ __isub__ __it
 _VIEWS = frozenset(("view", "reshape", "unflatten"))
 _SPLITS = frozenset(("split", "chunk", "tensor_split", "split_with_sizes"))
 
+# What a tensor's values follow from, the last of these that has a part in it.
+_OF_SHAPES, _OF_BATCH, _OF_MODEL = range(3)
+
 Sources = frozenset[str]
 _NOTHING: Sources = frozenset()
 
@@ -49,19 +54,13 @@ _NOTHING: Sources = frozenset()
 class Output:
     """Uses of the output of one linear module, over all of its calls."""
 
+    width: int = 0
     feeds: set[str] = field(default_factory=set)  # linear modules whose input is made of it
     leaks: list[str] = field(default_factory=list)  # operations after which it is a slice no more
     heads: set[int] = field(default_factory=set)
+    groups: set[int] = field(default_factory=set)  # of a view by [groups, members, width]
     sections: set[tuple[int, ...]] = field(default_factory=set)
     slices: set[tuple[int, int]] = field(default_factory=set)  # (start, size) taken out of it
-
-
-@dataclass
-class FirstCall:
-    """Arguments of a module's first call, tensors on the meta device."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,22 @@ class TensorTrace:
 
     outputs: dict[str, Output] = field(default_factory=dict)
     inputs: dict[str, list[Sources]] = field(default_factory=dict)  # of linear modules, by call
-    calls: dict[str, FirstCall] = field(default_factory=dict)  # of modules with linear ones inside
+    # (args, kwargs) of the first call of modules with linear ones inside
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     foreign_uses: dict[int, str] = field(default_factory=dict)  # by id of a parameter: what used it past its module
     decided_by_values: str | None = None  # a module that looked at values: other batches may go another way
+    decided_by_batch: set[str] = field(default_factory=set)  # those that looked at values of the batch alone
     shapes: dict[str, list[LayerShapes]] = field(default_factory=dict)  # of linear modules and their like, by call
     has_values: bool = False  # whether the run needed the model's values
     real: dict[int, Tensor] = field(default_factory=dict)  # by id of a tensor of the batch: its values
 
-    def is_called(self, name: str) -> bool:
-        """Whether a module's forward ran."""
-        return name in self.inputs
+    def reader_within(self, owner: str) -> str | None:
+        """A module whose computation depends on values: any, or of those that look at the batch one inside `owner`.
+
+        Whoever looks at the batch outside of a pair's module decides how that is called, as whoever looks at shapes.
+        """
+        inside = (name for name in sorted(self.decided_by_batch) if f"{name}.".startswith(f"{owner}.") or not owner)
+        return self.decided_by_values or next((name or "the model" for name in inside), None)
 
 
 def observe(
@@ -98,7 +103,7 @@ def observe(
     batch: Any,
     values: Callable[[str], Tensor] | None = None,
 ) -> TensorTrace:
-    """Runs `loss(model, batch)` on copies, on the meta device or with `values` by name on the CPU.
+    """Runs `loss(model, batch)` on copies, value-free or with `values` by name on the CPU.
 
     Raises: what the model or the loss raises there.
     """
@@ -118,16 +123,18 @@ class _Tracer(FunctionTrace):
         super().__init__()
         self.trace = TensorTrace()
         self._own = own
-        self._sources: dict[int, Sources] = {}
+        self._origins: dict[int, int] = {}
         self._stack: list[tuple[str, nn.Module]] = []
         self._owners: dict[int, set[str]] = {}
-        for tensor in (*model.parameters(), *model.buffers(), *batch):
-            self._mark(tensor, _NOTHING)
+        for origin, tensors in ((_OF_MODEL, (*model.parameters(), *model.buffers())), (_OF_BATCH, batch)):
+            for tensor in tensors:
+                self.mark(tensor, _NOTHING)
+                self._origins[id(tensor)] = origin
         for name, module in model.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
                     self._owners.setdefault(id(parameter), set()).add(name)
-            self.hook(module, self._after(name), self._before(name))
+            self.hook(module, functools.partial(self._after, name), functools.partial(self._before, name))
 
     def leak(self, tensor: Tensor, why: str) -> None:
         """Notes that all the sources of a tensor are used in a way that slices cannot be."""
@@ -135,50 +142,40 @@ class _Tracer(FunctionTrace):
             self.trace.outputs[source].leaks.append(why)
 
     def _of(self, tensor: Tensor) -> Sources:
-        return self._sources.get(id(tensor), frozenset((OPAQUE,)))
+        found: Sources = self._sources.get(id(tensor), frozenset((OPAQUE,)))
+        return found
 
-    def _mark(self, tensor: Tensor, sources: Sources) -> None:
-        self._alive.append(tensor)
-        self._sources[id(tensor)] = sources
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._stack.append((name, module))
+        given = tensors_in((args, kwargs))
+        what = kind(module)
+        if what not in (None, "dropout") and given:
+            sources = self._of(given[0])
+            self.trace.inputs.setdefault(name, []).append(sources)
+            for source in sources - {OPAQUE}:
+                self.trace.outputs[source].feeds.add(name)
+        elif what is None and name not in self.trace.calls and _num_linear(module) > 1:
+            self.trace.calls[name] = tree_map(_kept, (args, kwargs))
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._stack.append((name, module))
-            given = tensors_in((args, kwargs))
-            what = kind(module)
-            if what not in (None, "dropout") and given:
-                sources = self._of(given[0])
-                self.trace.inputs.setdefault(name, []).append(sources)
-                for source in sources - {OPAQUE}:
-                    self.trace.outputs[source].feeds.add(name)
-            elif what is None and name not in self.trace.calls and _num_linear(module) > 1:
-                self.trace.calls[name] = FirstCall(*tree_map(_kept, (args, kwargs)))
-
-        return hook
-
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._stack.pop()
-            if kind(module) not in (None, "dropout") and isinstance(output, Tensor) and args:
-                dim = feature_dim(module, output)
-                found = LayerShapes(tuple(args[0].shape), tuple(output.shape), dim, args[0].requires_grad)
-                self.trace.shapes.setdefault(name, []).append(found)
-            if kind(module) in ("linear", "transposed") and isinstance(output, Tensor):
-                self.trace.outputs.setdefault(name, Output())
-                self._mark(output, frozenset((name,)))
-
-        return hook
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+        if kind(module) not in (None, "dropout") and isinstance(output, Tensor) and args:
+            dim = feature_dim(module, output)
+            found = LayerShapes(tuple(args[0].shape), tuple(output.shape), dim, args[0].requires_grad)
+            self.trace.shapes.setdefault(name, []).append(found)
+        if kind(module) in ("linear", "transposed") and isinstance(output, Tensor):
+            self.trace.outputs.setdefault(name, Output(output.shape[-1]))
+            self.mark(output, frozenset((name,)))
 
     def seen(self, call: FunctionCall) -> None:
         """Takes note of what becomes of sources, and where parameters are used."""
         name = _name(call.func)
+        origin = max((self._origins.get(id(tensor), _OF_MODEL) for tensor in call.given), default=_OF_SHAPES)
         if not call.made:
             if name in _READS and call.given:
-                if self._stack:
-                    self.trace.decided_by_values = self._stack[-1][0] or "the model"
-                for tensor in call.given:
-                    self.leak(tensor, f"{name}()")
+                self._read(name, call.given, origin)
             return
+        self._origins |= {id(tensor): origin for tensor in call.made}
         for tensor in call.given:
             self._used(tensor, name)
         sources = self._outcome(call, name)
@@ -186,7 +183,16 @@ class _Tracer(FunctionTrace):
             self._shapes(name, call.given[0], call.made)
         for tensor in call.made:
             if not (isinstance(tensor, nn.Parameter) and id(tensor) in self._sources):
-                self._mark(tensor, sources)
+                self.mark(tensor, sources)
+
+    def _read(self, name: str, given: list[Tensor], origin: int) -> None:
+        """Notes a module that looks at values. What follows from shapes is no such value."""
+        for tensor in given:
+            self.leak(tensor, f"{name}()")
+        if self._stack and origin == _OF_BATCH:
+            self.trace.decided_by_batch.add(self._stack[-1][0])
+        elif self._stack and origin == _OF_MODEL:
+            self.trace.decided_by_values = self._stack[-1][0] or "the model"
 
     def _outcome(self, call: FunctionCall, name: str) -> Sources:
         """The sources of what a function makes of its tensors."""
@@ -235,12 +241,14 @@ class _Tracer(FunctionTrace):
                 output.sections.add(tuple(part.shape[-1] for part in made))
         elif name == "getitem":
             part = made[0]
-            if part.ndim == whole.ndim and part.shape[:-1] == whole.shape[:-1] and part.shape[-1] < width:
+            is_slice = part.ndim == whole.ndim and part.shape[:-1] == whole.shape[:-1] and part.shape[-1] < width
+            if is_slice and width == output.width:
                 output.slices.add((int(part.storage_offset() - whole.storage_offset()), part.shape[-1]))
         elif name in _VIEWS:
             extras = _divided(width, made[0].shape)
             if len(extras) == 3:
                 output.sections.add((extras[1] * extras[2],) * extras[0])
+                output.groups.add(extras[0])
             if len(extras) >= 2:
                 output.heads.add(extras[-2])
 

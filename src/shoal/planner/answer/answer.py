@@ -1,36 +1,184 @@
-"""Result of `shoal plan` as one value, from which the tables, the page and the plan file are made."""
+"""Question and answer of `shoal plan` as values: a job and a cluster, and the result that tables and page show."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
-from shoal.planner.answer.goodput import Goodput, goodput
+import numpy as np
+import torch
+
+from shoal.data.opened import opened, training_data
+from shoal.data.order import Order
+from shoal.data.source import MapSource
+from shoal.errors import PlanError, ShoalError
+from shoal.hardware import cluster as find_cluster
+from shoal.hardware.fastest_all_reduce import fastest_on
+from shoal.job import Epochs, Job, Samples
+from shoal.numerics.operators import tensors_in
+from shoal.parallel.model.structure import facts_of
+from shoal.parallel.pipeline.stages import places
+from shoal.planner.answer.finer import Finer, finer
 from shoal.planner.answer.outlook import (
-    STORAGE_BYTES_PER_SECOND,
     Case,
     Change,
+    Goodput,
     ScalingCurve,
     curve,
     failures,
+    goodput,
     sensitivity,
 )
-from shoal.planner.answer.question import Question
 from shoal.planner.calibrate.comparison import section
+from shoal.planner.calibrate.lessons import read as read_correction
+from shoal.planner.predict.segments import segments
+from shoal.planner.predict.workload import Workload
+from shoal.planner.profile.jobs import Batches, profile_job
 from shoal.planner.search.aims import Aim
+from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import Choice, NothingFitsError, choose, counted, gib
-from shoal.planner.search.search import Candidate
-from shoal.planner.search.space import counts
-from shoal.plans.plan import Plan
-from shoal.plans.words import described
+from shoal.planner.search.space import Space, counts
+from shoal.plans.legal import ModelFacts
+from shoal.plans.plan import Plan, described
+from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.version import __version__
+from shoal.training.default_grains import deferred_outline, grains_of, outline
+from shoal.training.preflight import one_grain
+
+_TRIALS = 3
+
+
+@dataclass(frozen=True)
+class Question:
+    """Case to search, and the number of steps of the job (None: not known).
+
+    `why_grains`: the reason of the job's number of grains.
+    `sample_tokens`: tokens of a sample, padding included; None where samples are no sequences of integers.
+    `precise`: another precision as it is written on the command line, and what makes the case in it.
+    """
+
+    case: Case
+    num_steps: int | None
+    why_grains: str = "as the job says"
+    sample_tokens: int | None = None
+    precise: tuple[str, Callable[[], Case]] | None = None
+
+    def of_length(self, *, tokens: float | None = None, samples: float | None = None) -> Question:
+        """The question for a job of so many tokens or samples. Raises: PlanError where samples have no tokens."""
+        if tokens is not None:
+            if self.sample_tokens is None:
+                raise PlanError(
+                    given=f"--tokens {tokens:g}",
+                    conflict="the samples of this job are no sequences of integer tokens",
+                    remedy="write --samples N",
+                )
+            samples = tokens / self.sample_tokens
+        return self if samples is None else replace(self, num_steps=ceil(samples / self.case.work.global_batch))
+
+    def at_price(self, dollars: float | None) -> Question:
+        """The question where a device-hour costs so many US dollars."""
+        if dollars is None:
+            return self
+        device = self.case.cluster.device
+        sources = {**device.sources, "price_per_hour": "--price"}
+        device = replace(device, price_per_hour=dollars, sources=sources)
+        return replace(self, case=replace(self.case, cluster=replace(self.case.cluster, device=device)))
+
+
+def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Question:
+    """Planner's input for a job; `base` has the settings that the search does not vary.
+
+    Raises: HardwareError of an unknown cluster; what the job's model, loss or data raise.
+    """
+    cluster = find_cluster(cluster_name)
+    grains = grains_of(job, outline(job))
+    job = replace(job, grains=grains.num_grains)
+    device = "cuda" if cluster.device.kind == "gpu" else "cpu"
+    profile = profile_job(job, base, device=device)
+    numbers, (facts, uncut) = counts(cluster, most), _facts(job)
+    work = Workload(profile, job.global_batch, job.num_grains, _sample_seconds(job), facts.places)
+    stages = len(segments(profile.units, facts.places))
+    space = Space(base, facts, numbers, None if job.fuse else 1, stages, uncut=uncut)
+    is_cut = any(weight.tensor_dim is not None for unit in profile.units for weight in unit.body.weights)
+    fastest = {ranks: fastest_on(cluster, ranks) for ranks in range(2, cluster.devices_per_host + 1)}
+    others = {ranks: name for ranks, name in fastest.items() if name != "native"}
+    space = replace(space, tensor=is_cut, all_reduces=others if cluster.num_hosts == 1 else {})
+    case = Case(work, cluster, space, correction=read_correction(cluster.name))
+    return Question(case, _num_steps(job), grains.why, _sample_tokens(job), _precise(job, case))
+
+
+def _precise(job: Job, case: Case) -> tuple[str, Callable[[], Case]] | None:
+    """The half precision that the device multiplies in, where the plan is for float32, and the case in it."""
+    base, device = case.space.base, case.cluster.device
+    names = [name for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if dtype in device.flops]
+    if device.kind != "gpu" or base.precision.compute != "float32" or not names:
+        return None
+
+    def made() -> Case:
+        other = apply_wishes(base, Wishes(precision=names[0]), from_file=False)
+        work = replace(case.work, profile=profile_job(job, other, device="cuda"))
+        return replace(case, work=work, space=replace(case.space, base=other))
+
+    return names[0], made
+
+
+def _sample_tokens(job: Job) -> int | None:
+    """Positions of the longest integers of a sample, where it has no other numbers beside them but scalars."""
+    tensors = [t for t in tensors_in(Batches(job)(job.grain_size)) if t.ndim > 1 and t.dtype != torch.bool]
+    if not tensors or any(t.is_floating_point() or t.ndim > 2 for t in tensors):
+        return None
+    return max(t.shape[1] for t in tensors)
+
+
+def _facts(job: Job) -> tuple[ModelFacts, str]:
+    """The facts, with the places where the engine cuts; and why a pipeline cannot divide the model, where it cannot."""
+    model = outline(job) or deferred_outline(job)
+    if model is None:
+        return ModelFacts(job.num_grains, job.grain_size), ""
+    facts = facts_of(model, one_grain(job), num_grains=job.num_grains, grain_size=job.grain_size)
+    try:
+        return replace(facts, places=places(model, job.loss, Batches(job)(job.grain_size))), ""
+    except ShoalError as error:
+        return replace(facts, places=()), f"{error.conflict}; {error.remedy}"
+
+
+def _sample_seconds(job: Job) -> float:
+    """Seconds in which this machine fetches a sample: the fastest of some grains; 0 of a stream, which is not begun."""
+    source = training_data(job).source
+    if not isinstance(source, MapSource):
+        return 0.0
+    rows = min(len(source), job.grain_size)
+    best = float("inf")
+    for trial in range(_TRIALS):
+        ids = (np.arange(rows) + trial * rows) % len(source)
+        began = time.perf_counter()
+        source.fetch([ids], [trial])
+        best = min(best, time.perf_counter() - began)
+    return best / rows
+
+
+def _num_steps(job: Job) -> int | None:
+    job = opened(job)
+    source = job.train_data.source
+    if isinstance(source, MapSource):
+        order = Order(len(source), job.global_batch, job.num_grains, job.seed, bool(job.shuffle), job.length)
+        return order.num_steps
+    if isinstance(job.length, Epochs):
+        return None
+    return -(-job.length.count // job.global_batch) if isinstance(job.length, Samples) else job.length.count
+
 
 _LARGEST = 1024  # hosts, in the search for a cluster on which something fits
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of a search with its outlook; `goodput` where the devices' failure rate is known."""
+    """Result of a search with its outlook; `goodput` where the devices' failure rate is known, `finer` where more
+    grains would bring a better plan.
+    """
 
     question: Question
     choice: Choice
@@ -39,6 +187,7 @@ class Answer:
     goodput: Goodput | None
     search_seconds: float
     job: str
+    finer: Finer | None = None
 
     @property
     def chosen(self) -> Candidate:
@@ -49,6 +198,19 @@ class Answer:
     def price(self) -> float | None:
         """US dollars of a device-hour."""
         return self.question.case.cluster.device.price_per_hour
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks of the chosen plan on a host."""
+        return min(self.chosen.devices, self.question.case.cluster.devices_per_host)
+
+    @property
+    def peak(self) -> tuple[str, float]:
+        """The dtype that multiplies, and the device's dense peak of it in FLOP/s: what `mfu` is a share of."""
+        case, plan = self.question.case, self.chosen.plan
+        computer = case.predictor.staging.costs(plan).computer
+        dtype = computer.dtype(plan.precision.compute)
+        return dtype, computer.device.flops[dtype]
 
     def job_seconds(self, seconds: float) -> float | None:
         """Seconds of the whole job, where a step takes so many."""
@@ -75,8 +237,8 @@ class Answer:
             "job": self.job,
             "parameters": case.work.profile.num_parameters,
             "flops_per_sample": case.work.profile.flops(1.0),
-            "factors": dict(self.question.correction.factors),
-            "host_seconds": self.question.correction.host_seconds,
+            "factors": dict(case.correction.factors),
+            "host_seconds": case.correction.host_seconds,
         }
         document = self.chosen.plan.to_mapping()
         document["pipeline"]["split"] = list(self._split)
@@ -114,6 +276,10 @@ def with_way_out(error: NothingFitsError, case: Case) -> NothingFitsError:
     return error
 
 
+def _made(precise: tuple[str, Callable[[], Case]] | None) -> tuple[str, Case] | None:
+    return None if precise is None else (precise[0], precise[1]())
+
+
 def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> Answer:
     """Searches, and looks around. Raises: PlanError where nothing serves the aim."""
     case = question.case
@@ -122,7 +288,7 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
     try:
         choice = choose(search, aim, question.num_steps)
     except NothingFitsError as error:
-        raise (error if aim.name == "deadline" else with_way_out(error, case)) from None
+        raise _ways_out(error, case, aim) from None
     seconds = clock() - began
     hours = device_hours or case.cluster.mean_hours_between_failures
     devices = choice.chosen.devices
@@ -130,16 +296,23 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
         question=question,
         choice=choice,
         curve=curve(search, devices),
-        changes=sensitivity(case, choice.chosen),
+        changes=sensitivity(case, choice.chosen, _made(question.precise)),
         goodput=goodput(failures(case, devices, hours)) if hours else None,
         search_seconds=seconds,
         job=job,
+        finer=finer(case, aim, choice.chosen),
     )
 
 
-def storage_known(answer: Answer) -> str:
-    """How fast checkpoints are assumed to be written, in words."""
-    rate = answer.question.case.cluster.storage_bytes_per_second
-    if rate:
-        return f"{rate / 1e9:.1f} GB/s a host"
-    return f"{STORAGE_BYTES_PER_SECOND / 1e9:.0f} GB/s a host, assumed: the cluster does not say"
+def _ways_out(error: NothingFitsError, case: Case, aim: Aim) -> NothingFitsError:
+    """The error with more grains first, where they make a plan fit, else a larger cluster."""
+    if aim.name == "deadline":
+        return error
+    found = finer(case, aim, None)
+    if found is None:
+        return with_way_out(error, case)
+    return NothingFitsError(
+        given=error.given,
+        conflict=f"{found.cause}; {error.conflict}",
+        remedy=f"write {found.effect}; or {error.remedy}",
+    )

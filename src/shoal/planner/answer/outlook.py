@@ -1,17 +1,25 @@
-"""Scaling, sensitivity and failures of a chosen plan."""
+"""Scaling, sensitivity, failures and goodput of a chosen plan.
+
+Goodput is the share of a run's time that failures and checkpoints leave. Sources: J. W. Young, A first order
+approximation to the optimum checkpoint interval, CACM 17 (1974); J. T. Daly, A higher order estimate of the optimum
+checkpoint interval for restart dumps, FGCS 22 (2006), equations 20 and 37.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from math import exp, expm1, isinf, sqrt
 
 from shoal.hardware.values import Cluster, Device, Link
-from shoal.planner.answer.goodput import Failures
 from shoal.planner.calibrate.lessons import Correction
+from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.search.aims import TIE, Aim, Limit
+from shoal.planner.search.candidates import Candidate, Seen
 from shoal.planner.search.choice import counted, gib, simplest
 from shoal.planner.search.costs import costs_of
-from shoal.planner.search.search import Candidate, Search, Seen
+from shoal.planner.search.search import Search
 from shoal.planner.search.space import Space
 
 # Devices that are added stop paying where each brings less than half of the throughput that a device brings at best.
@@ -29,12 +37,23 @@ class Case:
     cluster: Cluster
     space: Space
     program: Program | None = None
-    correction: Correction | None = None
+    correction: Correction = field(default_factory=Correction)
+    watch: Callable[[], None] | None = field(default=None, compare=False)  # called as a search goes on
+
+    @property
+    def _program(self) -> Program:
+        """The program that is predicted: where none is given shoal's own, compiled as the plans are."""
+        return self.program or Program(fuses=self.space.base.execution.compile != "none")
+
+    @property
+    def predictor(self) -> Predictor:
+        """Predictor of this case's plans, as the search has it."""
+        return Predictor(self.work, self.cluster, self._program)
 
     def search(self) -> Search:
         """The search of this case."""
-        costs = costs_of(self.work, self.cluster, self.program, self.correction)
-        return Search(self.space, costs, self.work.grain_size)
+        costs = costs_of(self.work, self.cluster, self._program, self.correction)
+        return Search(self.space, costs, self.work.grain_size, self.watch)
 
 
 @dataclass(frozen=True)
@@ -66,21 +85,16 @@ class Change:
     effect: str
 
 
-def curve_counts(counts: tuple[int, ...], chosen: int) -> list[int]:
-    """Powers of two, the largest and the chosen one, as far as they are legal."""
-    wanted = {1 << power for power in range(counts[-1].bit_length())} | {chosen, counts[-1]}
-    return sorted(wanted & set(counts))
-
-
 def curve(search: Search, chosen: int) -> ScalingCurve:
-    """The fastest plan on each of some numbers of devices."""
-    points = []
-    for devices in curve_counts(search.space.counts, chosen):
+    """The fastest plan on powers of two, the largest number of devices and the chosen one, as far as they are legal."""
+    points, counts = [], sorted(search.space.counts)
+    wanted = {1 << power for power in range(counts[-1].bit_length())} | {chosen, counts[-1]}
+    for devices in sorted(wanted & set(counts)):
         seen = Seen()
         places = search.by_devices.get(devices, [])
         found = simplest(search.in_order(Aim(), places=places, seen=seen), Aim(), _MOST_TIED)
         if found is None:
-            points.append(Point(devices, None, min(seen.missing_bytes.values(), default=None)))
+            points.append(Point(devices, None, min(seen.all_missing_bytes.values(), default=None)))
         else:
             points.append(Point(devices, found[0]))
     rates = [1.0 / (p.devices * p.best.seconds) for p in points if p.best is not None]
@@ -92,22 +106,21 @@ def curve(search: Search, chosen: int) -> ScalingCurve:
 def _judged(points: list[Point], best_rate: float) -> ScalingCurve:
     """The points with their efficiencies; a point without a plan (no layout is legal, or fits) has none."""
     judged: list[Point] = []
-    last: Point | None = None
+    before: Candidate | None = None
     pays_until, limit, ended = None, "nothing up to the largest number of devices", False
     for point in points:
-        if point.best is None:
+        best = point.best
+        if best is None:
             judged.append(point)
             continue
-        rate = 1.0 / point.best.seconds
-        marginal = None
-        if last is not None and last.best is not None:
-            added = (point.devices - last.devices) * best_rate
-            marginal = (rate - 1.0 / last.best.seconds) / added
-        if not ended and marginal is not None and marginal < PAYS and last is not None and last.best is not None:
-            ended, limit = True, _limits(last.best, point.best)
+        rate, marginal = 1.0 / best.seconds, None
+        if before is not None:
+            marginal = (rate - 1.0 / before.seconds) / ((best.devices - before.devices) * best_rate)
+            if not ended and marginal < PAYS:
+                ended, limit = True, _limits(before, best)
         pays_until = pays_until if ended else point.devices
-        last = replace(point, efficiency=rate / (point.devices * best_rate), marginal=marginal)
-        judged.append(last)
+        judged.append(replace(point, efficiency=rate / (point.devices * best_rate), marginal=marginal))
+        before = best
     return ScalingCurve(tuple(judged), pays_until, limit)
 
 
@@ -125,9 +138,14 @@ def _limits(before: Candidate, after: Candidate) -> str:
 # -------------------------------------------------------------------------------------------------- sensitivity
 
 
-def sensitivity(case: Case, chosen: Candidate) -> tuple[Change, ...]:
-    """Effects of one more GiB, twice each link, and half or double the batch."""
-    changes = [_more_memory(case, chosen)]
+def sensitivity(case: Case, chosen: Candidate, precise: tuple[str, Case] | None = None) -> tuple[Change, ...]:
+    """Effects of another precision, recomputation, one more GiB, twice each link, and half or double the batch.
+
+    `precise`: a precision as it is written on the command line, and the case in it.
+    """
+    changes = [] if precise is None else [_in_precision(*precise, chosen)]
+    changes += _recomputed(case, chosen)
+    changes.append(_more_memory(case, chosen))
     within, between = case.cluster.within, case.cluster.between
     if within is not None and chosen.devices > 1:
         cluster = replace(case.cluster, within=_twice(within))
@@ -137,11 +155,32 @@ def sensitivity(case: Case, chosen: Candidate) -> tuple[Change, ...]:
         what = f"twice the link between hosts ({between.name})"
         changes.append(_predicted(replace(case, cluster=cluster), chosen, what))
     for factor, what in ((0.5, "half the batch"), (2.0, "twice the batch")):
-        batch = int(case.work.global_batch * factor)
-        if batch >= case.work.num_grains:
-            other = replace(case, work=replace(case.work, global_batch=batch))
-            changes.append(_predicted(other, chosen, f"{what} ({batch} samples)", factor))
+        work = _of_batch(case.work, int(case.work.global_batch * factor))
+        if work.num_grains >= chosen.plan.layout.data * chosen.plan.layout.shard:
+            other = replace(case, work=work)
+            changes.append(_predicted(other, chosen, f"{what} ({work.global_batch:,} samples)", factor))
     return tuple(changes)
+
+
+def _of_batch(work: Workload, batch: int) -> Workload:
+    """The workload of another batch: in grains of one sample where it has these, else in as many grains."""
+    grains = batch if work.grain_size == 1 else min(batch, work.num_grains)
+    return replace(work, global_batch=batch, num_grains=grains)
+
+
+def _in_precision(precision: str, case: Case, chosen: Candidate) -> Change:
+    """The same layout in another precision."""
+    plan = chosen.plan.with_sections(precision=case.space.base.to_mapping()["precision"])
+    return _predicted(case, replace(chosen, plan=plan), f"--precision {precision}, which changes the run")
+
+
+def _recomputed(case: Case, chosen: Candidate) -> Iterator[Change]:
+    """The same layout with more and less recomputation."""
+    for kind in case.space.recomputes:
+        if kind != chosen.plan.memory.recompute:
+            plan = chosen.plan.with_sections(memory={"recompute": kind})
+            what = f"recompute = {kind}" if kind != "none" else "no recomputation"
+            yield _predicted(case, replace(chosen, plan=plan), what, tells_memory=True)
 
 
 def _twice(link: Link) -> Link:
@@ -167,11 +206,14 @@ def _more_memory(case: Case, chosen: Candidate) -> Change:
     return Change("1 GiB more on each device", seconds, _effect(chosen.seconds, seconds))
 
 
-def _predicted(case: Case, chosen: Candidate, what: str, samples: float = 1.0) -> Change:
+def _predicted(case: Case, chosen: Candidate, what: str, samples: float = 1.0, *, tells_memory: bool = False) -> Change:
     found = case.search().predict(chosen.plan)
     if not found.fits:
         return Change(what, None, f"does not fit by {gib(found.missing_bytes)}")
-    return Change(what, found.step_seconds, _effect(chosen.seconds, found.step_seconds / samples))
+    effect = _effect(chosen.seconds, found.step_seconds / samples)
+    if tells_memory:
+        effect = f"{effect}, {gib(found.peak_bytes)} instead of {gib(chosen.prediction.peak_bytes)}"
+    return Change(what, found.step_seconds, effect)
 
 
 def _effect(before: float, after: float) -> str:
@@ -182,14 +224,56 @@ def _effect(before: float, after: float) -> str:
 # ----------------------------------------------------------------------------------------------------- failures
 
 
-def checkpoint_bytes(work: Workload) -> float:
-    """Parameters in float32 and the optimizer's state."""
-    return work.profile.num_parameters * (4.0 + work.profile.state_bytes_per_element)
-
-
 def failures(case: Case, devices: int, device_hours: float) -> Failures:
     """How a run on so many devices fails, where one device does once in `device_hours` on average."""
     hosts = -(-devices // case.cluster.devices_per_host)
     rate = (case.cluster.storage_bytes_per_second or STORAGE_BYTES_PER_SECOND) * hosts
-    seconds = checkpoint_bytes(case.work) / rate
+    profile = case.work.profile  # a checkpoint has the parameters in float32 and the optimizer's state
+    seconds = profile.num_parameters * (4.0 + profile.state_bytes_per_element) / rate
     return Failures(device_hours * 3600.0 / devices, seconds, RESTART_SECONDS + seconds)
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Failure model of a run: `mtbf_seconds` of all its devices together; seconds of a checkpoint, and of a restart."""
+
+    mtbf_seconds: float
+    checkpoint_seconds: float
+    restart_seconds: float
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds between checkpoints and of each, and the share of the time that goes into training."""
+
+    interval_seconds: float
+    checkpoint_seconds: float
+    share: float
+    failures_per_day: float
+
+
+def daly(failures: Failures) -> float:
+    """The interval in seconds, to higher order than Young's sqrt(2 x checkpoint x MTBF); at most the MTBF."""
+    cost, mtbf = failures.checkpoint_seconds, failures.mtbf_seconds
+    if cost >= 2.0 * mtbf:
+        return mtbf
+    ratio = cost / (2.0 * mtbf)
+    return sqrt(2.0 * cost * mtbf) * (1.0 + sqrt(ratio) / 3.0 + ratio / 9.0) - cost
+
+
+def share_left(interval: float, failures: Failures) -> float:
+    """Training over wall time: failures are Poisson, and may come in a checkpoint or a restart too."""
+    mtbf = failures.mtbf_seconds
+    if isinf(mtbf):
+        return interval / (interval + failures.checkpoint_seconds)
+    lost = (interval + failures.checkpoint_seconds) / mtbf
+    if lost + failures.restart_seconds / mtbf > 700.0:  # exp of more is no float: nothing is left
+        return 0.0
+    return interval / (mtbf * exp(failures.restart_seconds / mtbf) * expm1(lost))
+
+
+def goodput(failures: Failures) -> Goodput:
+    """The best interval and what it leaves."""
+    interval = daly(failures) if failures.checkpoint_seconds > 0.0 else 1.0
+    left = 1.0 if isinf(interval) else share_left(interval, failures)
+    return Goodput(interval, failures.checkpoint_seconds, left, 86400.0 / failures.mtbf_seconds)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.planner.answer.answer import Answer, storage_known
-from shoal.planner.search.choice import gib
-from shoal.planner.search.search import Candidate
-from shoal.plans.words import described
+from shoal.planner.answer.answer import Answer
+from shoal.planner.answer.outlook import STORAGE_BYTES_PER_SECOND
+from shoal.planner.answer.utilisation import lost_shares, wide_products
+from shoal.planner.predict.error_bar import error_bar, likeness
+from shoal.planner.search.aims import TOLD_APART
+from shoal.planner.search.candidates import Candidate
+from shoal.planner.search.choice import GIB, gib
+from shoal.plans.plan import described
 
 Rows = list[list[str]]
 
@@ -36,6 +40,8 @@ MEMORY_MEANS = {
     "allocator": "held between tensors, and free",
     "reserved": "the driver, the context and libraries",
 }
+# Below this share of a step what takes it is not told beside the share of the peak.
+_TOLD = 0.015
 # Below this share of the time between failures of all devices a job's failures are not worth a table.
 _SHORT = 0.01
 
@@ -68,37 +74,136 @@ def batch(candidate: Candidate, answer: Answer) -> str:
     return f"{per * work.grain_size} x {-(-grains // per)}"
 
 
-BEST_HEAD = [
-    "devices",
-    "layout",
-    "samples x microbatches",
-    "step",
-    "samples/s",
-    "of peak",
-    "memory",
-    "whole job",
-    "cost",
-]
+def key_rows(answer: Answer) -> Rows:
+    """The chosen plan in a few lines, what is asked first first: name and value of each."""
+    chosen, case = answer.chosen, answer.question.case
+    size, _, number = batch(chosen, answer).partition(" x ")
+    rows = [
+        ["plan", f"{described(chosen.plan)}, on {chosen.devices:,} of {several(case.cluster.num_devices, 'device')}"],
+        ["microbatch", f"{several(int(size), 'sample')}; a rank has {number} of them in a step"],
+        ["step", step(answer)],
+        ["throughput", throughput(answer)],
+        ["of the peak", share_of_peak(answer)],
+        ["memory", memory_margin(answer)],
+        ["whole job", whole_job(answer)],
+        ["price", price(answer)],
+        ["energy", energy(answer)],
+    ]
+    return [[name, value] for name, value in rows if value] + [["note", hint] for hint in hints(answer)]
+
+
+def step(answer: Answer) -> str:
+    """Seconds of a step, and where published steps were that were predicted like it."""
+    case, found = answer.question.case, answer.chosen
+    told = seconds(found.seconds)
+    if case.cluster.device.kind != "gpu":  # every published row is of one
+        return told
+    like = likeness(case.cluster.device.name, case.work.profile.num_parameters, found.plan.layout)
+    bar = error_bar(found.seconds, like)
+    told += f", {seconds(bar.least_seconds)} to {seconds(bar.most_seconds)} for four of five like it"
+    told += f" (the errors of {bar.num_rows:,} published rows, {bar.like}"
+    return told + (f"; {bar.num_beyond:,} more took over twice their prediction)" if bar.num_beyond else ")")
+
+
+def energy(answer: Answer) -> str:
+    """Kilowatt-hours of the whole job at the devices' power limit; empty where it or the job's length is not known."""
+    watts, whole = answer.question.case.cluster.device.watts, answer.job_seconds(answer.chosen.seconds)
+    if watts is None or whole is None:
+        return ""
+    hours = answer.chosen.devices * watts * whole / 3600.0 / 1000.0
+    return f"at most {rate(hours)} kWh of the devices alone, at {watts:,.0f} W each (their power limit)"
+
+
+def throughput(answer: Answer) -> str:
+    """Tokens a second, in all and of a device, where samples are sequences of tokens; else samples a second."""
+    devices, tokens = answer.chosen.devices, answer.question.sample_tokens
+    samples = answer.question.case.work.global_batch / answer.chosen.seconds
+    in_samples = f"{rate(samples)} samples/s"
+    if tokens is None:
+        return f"{in_samples}, {rate(samples / devices)} a device"
+    return f"{rate(samples * tokens)} tokens/s, {rate(samples * tokens / devices)} a device ({in_samples})"
+
+
+def rate(value: float) -> str:
+    """Three digits at least of a number, as of samples a second."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def share_of_peak(answer: Answer) -> str:
+    """The share of the device's peak that the model's FLOPs take, of which peak, and where the rest of a step goes."""
+    found = answer.chosen.prediction
+    if found.mfu is None:
+        return "not known"
+    dtype, flops = answer.peak
+    device = answer.question.case.cluster.device.name
+    told = f"{found.mfu:.0%} of {flops / 1e12:,.4g} TFLOP/s, the dense {dtype} peak of {device}"
+    rest = [f"{name} {share:.0%}" for name, share in lost_shares(answer).items() if share >= _TOLD]
+    return f"{told}; the rest: {', '.join(rest)}" if rest else told
+
+
+def memory_margin(answer: Answer) -> str:
+    """The fullest device's bytes, and those that stay free."""
+    peak = answer.chosen.prediction.peak_bytes
+    cluster = answer.question.case.cluster
+    device = cluster.device_for(answer.ranks_per_host)
+    size, kept = device.memory_bytes, device.memory_bytes - cluster.usable_bytes(device)
+    told = f"{peak / GIB:.1f} of {gib(size)}, {(size - peak) / GIB:.1f} free"
+    return f"{told}; {kept / GIB:.1f} are kept free (margin={100 * cluster.memory_margin:.3g}%)"
+
+
+def whole_job(answer: Answer) -> str:
+    """Steps, samples or tokens of the whole job, and its time without failures."""
+    asked, steps = answer.question, answer.question.num_steps
+    if steps is None:
+        return "its length is not known: write --samples N" + (" or --tokens N" if asked.sample_tokens else "")
+    samples = steps * asked.case.work.global_batch
+    length = f"{quantity(samples * asked.sample_tokens)} tokens" if asked.sample_tokens else ""
+    length = length or f"{quantity(samples)} samples"
+    return f"{seconds(answer.job_seconds(answer.chosen.seconds))} for {length} in {several(steps, 'step')}"
+
+
+def quantity(value: float) -> str:
+    """A large number with its power of a thousand in words."""
+    for name, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if value >= size:
+            return f"{value / size:.3g} {name}"
+    return f"{value:,.0f}"
+
+
+def price(answer: Answer) -> str:
+    """Dollars of the whole job, or of a million tokens or samples, and where the price of a device-hour is from."""
+    device, hour = answer.question.case.cluster.device, answer.price
+    if hour is None:
+        return f"not known: the catalogue has none of {device.name}; write --price DOLLARS of a device-hour"
+    cost, source = answer.cost(answer.chosen), device.sources.get("price_per_hour", "no source is given")
+    told = dollars(cost) if cost is not None else f"{dollars(hour * answer.chosen.devices)} an hour"
+    return f"{told} at ${hour:.2f} a device-hour ({source})"
+
+
+BEST_HEAD = ["layout", "samples x microbatches", "step", "of peak", "memory", "whole job", "cost"]
 
 
 def best_rows(answer: Answer) -> Rows:
-    """The chosen plan and the next best ones."""
+    """The chosen plan and the next best ones, all on as many devices."""
     return [_row(candidate, answer) for candidate in (answer.chosen, *answer.choice.alternatives)]
 
 
 def _row(candidate: Candidate, answer: Answer) -> list[str]:
     prediction, cost = candidate.prediction, answer.cost(candidate)
     return [
-        str(candidate.devices),
         described(candidate.plan),
         batch(candidate, answer),
         seconds(candidate.seconds),
-        f"{answer.question.case.work.global_batch / candidate.seconds:,.0f}",
         f"{prediction.mfu:.0%}" if prediction.mfu is not None else "-",
         gib(prediction.peak_bytes),
         seconds(answer.job_seconds(candidate.seconds)),
-        f"${cost:,.2f}" if cost is not None else "-",
+        dollars(cost) if cost is not None else "-",
     ]
+
+
+def dollars(value: float) -> str:
+    """US dollars, cents where they count."""
+    return f"${value:,.2f}" if value < 1000 else f"${value:,.0f}"
 
 
 @dataclass(frozen=True)
@@ -157,15 +262,40 @@ def verdict(answer: Answer) -> str:
     return f"More devices pay up to {devices}; what limits then: {found.limit}."
 
 
+def grains(answer: Answer) -> list[str]:
+    """The number of grains and its reason, and before it what more of them would bring, where they are the cause."""
+    work, found = answer.question.case.work, answer.finer
+    each = f"{several(work.grain_size, 'sample')} each"
+    first = [f"{found.cause[0].upper()}{found.cause[1:]}.", f"{found.effect}."] if found is not None else []
+    return [*first, f"grains: {work.num_grains} ({each}; {answer.question.why_grains})"]
+
+
 def hints(answer: Answer) -> list[str]:
     """Changes of the job that would use more of the cluster."""
+    if answer.finer is not None:  # which is said first
+        return []
     space, pays_until = answer.question.case.space, answer.curve.pays_until
     grains, most = space.facts.num_grains, space.counts[-1]
+    told = [f"{change.what}: {change.effect}" for change in answer.changes if change.what.startswith("--")]
+    told += _in_float32(answer)
     if pays_until is None or not grains <= pays_until or grains >= most:
-        return []
+        return told
     return [
+        *told,
         f"The job's {several(grains, 'grain')} are shared by at most as many replicas of the model: "
-        f"Job(grains={most}) would let {most} devices share them, which changes the run."
+        f"Job(grains={most}) would let {most} devices share them, which changes the run.",
+    ]
+
+
+def _in_float32(answer: Answer) -> list[str]:
+    """What autocast leaves in float32, where that is more of the model's FLOPs than a prediction tells apart."""
+    found, precision = wide_products(answer), answer.chosen.plan.precision
+    if found is None or found[0] < TOLD_APART or precision.parameters != "float32":
+        return []
+    share, name = found
+    return [
+        f"{share:.0%} of the model's FLOPs stay in float32, most of them in {name}, which autocast does not cast: "
+        "cast it in the model, or keep parameters in 16 bits (--precision bf16-pure), which changes the run."
     ]
 
 
@@ -194,9 +324,12 @@ def goodput_lines(answer: Answer) -> list[str]:
     if whole is not None and whole * found.failures_per_day / 86400.0 < _SHORT:
         apart = 86400.0 / found.failures_per_day if found.failures_per_day else float("inf")
         return [f"none to plan for: the whole job takes {seconds(whole)}, and failures are {seconds(apart)} apart"]
+    rate = answer.question.case.cluster.storage_bytes_per_second
+    assumed = f"{STORAGE_BYTES_PER_SECOND / 1e9:.0f} GB/s a host, assumed: the cluster does not say"
+    stored = f"{rate / 1e9:.1f} GB/s a host" if rate else assumed
     lines = [
         f"a checkpoint every {seconds(found.interval_seconds)} (Daly 2006), each {seconds(found.checkpoint_seconds)} "
-        f"({storage_known(answer)}); {found.failures_per_day:.3g} failures a day are expected",
+        f"({stored}); {found.failures_per_day:.3g} failures a day are expected",
         f"goodput {found.share:.1%} of the time",
     ]
     if whole is not None and found.share > 0:
@@ -206,7 +339,7 @@ def goodput_lines(answer: Answer) -> list[str]:
 
 def correction(answer: Answer) -> str:
     """Line on the correction of predictions by earlier runs."""
-    found = answer.question.correction
+    found = answer.question.case.correction
     told = [f"{name} x {factor:.2f}" for name, factor in found.factors.items()]
     told += [f"host + {seconds(found.host_seconds)} a step"] if found.host_seconds else []
     return f"corrected by what runs have shown: {', '.join(told)}"

@@ -54,10 +54,7 @@ class MeasuredStep:
 def beside(
     predicted: Mapping[str, Any], steps: Iterable[MeasuredStep], peak_bytes: int | None, device_kind: str
 ) -> dict[str, Any]:
-    """Predicted and measured seconds of a run's steps, as JSON; medians without the first steps.
-
-    `device_kind`: on what it ran, "cpu" or "gpu".
-    """
+    """Predicted and measured seconds of steps as JSON: medians without the first, on a `device_kind` (cpu, gpu)."""
     counted = list(steps)
     counted = counted[_WARM_UP:] if len(counted) > 2 * _WARM_UP else counted
     terms = predicted.get("terms", {})

@@ -29,17 +29,15 @@ def sample(probe: Probe, device: torch.device, slice_seconds: float) -> tuple[li
     """
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     call, calls = _prepared(probe, device)
-    synchronize: Callable[[], None] = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else _nothing
-    call()  # caches, allocator, a library's choice of algorithm
-    synchronize()
+    _timed(call, 1, device)  # caches, allocator, a library's choice of algorithm
     began = time.process_time()
-    once = _timed(call, 1, synchronize, time.perf_counter)
+    once = _timed(call, 1, device)
     own = once if device.type == "cuda" else min(once, (time.process_time() - began) / torch.get_num_threads())
     repeats = max(1, min(10_000, int(_SAMPLE_SECONDS / max(once, 1e-9))))
     found: list[float] = []
     begun = time.perf_counter()
     while len(found) < _MOST_SAMPLES:
-        found.append(_timed(call, repeats, synchronize, clock) / repeats / calls)
+        found.append(_timed(call, repeats, device, clock) / repeats / calls)
         slices = (time.perf_counter() - begun) / slice_seconds
         if slices > (1 if len(found) >= _FEWEST_SAMPLES else _PATIENCE):
             break
@@ -49,16 +47,16 @@ def sample(probe: Probe, device: torch.device, slice_seconds: float) -> tuple[li
 def sample_together(probe: Probe, device: torch.device, count: int) -> list[float]:
     """Seconds of `count` calls that all the ranks make, each by itself. Collective, as the probe is."""
     call = probe.make()
-    synchronize: Callable[[], None] = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else _nothing
     call()
-    return [_timed(call, 1, synchronize, time.perf_counter) for _ in range(count)]
+    return [_timed(call, 1, device) for _ in range(count)]
 
 
-def _timed(call: Call, repeats: int, synchronize: Callable[[], None], clock: Callable[[], float]) -> float:
+def _timed(call: Call, repeats: int, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
     begun = clock()
     for _ in range(repeats):
         call()
-    synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return clock() - begun
 
 
@@ -89,7 +87,3 @@ def _in_turn(probe: Probe) -> Call:
         results[place] = calls[place]()
 
     return next_one
-
-
-def _nothing() -> None:
-    """A CPU's call has ended when it returns."""

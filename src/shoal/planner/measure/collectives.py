@@ -24,7 +24,7 @@ from shoal.errors import CommandError
 from shoal.hardware.detect import cores, processor
 from shoal.hardware.fastest_all_reduce import comparison_file
 from shoal.planner.measure.processes import found_by
-from shoal.report.svg import Series, Spot, chart
+from shoal.report.html import Series, Spot, chart
 from shoal.runs.directory import write_file
 
 _SIZES = tuple(1 << power for power in range(10, 29, 2))  # 1 KB to 256 MB

@@ -21,8 +21,6 @@ from shoal.launch.environment import Environment
 from shoal.plans.layout import Layout
 from shoal.runs.directory import write_file
 
-COPIED = "shared_memory, copied"  # tensors from anywhere: through the staging areas
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -31,18 +29,16 @@ class Sampling:
     folder: Path
     sizes: Sequence[int]
     samples: int
-    sample_seconds: float = 0.03
-    threads: int = 1
+    sample_seconds: float
+    threads: int
 
 
-def measure(sampling: Sampling, environment: Environment) -> None:
+def measure_collectives(sampling: Sampling, environment: Environment) -> None:
     """Leaves `rank-N.json`: rows of name, size and seconds of a call by sample."""
     prepare_process(exact=False, num_threads=sampling.threads)
     with open_mesh(environment, Layout(data=environment.world_size)) as mesh:
         rows = _rows(mesh, sampling)
-        facts = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        document = json.dumps({"rows": rows, "facts": facts})
-        write_file(sampling.folder / f"rank-{environment.rank}.json", document)
+    write_file(sampling.folder / f"rank-{environment.rank}.json", json.dumps({"rows": rows}))
 
 
 def _rows(mesh: Mesh, sampling: Sampling) -> list[dict[str, object]]:
@@ -73,7 +69,8 @@ def _calls(opened: dict[str, Collective], size: int) -> tuple[dict[str, Callable
     numel = max(1, size // 4)
     tensors = {name: collective.allocate(numel, torch.float32) for name, collective in opened.items()}
     calls: dict[str, Callable[[], object]] = {n: partial(opened[n].all_reduce, t) for n, t in tensors.items()}
-    calls[COPIED] = partial(opened["shared_memory"].all_reduce, torch.zeros(numel))
+    # Tensors from anywhere go through the staging areas.
+    calls["shared_memory, copied"] = partial(opened["shared_memory"].all_reduce, torch.zeros(numel))
 
     def release() -> None:
         for name, tensor in tensors.items():

@@ -56,7 +56,6 @@ def _elementwise() -> Iterator[Make]:
 
 
 def _rows() -> Iterator[Make]:
-    """Over the rows of a matrix."""
     classes = torch.arange(_ROWS) % _WIDTH
 
     def normed(call: Callable[..., Call]) -> Make:
@@ -85,7 +84,6 @@ def _rows() -> Iterator[Make]:
 
 
 def _images() -> Iterator[Make]:
-    """Over images in channels."""
     channels = _IMAGES[1]
 
     def image() -> Tensor:

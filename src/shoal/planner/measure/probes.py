@@ -1,4 +1,4 @@
-"""Benchmarks of a device: calls whose seconds give its roofline curves, each with the work of one call."""
+"""Benchmarks of a device, whose seconds give its roofline curves, and of exchanges, by the whole tensor's bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.hardware.values import intensity
+from shoal.distributed.collectives.base import Team
+from shoal.distributed.collectives.choose import open_collective
+from shoal.distributed.collectives.shared_memory.process_group import open_group
+from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
+from shoal.hardware.fastest_all_reduce import shares_memory
+from shoal.hardware.values import SHARED_MEMORY, intensity
 from shoal.numerics.wide_products import ProductsInFloat32, is_slow
 
 Call = Callable[[], Any]
@@ -62,6 +68,10 @@ LAYER_OPERATORS, _CHAIN, _CHAIN_WIDTH = 4, 8, 8
 # Large enough that each device is past its start-up, small enough for a core: positions of attention, by kind.
 _POSITIONS = {"cpu": (64, 128, 256, 512, 1024), "cuda": (4096,)}
 _TOKENS = {"cpu": 1024, "cuda": 4096}  # of all sequences
+_PHASES = {"": (), "_backward_input": (True, False, False), "_backward_weight": (False, True, False)}
+# Bytes that an exchange is measured with; through shared memory larger ones are as fast.
+_SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
+_SHARED_SIZES = _SIZES[:-1]
 
 
 @dataclass(frozen=True)
@@ -151,9 +161,6 @@ def _matmuls(device: torch.device, dtype: str) -> Iterator[Probe]:
     return (probe(side) for side in _SIDES)
 
 
-_PHASES = {"": (), "_backward_input": (True, False, False), "_backward_weight": (False, True, False)}
-
-
 def _convolution(phase: str, window: Window, images: int, tensor: Callable[..., torch.Tensor]) -> tuple[float, Make]:
     """FLOPs of one phase of a convolution, padded as usual, and what makes its call."""
     channels, filters, taps, side, stride = window
@@ -186,8 +193,6 @@ def _convolutions(device: torch.device, dtype: str) -> Iterator[Probe]:
 
 
 def _windows(device: torch.device) -> Iterator[Probe]:
-    """Convolutions by phase, each by itself."""
-
     def probe(phase: str, window: Window) -> Probe:
         work, made = _convolution(phase, window, _FEW_IMAGES, partial(_tensor, device=device))
         return Probe(f"window.float32{phase}:{'-'.join(map(str, window))}", work, made)
@@ -270,3 +275,83 @@ def copies(device: torch.device, num_bytes: int = 1 << 26) -> Iterator[Probe]:
 
     if device.type == "cuda":
         yield Probe("host_copy", float(num_bytes), make, graph=False)
+
+
+def exchanges(mesh: Mesh, quick: bool) -> Iterator[Probe]:
+    """Growing sizes of each kind. Collective: every rank makes and calls the same ones in the same order."""
+    for kind, make in {**_COLLECTIVES, "send": _send}.items():
+        for size in _SIZES[::2] if quick else _SIZES:
+            ranks = 2 if kind == "send" else mesh.world_size
+            yield Probe(f"exchange.{kind}", float(size), partial(make, mesh, size), graph=False, ranks=ranks)
+
+
+def algorithms(mesh: Mesh, quick: bool) -> Iterator[Probe]:
+    """All_reduces of shoal's own between processes that share memory. Collective, as `exchanges`."""
+    if mesh.device.type != "cpu" or not shares_memory(mesh.world_size):
+        return
+    opened = open_collective(SHARED_MEMORY, Team(), mesh.device)
+
+    def make(size: int) -> Call:
+        return partial(opened.all_reduce, opened.allocate(max(1, size // 4), torch.float32))
+
+    for size in _SHARED_SIZES[:: 2 if quick else 1]:
+        yield Probe(f"algorithm.{SHARED_MEMORY}", float(size), partial(make, size), graph=False)
+
+
+def process_group(mesh: Mesh, quick: bool) -> Iterator[Probe]:
+    """Probes of torch's collectives through shared memory, on tensors of torch's own. Collective, as `exchanges`."""
+    if mesh.device.type != "cpu" or not shares_memory(mesh.world_size):
+        return
+    group = open_group([range(mesh.world_size)], COLLECTIVE_TIMEOUT)
+    for kind, make in _COLLECTIVES.items():
+        for size in _SHARED_SIZES[:: 2 if quick else 1]:
+            yield Probe(f"group.{kind}", float(size), partial(make, mesh, size, group), graph=False)
+
+
+def _vector(mesh: Mesh, num_bytes: int) -> torch.Tensor:
+    """Float32, of a number of elements that the ranks divide."""
+    return torch.ones(max(1, num_bytes // 4 // mesh.world_size) * mesh.world_size, device=mesh.device)
+
+
+def _all_reduce(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
+    tensor = _vector(mesh, num_bytes).zero_()
+    return lambda: dist.all_reduce(tensor, group=group)
+
+
+# torch renames these two: the new name where it is there.
+_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _all_gather(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
+    whole = _vector(mesh, num_bytes)
+    part = whole.chunk(mesh.world_size)[mesh.rank].clone()
+    return lambda: _gather(whole, part, group=group)
+
+
+def _reduce_scatter(mesh: Mesh, num_bytes: int, group: dist.ProcessGroup | None = None) -> Call:
+    whole = _vector(mesh, num_bytes).zero_()
+    part = whole.chunk(mesh.world_size)[mesh.rank].clone()
+    return lambda: _scatter(part, whole, group=group)
+
+
+_COLLECTIVES: dict[str, Callable[..., Call]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+}
+
+
+def _send(mesh: Mesh, num_bytes: int) -> Call:
+    """There and back between ranks 0 and 1, while the others wait: two sends a call."""
+    tensor = _vector(mesh, num_bytes)
+
+    def call() -> None:
+        if mesh.rank == 0:
+            dist.send(tensor, 1)
+            dist.recv(tensor, 1)
+        elif mesh.rank == 1:
+            dist.recv(tensor, 0)
+            dist.send(tensor, 0)
+
+    return call

@@ -21,7 +21,7 @@ def found_by(what: str, task: Mapping[str, Any], ranks: int, threads: int, named
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
         request = json.dumps({**task, "folder": folder, "threads": threads})
         logs = Path(folder) / "none" / "logs"
-        code, error = launch(LocalRun(["bench", what], ranks, threads, logs, request=request))
+        code, error, _ = launch(LocalRun(["bench", what], ranks, threads, logs, request=request))
         if error is not None:
             raise error
         if code:

@@ -35,10 +35,7 @@ def tensors(layers: int) -> int:
 
 
 def operators(layers: int) -> int:
-    """Operators of a step as a profile counts them: those of its layers, and the loss's sum.
-
-    Not traced here, so that what the process holds afterwards is what a run holds.
-    """
+    """Operators of a step as a profile counts them; not traced here, so that the process holds no more than a run's."""
     return LAYER_OPERATORS * layers + 1
 
 
@@ -52,11 +49,11 @@ def steps(mesh: Mesh, quick: bool) -> Iterator[dict[str, Any]]:
 
 def _measured(job: Job, mesh: Mesh, count: int) -> list[float]:
     ranks = mesh.world_size
-    document: dict[str, Any] = {"layout": {"data": ranks}, "batch": {"grains_per_microbatch": job.grains // ranks}}
+    document: dict[str, Any] = {"layout": {"data": ranks}, "batch": {"grains_per_microbatch": job.num_grains // ranks}}
     if shares_memory(ranks):
         document["collectives"] = {"all_reduce": SHARED_MEMORY}
     meter = StepMeter()
-    plan = complete(Plan().with_sections(**document), job.grains, job.grain_size)
+    plan = complete(Plan().with_sections(**document), job.num_grains, job.grain_size)
     engine = build(job, plan, mesh, Options(observer=meter))
     around = Surroundings(note=_unheard, on_step=_unheard, stop_requested=lambda: False)
     try:
@@ -83,16 +80,12 @@ def _loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
     return model(batch[0]).sum(), len(batch[0])
 
 
-def _optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
-
-
 def _job(layers: int) -> Job:
     grains = 8
     return Job(
         model=functools.partial(_model, layers),
         loss=_loss,
-        optimizer=_optimizer,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9),
         train_data=torch.utils.data.TensorDataset(torch.zeros(64, _WIDTH)),
         global_batch=grains,
         grains=grains,

@@ -18,8 +18,7 @@ from shoal.distributed.mesh import Mesh, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
 from shoal.launch.environment import Environment
 from shoal.planner.measure.clock import sample, sample_together
-from shoal.planner.measure.exchanges import algorithms, exchanges, process_group
-from shoal.planner.measure.probes import Probe, copies, probes
+from shoal.planner.measure.probes import Probe, algorithms, copies, exchanges, probes, process_group
 from shoal.planner.measure.steps import steps
 from shoal.plans.layout import Layout
 from shoal.runs.directory import write_file
@@ -139,7 +138,6 @@ def _exchanging(task: MeasureTask, mesh: Mesh) -> Iterator[dict[str, Any]]:
 
 
 def _storing(task: MeasureTask) -> Iterator[dict[str, Any]]:
-    """Writing a file where runs are kept, to the medium."""
     content = os.urandom(1 << 20) * (_STORAGE_BYTES >> (22 if task.quick else 20))
     seconds = []
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=".", prefix=".shoal-bench-") as file:

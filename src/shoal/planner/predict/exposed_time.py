@@ -18,7 +18,7 @@ from shoal.planner.predict.overlap import gathered, hidden
 from shoal.planner.predict.pipeline_ranks import Rank, Ranks
 from shoal.planner.predict.roofline import ITEMSIZE, DeviceModel, Share
 from shoal.planner.predict.stage_split import Held
-from shoal.planner.predict.workload import Program
+from shoal.planner.predict.workload import LARGE_PARAMETER, Program
 from shoal.planner.profile.values import Profile, Unit, Weight
 from shoal.plans.accounting.collectives import (
     REPLICAS,
@@ -211,6 +211,8 @@ class Exchanged:
         level, microbatches = plan.shard.level, ranks.microbatches
         if plan.layout.shard == 1 or level == "optimizer":
             return 0.0
+        if self.program.gathers_apart:
+            return self._apart(plan, ranks.busiest.held) * microbatches
         exchanges = self.exchanges(plan, plan.layout, ranks.busiest.held)
         forwards = [p.forward_seconds for p in ranks.of_units]
         backwards = [p.backward_seconds for p in ranks.of_units][::-1]
@@ -222,6 +224,22 @@ class Exchanged:
             return (once + back) * microbatches
         quiet = gathered(backwards, again, nothing, slowed) - sum(backwards)
         return once * microbatches + back + quiet * (microbatches - 1)
+
+    def _apart(self, plan: Plan, held: Held) -> float:
+        """Seconds of a microbatch's gathers and scatters, one after the other, of each large parameter by itself.
+
+        As `plans.accounting` counts a unit's: gathered for the forward and again for the backward, and scattered.
+        """
+        group, times = self.network.axis(plan.layout, "shard"), 2 if plan.shard.level == "parameters" else 1
+        gathered, reduced = ITEMSIZE[plan.precision.parameters], ITEMSIZE[plan.precision.reduce]
+        seconds = 0.0
+        for weight in (w for unit in held.units for w in unit.body.weights):
+            numel = weight.numel_of(plan.layout.tensor)
+            if numel >= LARGE_PARAMETER:
+                seconds += times * self.network.seconds("all_gather", numel * gathered, group)
+                seconds += self.network.seconds("reduce_scatter", numel * reduced, group)
+                seconds += (times + 1) * group.size * self.program.slice_seconds
+        return seconds
 
     def exchanges(self, plan: Plan, layout: LayoutSection, held: Held) -> UnitExchanges:
         """Exchanges of a rank with these units, of a plan on that layout.

@@ -16,6 +16,9 @@ from shoal.planner.predict.roofline import K_FILL, WINOGRAD, DeviceModel, Share,
 from shoal.planner.predict.workload import Program
 from shoal.planner.profile.values import Body, Operation, OperationKind, Phase, Unit
 
+# What sums of bytes in another order may differ by, as a share of them.
+_ROUNDED = 1e-9
+
 # -------------------------------------------------------------------------------------------------------- degrees alone
 
 
@@ -52,6 +55,8 @@ class Floors:
 
     def _body(self, body: Body, share: Share) -> float:
         work = sum(ideal(self.computer, o) / divided(o, share) for o in self.computer.operations(body)) / share.context
+        if self.program.overlaps_exchanges:  # as little as a part of each is waited for
+            return work
         return work + (self._tensor(body, share) + self._context(body, share)) / share.context
 
     def _tensor(self, body: Body, share: Share) -> float:
@@ -93,7 +98,7 @@ def ideal(computer: DeviceModel, operation: Operation) -> float:
     # See `matmul_seconds`: tiles cover the product, and the last wave is full at best.
     best = _best(device.matmul.get(dtype) or Curve())
     if not device.multiprocessors or dtype not in ("float32", "float64"):
-        best *= device.sustained
+        best *= device.sustained_at(dtype)
     if operation.kind is OperationKind.CONVOLUTION:
         return flops / (peak * max(best, _measured(computer, dtype)))
     filled = 1.0
@@ -125,6 +130,34 @@ def _best(curve: Curve) -> float:
     return max(share for _, share in curve.points)
 
 
+# ---------------------------------------------------------------------------------------------------------- its memory
+
+
+class BlockBytes(NamedTuple):
+    """Bytes that a rank has for each of its equal blocks, for each of them and each microbatch in flight, and once."""
+
+    block: float
+    microbatch: float
+    once: float
+
+
+def least_peak(of: BlockBytes, num_blocks: int, in_flight: Sequence[float], memory: float) -> float:
+    """Bytes of the fullest rank, however so many blocks are divided over ranks with these microbatches in flight.
+
+    A rank with n blocks has once + n a, where a is what it has for a block: it can be no less than where all ranks are
+    as full. Where whole numbers of blocks do not fit into `memory`, it is more than that.
+    """
+    each = [of.block + number * of.microbatch for number in in_flight]
+    if min(each) <= 0:
+        return of.once
+    even = of.once + num_blocks / sum(1 / one for one in each) * (1 - _ROUNDED)
+    if even <= memory:
+        left = max(0.0, memory - of.once) * (1 + _ROUNDED)
+        if sum(int(left / one) for one in each) < num_blocks:
+            even = memory * (1 + _ROUNDED)
+    return even
+
+
 # ----------------------------------------------------------------------------------------------------------- a pipeline
 
 
@@ -149,6 +182,8 @@ def filled(seconds: float, turns: PipelineShape) -> float:
     even = seconds * microbatches / ranks
     if ranks == 1 or turns.schedule == "zero_bubble":  # which puts off gradients of weights: no microbatch waits for T
         return even
+    if turns.schedule == "gpipe":  # all wait for the slowest stage, which is no faster than the average one
+        return max(even, seconds * (1.0 + (microbatches - 1) / (ranks * turns.stages)))
     if turns.stages > 1:
         return max(even, seconds)  # the first microbatch passes all stages, there and back
     last = max(0.0, (microbatches - ranks + 1) / (microbatches * ranks - ranks + 1))

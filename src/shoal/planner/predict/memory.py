@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.planner.predict.accounts import Accounts
-from shoal.planner.predict.roofline import ITEMSIZE, Share
+from shoal.planner.predict.roofline import ITEMSIZE, Share, is_layer
 from shoal.planner.predict.stage_split import Counts, Held
 from shoal.planner.predict.workload import Program
-from shoal.planner.profile.values import NOTHING, Body, Operation, Phase, Profile, TensorCut
-from shoal.plans.accounting.collectives import owned
-from shoal.plans.accounting.compressed import buffers
+from shoal.planner.profile.values import NOTHING, Body, Operation, OperationKind, Phase, Profile, TensorCut
+from shoal.plans.accounting.all_reduce import compression_buffers
+from shoal.plans.accounting.collectives import Array, owned
 from shoal.plans.accounting.memory import (
     bucketed,
     cut,
@@ -84,32 +84,54 @@ class Sizes:
         return self._known[key]
 
     def _body(self, body: Body, share: Share, recompute: str) -> tuple[float, float]:
-        samples = share.local_samples
         saving = [o for o in body.operations if o.saved_bytes != NOTHING]  # the others would add 0.0
-        saved = sum(o.saved_bytes.at(samples) / _saved_divided(o, share, self._program) for o in saving)
-        working = max((self._working(o, share) for o in body.operations), default=0.0)
+        saved = sum(self._saved(body, o, share) for o in saving)
+        working = _working(body.operations, share)
         if not body.repeated or recompute == "none":
             return saved, working
-        if recompute == "selective":
-            if self._program.selective == "products":
-                kept = sum(
-                    o.selected_bytes.at(samples) / _saved_divided(o, share, self._program) for o in body.operations
-                )
-            else:
-                kept = saved - sum(
-                    o.saved_bytes.at(samples) / _saved_divided(o, share, self._program)
-                    for o in _scores(body.operations)
-                )
-        else:
-            kept = body.input_bytes.at(samples) / (share.tensor if share.sequence else 1)
-        kept = min(kept, saved)
+        kept = self._kept_on_purpose(body, share, saved, recompute)
         return kept, saved - kept + working
 
-    def _working(self, operation: Operation, share: Share) -> float:
-        """What an operation of the backward makes; its gradient is as large."""
+    def _saved(self, body: Body, operation: Operation, share: Share) -> float:
+        """Bytes that autograd keeps for an operation; of a layer that is cast its input may be kept as it was cast."""
+        num_bytes = operation.saved_bytes.at(share.local_samples) / _saved_divided(operation, share, self._program)
+        cast = self._program.layers if self._program.keeps_cast and body.repeated else None
+        return num_bytes * ITEMSIZE[cast] / 2 if cast is not None and is_layer(operation) else num_bytes
+
+    def _kept_on_purpose(self, body: Body, share: Share, saved: float, recompute: str) -> float:
+        """Bytes that a block keeps of `saved`, where the rest is computed again."""
+        samples, selective = share.local_samples, self._program.selective
+        entering = body.input_bytes.at(samples) / (share.tensor if share.sequence else 1)
+        if recompute == "full":
+            return min(entering, saved)
+        if selective == "all_but_attention":
+            return saved - sum(self._saved(body, o, share) for o in _scores(body.operations))
+        chosen = body.operations if selective == "products" else kept_alternately(body.operations)
+        kept = sum(o.selected_bytes.at(samples) / _output_divided(o, share) for o in chosen)
+        return min(kept if selective == "products" else kept + entering, saved)
+
+
+def _working(operations: Sequence[Operation], share: Share) -> float:
+    """Bytes beside what is saved at the worst moment of a backward: an operator's output, and the gradient it reads.
+
+    That gradient is what the operator before it wrote.
+    """
+    worst = before = 0.0
+    for operation in operations:
         if operation.phase is Phase.FORWARD:
-            return 0.0
-        return operation.written_bytes.at(share.local_samples) / _output_divided(operation, share)
+            continue
+        written = operation.written_bytes.at(share.local_samples) / _output_divided(operation, share)
+        worst = max(worst, written + before)
+        if operation.phase is Phase.BACKWARD_INPUT:
+            before = written
+    return worst
+
+
+def kept_alternately(operations: Sequence[Operation]) -> list[Operation]:
+    """Forward operations whose outputs are kept where that is attention and every second product, from the first on."""
+    layers = [o for o in operations if o.phase is Phase.FORWARD and o.kind is OperationKind.MATMUL]
+    attention = [o for o in operations if o.phase is Phase.FORWARD and o.kind is OperationKind.ATTENTION]
+    return layers[::2] + attention
 
 
 def _scores(operations: Sequence[Operation]) -> list[Operation]:
@@ -159,12 +181,15 @@ class States:
         if not plan.shards_model:
             return self._whole(plan, held, size, on_cpu=on_cpu)
         sharding = self.accounts.sharding(plan, plan.layout, held, microbatches)
-        trained = (a for unit in sharding.units for a in unit if a.trainable)
+
+        def updated(unit: Sequence[Array]) -> int:
+            return sum(cut(array, 0, sharding.degree).numel for array in unit if array.trainable)
+
         return {
             "parameters": sharded_parameters(sharding),
             "gathered": gathered_parameters(sharding),
             "gradients": scattered_gradients(sharding),
-            "optimizer": self._per_element * sum(cut(a, 0, sharding.degree).numel for a in trained),
+            "optimizer": self._per_element * sum(sharding.each(updated)),
         }
 
     def least(self, plan: Plan, held: Held, size: StageSize, microbatches: int) -> float:
@@ -185,6 +210,18 @@ class States:
             self._least[key] = size.parameter_bytes / layout.shard + of_units + self._per_element * trained
         return self._least[key]
 
+    def of_block(self, plan: Plan, size: StageSize) -> tuple[float, float]:
+        """Bytes that `least` has at least for each such block of a rank, and once where there is any."""
+        shard, precision = plan.layout.shard, plan.precision
+        state = self._per_element * size.trainable / shard
+        if not plan.shards_model:
+            return size.parameter_bytes + state + size.trainable * self._per_gradient(plan), 0.0
+        gathered, flat = size.numel * ITEMSIZE[precision.parameters], size.trainable * ITEMSIZE[precision.reduce]
+        stays = gathered if plan.shard.level == "gradients" else 0.0
+        # A block's gradients are whole when they are scattered, and a gathered one has another beside it.
+        own = size.parameter_bytes / shard + state + max(0.0, flat / shard - 1)
+        return own + stays, 2 * gathered - stays + flat
+
     def _whole(self, plan: Plan, held: Held, size: StageSize, *, on_cpu: bool) -> _Bytes:
         program = self.program
         gradients = self.accounts.gradients(plan, held, on_cpu=on_cpu)
@@ -192,7 +229,7 @@ class States:
         if program.own_buckets:
             compresses = plan.collectives.compression != "none" and plan.layout.world_size > 1
             native = plan.collectives.all_reduce == "native"
-            summed = buffers(gradients, plan) if compresses else bucketed(gradients, plan.degrees, native)
+            summed = compression_buffers(gradients, plan) if compresses else bucketed(gradients, plan.degrees, native)
             owners = owned(gradients.parameters, plan.layout.shard)
             trained = max(sum(array.numel for array in mine) for mine in owners)
         return {

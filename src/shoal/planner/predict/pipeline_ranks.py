@@ -5,10 +5,12 @@ All is independent of the division of replicas into data and shard ranks, and co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import TypeVar
+from itertools import groupby, islice
+from typing import NamedTuple, TypeVar
 
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.predict import stage_split
@@ -21,7 +23,7 @@ from shoal.planner.predict.stage_time import Passes, StageCosts
 from shoal.planner.predict.workload import Program, Workload
 from shoal.planner.profile.values import Amount, Body, Profile
 from shoal.plans.plan import Plan
-from shoal.plans.schedule import in_flight
+from shoal.plans.schedule import in_flight, in_flight_by_stage
 
 _Found = TypeVar("_Found")
 
@@ -33,7 +35,16 @@ class Rank:
     held: Held
     passes: tuple[Passes, ...]
     size: StageSize
-    in_flight: float  # microbatches whose activations are held, of all of its stages together
+    in_flight: float  # microbatches of all of its stages together whose activations would be as many bytes
+
+
+class Filled(NamedTuple):
+    """Pipeline rank at this place, without its seconds: its units, its size and its microbatches in flight."""
+
+    place: int
+    held: Held
+    size: StageSize
+    in_flight: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,15 +120,19 @@ class Staging:
         self._work, self._cluster, self._network, self._program = work, cluster, network, program
         self._held_bytes = _held_bytes(work.profile)
         self._segments = segments(work.profile.units, work.places)
+        of_segments = groupby(tuple(unit.body for unit in segment) for segment in self._segments)
+        self._runs = [(bodies, sum(1 for _ in alike)) for bodies, alike in of_segments]
         self.parts = flat(self._segments)  # the units as far as stages can divide them
         self._costs_on: dict[int, StageCosts] = {}
         self._sizes = Sizes(program)
         self._shares: dict[tuple[int, int, bool, int, str], Share] = {}
         self._cuts: dict[tuple[object, ...], StageDivision] = {}
-        # One object for equal divisions: what depends on the stages alone is kept by it.
+        # What depends on the stages alone is kept by their division.
         self._divisions: dict[tuple[int, ...], StageDivision] = {}
+        self._balanced: dict[tuple[int, ...], StageDivision] = {}  # by segments of each stage
         self._passes: dict[tuple[object, ...], tuple[Passes, ...]] = {}
         self._ranks: dict[tuple[object, ...], Ranks] = {}
+        self._fullest: dict[tuple[object, ...], tuple[Filled, ...]] = {}
 
     @_latest
     def device(self, plan: Plan) -> Device:
@@ -128,8 +143,8 @@ class Staging:
 
     def computer(self, device: Device) -> DeviceModel:
         """The device as the program uses it."""
-        program = self._program
-        return DeviceModel(device, program.fast_float32, program.attention, self._held_bytes, program.layers)
+        program, held = self._program, self._held_bytes
+        return DeviceModel(device, program.fast_float32, program.attention, held, program.layers, program.fuses)
 
     def costs(self, plan: Plan) -> StageCosts:
         """Costs of stages on the plan's device."""
@@ -166,27 +181,37 @@ class Staging:
         if num_stages > 1:
             key = id(self.device(plan)), num_stages, share, plan.memory.recompute, plan.pipeline.split
         if key not in self._cuts:
-            stages = self._cut(plan, num_stages, share)
-            stages += ((),) * (num_stages - len(stages))  # a model of fewer units: it leaves ranks without any
-            self._cuts[key] = self._divisions.setdefault(tuple(map(len, stages)), StageDivision(stages))
+            given = plan.pipeline.split or self._program.cut != "balanced" or num_stages == 1
+            self._cuts[key] = self._cut(plan, num_stages, share) if given else self._even(plan, num_stages, share)
         return self._cuts[key]
 
-    def _cut(self, plan: Plan, num_stages: int, share: Share) -> stage_split.Stages:
-        if num_stages == 1:
-            return (self._work.profile.units,)
+    def _cut(self, plan: Plan, num_stages: int, share: Share) -> StageDivision:
         units = self.parts
+        if num_stages == 1:
+            return self._divided((self._work.profile.units,), num_stages)
         if plan.pipeline.split:
-            return stage_split.by_names(units, plan.pipeline.split)
+            return self._divided(stage_split.by_names(units, plan.pipeline.split), num_stages)
         if self._program.cut == "equal":
-            return stage_split.equal(units, num_stages)
-        if self._program.cut == "thresholds":
-            flops = [unit.body.flops(share.samples) for unit in units]
-            return stage_split.thresholds(units, flops, num_stages)
-        costs = self.costs(plan)
-        bodies = {unit.body for unit in units}
-        of_body = {body: costs.body(body, share, plan.memory.recompute, True).seconds for body in bodies}
-        seconds = [sum(of_body[unit.body] for unit in segment) for segment in self._segments]
-        return tuple(flat(stage) for stage in stage_split.balanced(self._segments, seconds, num_stages))
+            return self._divided(stage_split.equal(units, num_stages), num_stages)
+        flops = [unit.body.flops(share.samples) for unit in units]
+        return self._divided(stage_split.thresholds(units, flops, num_stages), num_stages)
+
+    def _even(self, plan: Plan, num_stages: int, share: Share) -> StageDivision:
+        """Stages of as equal seconds as can be."""
+        costs, again = self.costs(plan), plan.memory.recompute
+        runs = [(sum(costs.body(body, share, again, True).seconds for body in own), n) for own, n in self._runs]
+        lengths = stage_split.balanced_lengths(runs, num_stages)
+        lengths += (0,) * (num_stages - len(lengths))
+        if lengths not in self._balanced:
+            left = iter(self._segments)
+            stages = tuple(flat(tuple(islice(left, length))) for length in lengths)
+            self._balanced[lengths] = self._divided(stages, num_stages)
+        return self._balanced[lengths]
+
+    def _divided(self, stages: stage_split.Stages, num_stages: int) -> StageDivision:
+        """One object for equal divisions; a model of fewer units leaves stages without any."""
+        stages += ((),) * (num_stages - len(stages))
+        return self._divisions.setdefault(tuple(map(len, stages)), StageDivision(stages))
 
     @_latest
     def passes(self, plan: Plan) -> tuple[Passes, ...]:
@@ -207,29 +232,83 @@ class Staging:
         key = *self.key(plan), plan.pipeline.schedule
         if key not in self._ranks:
             share, microbatches = self.share(plan)
-            every = self._every(plan, share, microbatches)
-            largest: dict[StageSize, Rank] = {}
-            for rank in every:
-                other = largest.setdefault(rank.size, rank)
-                if rank.in_flight > other.in_flight:
-                    largest[rank.size] = rank
+            every = self._every(plan, share)
+            fullest = tuple(every[place] for place, *_ in self.fullest(plan))
             busiest = max(every, key=lambda rank: sum(p.seconds for p in rank.passes))
             costs, again = self.costs(plan), plan.memory.recompute
 
             def of_body(body: Body) -> Passes:
                 return costs.body(body, share, again, microbatches > 1)
 
-            self._ranks[key] = Ranks(share, microbatches, every, busiest, tuple(largest.values()), of_body)
+            self._ranks[key] = Ranks(share, microbatches, every, busiest, fullest, of_body)
         return self._ranks[key]
 
-    def _every(self, plan: Plan, share: Share, microbatches: int) -> tuple[Rank, ...]:
+    @cached_property
+    def blocks(self) -> tuple[Body, int] | None:
+        """The block that comes most often where stages can be cut, and how often; None where the model has none."""
+        found = Counter(unit.body for unit in self.parts if unit.body.repeated).most_common(1)
+        return found[0] if found else None
+
+    def size(self, body: Body, plan: Plan) -> StageSize:
+        """Of a rank with one such unit."""
+        return self._sizes.stage(((body, 1),), self.share(plan)[0], plan.memory.recompute)
+
+    @_latest
+    def fullest(self, plan: Plan) -> tuple[Filled, ...]:
+        """Of each size of a rank the first that has most microbatches in flight."""
+        key = *self.key(plan), plan.pipeline.schedule
+        if key not in self._fullest:
+            pipeline, (share, _) = plan.layout.pipeline, self.share(plan)
+            division, most = self.division(plan), self.in_flight(plan)
+            held, largest = division.held(pipeline), dict[StageSize, Filled]()
+            for counts, places in division.alike(pipeline):
+                place = max(places, key=most.__getitem__)
+                one = Filled(place, held[place], self._sizes.stage(counts, share, plan.memory.recompute), most[place])
+                other = largest.setdefault(one.size, one)
+                if (one.in_flight, -one.place) > (other.in_flight, -other.place):
+                    largest[one.size] = one
+            self._fullest[key] = tuple(largest.values())
+        return self._fullest[key]
+
+    def in_flight(self, plan: Plan) -> tuple[float, ...]:
+        """Of each rank, in microbatches of all of its stages."""
         pipeline, per = plan.layout.pipeline, plan.pipeline.stages_per_rank
+        if pipeline == 1:
+            return (1.0,)
+        _, microbatches = self.share(plan)
+        of_ranks = in_flight(plan.pipeline.schedule, pipeline, per, microbatches)
+        if plan.pipeline.schedule != "interleaved_1f1b":  # under the others each of a rank's stages holds as many
+            return tuple(number / per for number in of_ranks)
+        saved, of_stages = self._saved(plan), in_flight_by_stage(pipeline, per, microbatches)
+        own = (saved[rank::pipeline] for rank in range(pipeline))
+        return tuple(map(_weighed, own, of_stages, of_ranks))
+
+    def _saved(self, plan: Plan) -> list[float]:
+        """Bytes of activation that each stage saves of a microbatch."""
+        share, _ = self.share(plan)
+        sizes = self._sizes
+        return [sizes.stage(counts, share, plan.memory.recompute).saved for counts in self.division(plan).counts]
+
+    def _every(self, plan: Plan, share: Share) -> tuple[Rank, ...]:
+        pipeline, most = plan.layout.pipeline, self.in_flight(plan)
         passes, held = self.passes(plan), self.division(plan).held(pipeline)
-        most = [1.0]
-        if pipeline > 1:
-            most = [number / per for number in in_flight(plan.pipeline.schedule, pipeline, per, microbatches)]
         sizes = [self._sizes.stage(own.counts, share, plan.memory.recompute) for own in held]
         return tuple(Rank(held[rank], passes[rank::pipeline], sizes[rank], most[rank]) for rank in range(pipeline))
+
+
+def _weighed(saved: Sequence[float], most: Sequence[int], in_all: int) -> float:
+    """Microbatches of all of a rank's stages with as many bytes as it holds: of each stage `most`, `in_all` together.
+
+    The last stage, which has the logits, holds fewer than the first.
+    """
+    whole = sum(saved)
+    if not whole:
+        return in_all / len(saved)
+    held, left = 0.0, in_all
+    for size, limit in sorted(zip(saved, most, strict=True), reverse=True):
+        held += size * min(limit, left)
+        left -= min(limit, left)
+    return held / whole
 
 
 def _held_bytes(profile: Profile) -> Amount:

@@ -13,6 +13,7 @@ from math import ceil, log2
 from typing import Final, NamedTuple
 
 from shoal.hardware.values import Curve, Device, intensity
+from shoal.planner.predict.fusion import fused
 from shoal.planner.profile.values import NOTHING, Amount, Body, Operation, OperationKind, Phase, TensorCut
 
 ITEMSIZE: Final = {"float64": 8, "float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 1}
@@ -83,6 +84,12 @@ class Share(NamedTuple):
         return self.samples / self.context
 
 
+def is_layer(operation: Operation) -> bool:
+    """Whether an operation is a product of a layer in 16 bits, which a program may cast to fewer."""
+    is_product = operation.kind is OperationKind.MATMUL and operation.batch == Amount(1)
+    return is_product and ITEMSIZE.get(operation.dtype) == 2
+
+
 def divided(operation: Operation, share: Share) -> float:
     """By how much tensor parallelism divides an operation's work as a whole."""
     if operation.cut is TensorCut.NONE or (operation.cut is TensorCut.SEQUENCE and not share.sequence):
@@ -112,11 +119,11 @@ def matmul_seconds(device: Device, sizes: tuple[float, float, float, float], dty
     m, n, k, batch = sizes
     flops = 2.0 * m * n * k * batch
     if not device.multiprocessors:
-        return flops / (device.flops[dtype] * curve.at(flops) * device.sustained)
+        return flops / (device.flops[dtype] * curve.at(flops) * device.sustained_at(dtype))
     # The curve's rise is the waste of small products, which is counted here by itself; its top is that of large ones.
     peak = device.flops[dtype] * max(share for _, share in curve.points)
     if dtype not in ("float32", "float64"):  # tensor cores draw the power that holds the clock down
-        peak *= device.sustained
+        peak *= device.sustained_at(dtype)
     fill = K_FILL * device.flops[dtype] / max(device.flops.get("float16", 0.0), device.flops[dtype])
     per_tile = peak / device.multiprocessors
     best = float("inf")
@@ -150,6 +157,7 @@ class DeviceModel:
     attention: str = "flash2"  # which fused attention
     held: Amount = NOTHING
     layers: str | None = None  # what the layers of repeated blocks are cast to before they multiply
+    fuses: bool = False  # elementwise operators of repeated blocks, on a GPU
     _alike: dict[Body, tuple[list[Operation], list[int]]] = field(default_factory=dict, compare=False, repr=False)
 
     def dtype(self, dtype: str) -> str:
@@ -262,15 +270,17 @@ class DeviceModel:
         return [costs[place] for place in alike]
 
     def operations(self, body: Body) -> Iterable[Operation]:
-        """The operations of a body in the dtypes in which they are computed."""
-        return map(self._narrowed, body.operations) if body.repeated else body.operations
+        """The operations of a body in the dtypes in which they are computed, and the kernels."""
+        if not body.repeated:
+            return body.operations
+        fuses = self.fuses and self.device.kind == "gpu"
+        return map(self._narrowed, fused(body.operations) if fuses else body.operations)
 
     def _narrowed(self, operation: Operation) -> Operation:
         """A layer's product in the dtype that the program casts it to, where the device multiplies that."""
-        if self.layers is None or self.layers not in self.device.flops or ITEMSIZE.get(operation.dtype) != 2:
+        if self.layers is None or self.layers not in self.device.flops or not is_layer(operation):
             return operation
-        is_layer = operation.kind is OperationKind.MATMUL and operation.batch == Amount(1)
-        return replace(operation, dtype=self.layers) if is_layer else operation
+        return replace(operation, dtype=self.layers)
 
     def _priced(self, operation: Operation) -> Operation:
         """An operation without what its seconds do not depend on."""

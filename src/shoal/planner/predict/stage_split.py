@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, groupby, islice, pairwise, repeat
 from typing import TypeVar
 
 from shoal.planner.profile.values import Body, Unit
@@ -16,6 +16,7 @@ _NEARLY = 1e-6
 
 _Part = TypeVar("_Part")
 Stages = tuple[tuple[Unit, ...], ...]
+Run = tuple[float, int]  # seconds of a unit, and how many such units come one after the other
 Counts = tuple[tuple[Body, int], ...]
 
 
@@ -42,6 +43,7 @@ class StageDivision:
 
     stages: Stages
     _held: dict[int, tuple[Held, ...]] = field(default_factory=dict, repr=False)
+    _alike: dict[int, list[tuple[Counts, list[int]]]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def counts(self) -> tuple[Counts, ...]:
@@ -59,6 +61,15 @@ class StageDivision:
             own = (self.stages[rank::ranks] for rank in range(ranks))
             self._held[ranks] = tuple(Held(tuple(unit for stage in stages for unit in stage)) for stages in own)
         return self._held[ranks]
+
+    def alike(self, ranks: int) -> list[tuple[Counts, list[int]]]:
+        """Which of so many ranks have the same bodies as often, in the order of the first of them."""
+        if ranks not in self._alike:
+            found: dict[Counts, list[int]] = {}
+            for rank, held in enumerate(self.held(ranks)):
+                found.setdefault(held.counts, []).append(rank)
+            self._alike[ranks] = list(found.items())
+        return self._alike[ranks]
 
 
 def _counted(units: Sequence[Unit]) -> Counts:
@@ -103,33 +114,52 @@ def thresholds(units: Sequence[Unit], costs: Sequence[float], num_stages: int) -
 
 def balanced(units: Sequence[_Part], seconds: Sequence[float], num_stages: int) -> tuple[tuple[_Part, ...], ...]:
     """Contiguous stages whose slowest is as fast as can be; fewer than asked for where there are fewer units."""
-    low, high = max(seconds, default=0.0), sum(seconds)
+    lengths = balanced_lengths([(one, sum(1 for _ in equal)) for one, equal in groupby(seconds)], num_stages)
+    left = iter(units)
+    return tuple(tuple(islice(left, length)) for length in lengths)
+
+
+def balanced_lengths(runs: Sequence[Run], num_stages: int) -> tuple[int, ...]:
+    """How many units each of such stages has, where `runs` are equal units."""
+    low = max((one for one, _ in runs), default=0.0)
+    high = sum(chain.from_iterable(repeat(*run) for run in runs))
+    taking = [run for run in runs if run[0] > 0]
     while high - low > _NEARLY * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if _num_parts(seconds, middle) <= num_stages else (middle, high)
-    return _parts(units, seconds, high, num_stages)
+        low, high = (low, middle) if _num_parts(taking, middle) <= num_stages else (middle, high)
+    return _lengths(runs, high * (1 + 1e-9), num_stages)
 
 
-def _num_parts(seconds: Sequence[float], limit: float) -> int:
+def _num_parts(runs: Sequence[Run], limit: float) -> int:
+    """The fewest parts of at most `limit` each."""
     parts, filled = 1, 0.0
-    for one in seconds:
-        if filled + one > limit:
-            parts, filled = parts + 1, 0.0
-        filled += one
+    for one, count in runs:
+        fitting = int((limit - filled) / one)
+        if fitting >= count:
+            filled += count * one
+            continue
+        left, most = count - fitting, int(limit / one)
+        more = -(-left // most)
+        parts, filled = parts + more, (left - (more - 1) * most) * one
     return parts
 
 
-def _parts(
-    units: Sequence[_Part], seconds: Sequence[float], limit: float, num_stages: int
-) -> tuple[tuple[_Part, ...], ...]:
-    found: list[list[_Part]] = [[]]
-    filled = 0.0
-    for place, (unit, one) in enumerate(zip(units, seconds, strict=True)):
-        left = len(units) - place
-        is_full = filled + one > limit * (1 + 1e-9)
-        if found[-1] and len(found) < num_stages and (is_full or left <= num_stages - len(found)):
-            found.append([])
-            filled = 0.0
-        found[-1].append(unit)
-        filled += one
-    return tuple(map(tuple, found))
+def _lengths(runs: Sequence[Run], limit: float, num_stages: int) -> tuple[int, ...]:
+    """Each stage is filled up to the limit, but leaves a unit to each of those after it."""
+    found, filled = [0], 0.0
+    left = sum(count for _, count in runs)
+    for one, count in runs:
+        while count:
+            after = num_stages - len(found)
+            fitting = int((limit - filled) / one) if after and one > 0 else count
+            take = min(count, fitting, left - after)
+            if take <= 0 and found[-1]:
+                found.append(0)
+                filled = 0.0
+                continue
+            take = max(take, 1)
+            found[-1] += take
+            filled += take * one
+            left -= take
+            count -= take
+    return tuple(found)

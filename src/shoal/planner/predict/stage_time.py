@@ -159,6 +159,9 @@ class StageCosts:
         forward = [(o, c) for o, c in zip(body.operations, costs, strict=True) if o.phase is Phase.FORWARD]
         if self._program.selective == "products":  # the others are cheap, and computed again
             return total(c for o, c in forward if o.kind is OperationKind.MEMORY)
+        if self._program.selective == "alternate_products":
+            products = [c for o, c in forward if o.kind is OperationKind.MATMUL]
+            return total([*(c for o, c in forward if o.kind is OperationKind.MEMORY), *products[1::2]])
         # Between the scores and their product with the values.
         places = [i for i, (o, _) in enumerate(forward) if o.kind is OperationKind.MATMUL and o.batch.per_sample]
         if places:
@@ -173,7 +176,13 @@ class StageCosts:
             num_bytes = exchange.bytes.at(share.local_samples)
             for kind in exchange.kinds(share.sequence):
                 total += self._network.asked(share.all_reduce, kind, num_bytes, group)
-        return total
+        return self._shown(total, share.tensor)
+
+    def _shown(self, seconds: float, degree: int) -> float:
+        """Exposed seconds of an exchange among so many ranks."""
+        if not self._program.overlaps_exchanges:
+            return seconds
+        return seconds / degree + self._program.contention * seconds * (1 - 1 / degree)
 
     def _calls(self, body: Body, share: Share, phase: Phase) -> Cost:
         """The host's time for starting a unit's exchanges."""
@@ -195,4 +204,4 @@ class StageCosts:
             if operation.kind is OperationKind.ATTENTION and operation.phase is Phase.FORWARD:
                 for amount in (operation.read_bytes, operation.written_bytes):
                     total += self._network.seconds("all_to_all", amount.at(share.local_samples) / share.tensor, group)
-        return total
+        return self._shown(total, share.context)

@@ -6,8 +6,9 @@ from shoal.hardware.values import Cluster
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.exposed_time import Exchanged
+from shoal.planner.predict.lower_bounds import BlockBytes, least_peak
 from shoal.planner.predict.memory import States
-from shoal.planner.predict.pipeline_ranks import Rank, Ranks, Staging
+from shoal.planner.predict.pipeline_ranks import Filled, Rank, Ranks, Staging
 from shoal.planner.predict.roofline import ITEMSIZE, Share
 from shoal.planner.predict.stage_split import StageDivision
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Prediction, Program, Workload
@@ -36,7 +37,7 @@ class Predictor:
         terms = self.seconds(plan, ranks)
         memory = max((self._bytes(plan, ranks, rank) for rank in ranks.fullest), key=lambda found: sum(found.values()))
         seconds, peak = sum(terms.values()), sum(memory.values())
-        missing = max(0.0, peak - self.staging.device(plan).memory_bytes)
+        missing = max(0.0, peak - self.cluster.usable_bytes(self.staging.device(plan)))
         flops = self._flops / plan.layout.world_size
         return Prediction(
             step_seconds=seconds,
@@ -78,9 +79,10 @@ class Predictor:
         device = computer.device
         # On a CPU large messages leave the caches: no bound from their sum.
         bound = makespan is not None and device.kind != "cpu"
-        if plan.shards_model:
+        spread = self._spread(plan)
+        if spread.shards_model:
             slowed = 1.0 if device.kind == "cpu" else self.program.contention
-            terms["parameters"] = self.exchanged.parameters(plan, ranks, slowed)
+            terms["parameters"] = self.exchanged.parameters(spread, ranks, slowed)
         if plan.layout.pipeline > 1:
             message = self.message(plan, share)
             if makespan is None:
@@ -88,14 +90,22 @@ class Predictor:
             terms["pipeline"] = 2 * message * microbatches * plan.pipeline.stages_per_rank
             terms["bubble"] = max(0.0, makespan - busy - terms["pipeline"])
         last, waits = ranks.last_seconds, terms["launch"] > 0
-        terms["gradients"] = max(self.exchanged.gradients(plan, computer, rank, last, waits) for rank in ranks.fullest)
-        terms["optimizer"] = max(self.exchanged.update(plan, computer, rank, bound=bound) for rank in ranks.fullest)
+        gradients = self.exchanged.gradients
+        terms["gradients"] = max(gradients(spread, computer, rank, last, waits) for rank in ranks.fullest)
+        terms["optimizer"] = max(self.exchanged.update(spread, computer, rank, bound=bound) for rank in ranks.fullest)
         fetched = self.work.sample_seconds * share.samples * microbatches
         # The host fetches while a GPU computes; a CPU does one after the other.
         terms["data"] = fetched if device.kind == "cpu" else max(0.0, fetched - busy)
         num_tensors = max(rank.held.num_tensors for rank in ranks.fullest)
         terms["host"] = device.step_seconds + device.tensor_seconds * num_tensors
         return terms
+
+    def _spread(self, plan: Plan) -> Plan:
+        """The plan whose shard axis is what the program divides states over: context ranks too, where it does."""
+        layout = plan.layout
+        if not self.program.shards_context or layout.context == 1:
+            return plan
+        return plan.with_sections(layout={"shard": layout.shard * layout.context, "context": 1})
 
     def message(self, plan: Plan, share: Share) -> float:
         """Seconds of handing one microbatch's activation to the next stage."""
@@ -137,10 +147,10 @@ class Predictor:
 
     def _bytes(self, plan: Plan, ranks: Ranks, rank: Rank) -> dict[str, float]:
         on_cpu = self.staging.device(plan).kind == "cpu"
-        states = self.states.bytes(plan, rank.held, rank.size, ranks.microbatches, on_cpu=on_cpu)
+        states = self.states.bytes(self._spread(plan), rank.held, rank.size, ranks.microbatches, on_cpu=on_cpu)
         return self.in_all(plan, rank, {**states, "communication": self._buckets(plan, rank)})
 
-    def in_all(self, plan: Plan, rank: Rank, states: dict[str, float]) -> dict[str, float]:
+    def in_all(self, plan: Plan, rank: Rank | Filled, states: dict[str, float]) -> dict[str, float]:
         """Bytes of a rank by category, where `states` are known: with activations, and what allocator and driver hold.
 
         No less where a state has more.
@@ -148,14 +158,37 @@ class Predictor:
         memory = dict.fromkeys(CATEGORIES, 0.0)
         memory.update(states)
         memory["activations"] = rank.in_flight * rank.size.saved + rank.size.transient
-        device, several = self.staging.device(plan), plan.layout.pipeline > 1
+        device = self.staging.device(plan)
         if device.kind == "cpu":
             memory["allocator"] = self.program.heap_share * sum(memory.values())
         else:
-            share = self.program.pipeline_fragmentation if several else self.program.fragmentation
-            memory["allocator"] = share * memory["activations"]
+            memory["allocator"] = self._fragmented(plan) * memory["activations"]
         memory["reserved"] = float(device.reserved_bytes)
         return memory
+
+    def _fragmented(self, plan: Plan) -> float:
+        """What a GPU's allocator has beside activations, as a share of them."""
+        return self.program.pipeline_fragmentation if plan.layout.pipeline > 1 else self.program.fragmentation
+
+    def least_peak(self, plan: Plan, memory: float, per_element: float) -> float:
+        """Peak that no cut into stages goes below, of the blocks alone; `per_element`: bytes beside a rank's states.
+
+        It tells apart only what is more than `memory` or not.
+        """
+        if self.staging.blocks is None:
+            return 0.0
+        body, count = self.staging.blocks
+        device, size = self.staging.device(plan), self.staging.size(body, plan)
+        on_cpu = device.kind == "cpu"
+        states = 1 + self.program.heap_share if on_cpu else 1.0
+        kept = states if on_cpu else 1 + self._fragmented(plan)
+        block, once = self.states.of_block(plan, size)
+        once = states * once + kept * size.transient + device.reserved_bytes
+        of = BlockBytes(states * (block + per_element * size.trainable), kept * size.saved, once)
+        # Of an interleaved pipeline the cut decides how many microbatches a rank's blocks keep: none is counted here.
+        looped = plan.pipeline.schedule == "interleaved_1f1b" and plan.layout.pipeline > 1
+        in_flight = (0.0,) * plan.layout.pipeline if looped else self.staging.in_flight(plan)
+        return least_peak(of, count, in_flight, memory)
 
     def _kept(self, rank: Rank, share: Share) -> int:
         """What the meter of a run counts as activations. Of the batch, inputs are most, and kept where they enter."""
@@ -170,4 +203,4 @@ class Predictor:
             return 0.0
         if plan.collectives.all_reduce == "shared_memory":
             per_element += ITEMSIZE[plan.precision.reduce] * (ranks - 1)
-        return rank.size.trainable * per_element
+        return rank.size.trainable * per_element + self.program.buffer_bytes

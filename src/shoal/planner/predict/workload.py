@@ -22,6 +22,7 @@ TERMS = (
     "data",
     "host",
 )
+LARGE_PARAMETER = 100_000  # elements; smaller ones stay whole (DeepSpeed's stage3_param_persistence_threshold)
 # Bytes of the rank that needs most, at its peak; they sum to the peak.
 CATEGORIES = (
     "parameters",
@@ -70,18 +71,28 @@ class Program:
     scatter_gradients: bool = False  # ZeRO-1: reduce_scatter and all_gather; else all_reduce and broadcast
     fast_float32: bool = False
     attention: str = "flash2"
+    fuses: bool = False  # blocks are compiled: chains of their elementwise operators are one kernel each on a GPU
     layers: str | None = None  # float8 or float4: what layers of repeated blocks are cast to before they multiply
-    selective: str = "products"  # what selective recomputation keeps: products | all_but_attention
+    keeps_cast: bool = False  # such a layer keeps its input as it was cast, for the backward
+    # What selective recomputation keeps: products | alternate_products (attention and every second) | all_but_attention
+    selective: str = "products"
     cut: str = "balanced"  # or "equal" blocks, or "thresholds" (stage_split.py)
     scatter_messages: bool = False  # between stages tensor ranks, which all have it, send a part of an activation each
+    shards_context: bool = False  # ZeRO divides states over context ranks too
     divides_ends: bool = False  # context and sequence parallelism divide what is outside of the blocks too
     keeps_gathered: bool = True  # under sequence parallelism, what a column-parallel layer gathered; else again
     gradient_bytes: float | None = None
     bucket_bytes: float = 0.0  # an element, in which gradients travel between ranks, beside the gradients
+    buffer_bytes: float = 0.0  # of buffers beside these, of one size whatever the model, where replicas sum
     master_bytes: float = 0.0  # an element that the optimizer keeps beside the profile's state: a float32 copy
     fused_optimizer: bool = False  # one kernel reads and writes everything once; else as the profile says
     gradient_passes: float = 3.0  # over the gradients before the update: their norm, and what scales and clips them
     own_buckets: bool = True  # shoal's, of which the first and the last are small; else equal ones
+    # An exchange of tensor or context ranks runs in as many parts as there are ranks, beside the product or attention
+    # that it feeds: only the first part is waited for.
+    overlaps_exchanges: bool = False
+    gathers_apart: bool = False  # ZeRO-3: each parameter of `LARGE_PARAMETER` by itself, which nothing hides
+    slice_seconds: float = 0.0  # there: of copying one rank's part of a gathered or scattered parameter
     contention: float = 0.1
     call_seconds: float = 55e-6  # of the host, to start one collective: vtrain-single, tensor 2 against 1
     fragmentation: float = 0.04

@@ -1,21 +1,18 @@
-"""Parameters that shoal's own tensor parallelism cuts, as its finder proposes before any proof."""
+"""Parameters that shoal's own tensor parallelism cuts, as a run decides it, but for the values in its proofs."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from shoal.numerics.operators import tensors_in
+from shoal.numerics.operators import replace_leaves, tensors_in
 from shoal.parallel.model.function_trace import twin
 from shoal.parallel.tensor.heads import is_lost
 from shoal.parallel.tensor.layers import output_dim, output_dims
-from shoal.parallel.tensor.plan import propose
-from shoal.parallel.tensor.trace import TensorTrace as Observed
-from shoal.parallel.tensor.trace import observe
+from shoal.parallel.tensor.plan import decide, follow
 from shoal.planner.profile.division import CutParameters
 from shoal.planner.profile.events import OperatorTrace
 
@@ -41,7 +38,7 @@ def shortened(model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace) 
 
     Raises: ValueError where it cannot be had.
     """
-    outline = twin(model, None) if isinstance(model, nn.Module) else outlined(model)
+    outline = twin(model, lambda _, t: t.detach().to("meta")) if isinstance(model, nn.Module) else outlined(model)
     if outline is None:
         raise ValueError("the model's constructor computes with values")
     like: dict[str, str] = {}
@@ -53,17 +50,33 @@ def shortened(model: nn.Module | Callable[[], nn.Module], trace: OperatorTrace) 
         passes = len(event.outputs) == 1 and event.inputs and event.inputs[0].shape == event.outputs[0].shape
         if passes and other is not None and other != region.block:
             like[region.block] = other
-    for name in like:
+    for name, other in like.items():
         parent, _, key = name.rpartition(".")
-        outline.get_submodule(parent)._modules[key] = _Pass()
+        outline.get_submodule(parent)._modules[key] = _Pass(outline.get_submodule(other))
     return outline, like
 
 
 class _Pass(nn.Module):
-    """In a block's place, where what comes out looks like what goes in."""
+    """In a block's place, where what comes out looks like what goes in: gives that as the block `like` it does."""
+
+    def __init__(self, like: nn.Module) -> None:
+        super().__init__()
+        self._output: list[Any] = []  # a list, which is the same one in a copy of both
+        like.register_forward_hook(_OutputOf(self._output))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return tensors_in((args, kwargs))[0]
+        given = tensors_in((args, kwargs))[0]
+        return replace_leaves(self._output[-1], Tensor, lambda _: given)
+
+
+class _OutputOf:
+    """Forward hook that keeps a module's last output."""
+
+    def __init__(self, output: list[Any]) -> None:
+        self._output = output
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._output[:] = [output]
 
 
 def spread(found: CutParameters, like: dict[str, str]) -> CutParameters:
@@ -79,10 +92,13 @@ def spread(found: CutParameters, like: dict[str, str]) -> CutParameters:
 def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> CutParameters:
     """Cuts of shoal's own tensor parallelism: of what is in no pair too, gathered at once if not for the loss alone.
 
-    Raises: what the loss raises on the meta device, unless a small model that looks at numbers runs with zeros.
+    Raises: PlanError where nothing is cut, or the loss cannot be followed without values; of a small model, with zeros.
     """
-    trace = _followed(model.train(), loss, batch)
-    found = propose(model, trace, _DEGREE)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    trace = follow(
+        model.train(), loss, batch, lambda name: torch.zeros(tensors[name].shape), _DEGREE, most_bytes=_REAL_BYTES
+    )
+    found = decide(model, trace, None, _DEGREE)
     names = {id(p): name for name, p in model.named_parameters()}
     dims: dict[str, int] = {}
 
@@ -102,15 +118,3 @@ def as_engine(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: An
         if name in found.gathered and not is_lost(name, model, trace):
             whole.append(weight)
     return CutParameters(dims, frozenset(whole))
-
-
-def _followed(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Observed:
-    try:
-        return observe(model, loss, batch)
-    except Exception:
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        if sum(tensor.nbytes for tensor in tensors.values()) > _REAL_BYTES:
-            raise
-        with contextlib.suppress(Exception):
-            return observe(model, loss, batch, lambda name: torch.zeros(tensors[name].shape))
-        raise

@@ -13,9 +13,11 @@ from shoal.data.source import MapSource, small_batch
 from shoal.job import Job
 from shoal.numerics.operators import replace_leaves, tensors_in
 from shoal.parallel.model.deferred_init import deferred
-from shoal.planner.profile.profiles import Tensors, profile
+from shoal.planner.profile.engine_pairs import outlined
+from shoal.planner.profile.profiles import Tensors, is_small, profile
 from shoal.planner.profile.values import Profile
 from shoal.plans.plan import Plan
+from shoal.training.default_grains import with_grains
 
 
 def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", tensor: Tensors | None = None) -> Profile:
@@ -25,7 +27,7 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
     Raises: what the job's model, loss or data raise.
     """
     plan = plan if plan is not None else Plan()
-    batch = Batches(job)
+    batch = Batches(with_grains(job))
 
     def made(model: Any) -> Profile:
         return profile(
@@ -42,11 +44,13 @@ def profile_job(job: Job, plan: Plan | None = None, *, device: str = "cuda", ten
     try:
         return made(job.model)
     except Exception as error:
+        if not is_small(outlined(job.model)):
+            raise  # its random numbers alone would take minutes
         try:
-            outlined, _ = deferred(job.model, job.seed)  # constructors that compute with values
+            model, _ = deferred(job.model, job.seed)  # constructors that compute with values
         except Exception:
             raise error from None
-        return made(outlined)
+        return made(model)
 
 
 class Batches:

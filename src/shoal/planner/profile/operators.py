@@ -150,6 +150,23 @@ def _added(event: OperatorEvent) -> list[KernelCost]:
     return _product(event, event.inputs[1], event.inputs[2])
 
 
+def _grouped(event: OperatorEvent) -> list[KernelCost]:
+    """Products by group, which share out the rows, the columns or, in a weight's gradient, what is summed over."""
+    left, right = event.inputs[:2]
+    if len(left.shape) == len(right.shape) == 3:
+        return _product(event, left, right)
+    m, n, k = float(left.shape[-2]), float(right.shape[-1]), float(left.shape[-1])
+    flops, moved = 2.0 * m * n * k, _moves(event)
+    groups = next(ref for ref in (*event.outputs, left, right) if len(ref.shape) == 3).shape[0]
+    if len(event.outputs[0].shape) == 3:
+        k /= groups
+    elif len(left.shape) == 2:
+        m /= groups
+    else:
+        n /= groups
+    return [KernelCost(OperationKind.MATMUL, flops, moved.read_bytes, moved.written_bytes, m, n, k, groups)]
+
+
 def _taps(event: OperatorEvent, weight: StorageRef) -> tuple[int, int, int]:
     """(groups, first dim a group, taps times second dim) of a convolution's weight; transposed, inputs come first."""
     groups = int(event.arguments["groups"])
@@ -255,6 +272,7 @@ _COSTS: dict[str, Callable[[OperatorEvent], list[KernelCost]]] = {
     "aten.bmm": _plain,
     "aten.addmm": _added,
     "aten.baddbmm": _added,
+    "aten._grouped_mm": _grouped,
     "aten.convolution": _convolution,
     "aten._convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,

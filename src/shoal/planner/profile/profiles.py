@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from shoal.numerics.operators import tensors_in
+from shoal.parallel.tensor.layers import kind
 from shoal.planner.profile.assemble import Bodies, Fit, Kernel, Piece, crossings, kernels, operation, saved_of_batch
 from shoal.planner.profile.division import CutParameters, divide
 from shoal.planner.profile.engine_pairs import as_engine, outlined, shortened, spread
@@ -26,6 +28,9 @@ SAMPLES = ((2, 3, 5), (4, 6, 10), (8, 16, 24))
 
 # A model that looks at numbers is run with them, if it is no larger than this.
 _REAL_BYTES = 1 << 30
+
+# Of all parameters, the share of one class of modules whose place is worth a note.
+_MUCH = 0.05
 
 Tensors = Callable[[nn.Module], Mapping[str, int] | CutParameters]
 
@@ -53,7 +58,7 @@ def profile(
     found = update(optimizer, tracer.model, tracer.mode, device) if optimizer is not None else OptimizerCost()
     division, note = _division(tensor or (lambda outline: as_engine(outline, loss, batch(2))), model, traces[0])
     made = assembled(tracer, traces, division, found, sample_bytes(batch))
-    return replace(made, notes=(*made.notes, *note))
+    return replace(made, notes=(*made.notes, *note, *_undivided(tracer.model, division)))
 
 
 def _division(
@@ -69,15 +74,32 @@ def _division(
     return spread(found if isinstance(found, CutParameters) else CutParameters(found), like), ()
 
 
+def _undivided(model: nn.Module, division: CutParameters) -> tuple[str, ...]:
+    """A note on modules that are none of the known layers, and hold much that is not cut: experts, above all."""
+    total = sum(p.numel() for p in model.parameters())
+    held: Counter[str] = Counter()
+    names = {id(p): name for name, p in model.named_parameters()}
+    for module in model.modules():
+        own = (p for p in module._parameters.values() if p is not None and names[id(p)] not in division.dims)
+        if kind(module) is None:
+            held[type(module).__name__] += sum(p.numel() for p in own)
+    return tuple(
+        f"{name} is not divided by a tensor axis: {count:,} of {total:,} parameters"
+        for name, count in held.items()
+        if division.dims and count > _MUCH * total
+    )
+
+
 def _traced(
     model: nn.Module | Callable[[], nn.Module], loss: Loss, batch: Callable[[int], Any], setting: Setting
 ) -> tuple[OperatorTracer, list[OperatorTrace]]:
     """Traces without numbers; of a model that looks at them, and is small enough, with them."""
     outline = outlined(model)
-    tries: list[tuple[nn.Module | Callable[[], nn.Module], Setting]] = [(model, setting)]
+    ways = [setting, replace(setting, with_batch=True)]
+    tries: list[tuple[nn.Module | Callable[[], nn.Module], Setting]] = [(model, way) for way in ways]
     if outline is not None and outline is not model:
-        tries.insert(0, (outline, setting))
-    if _is_small(outline) and not (isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())):
+        tries = [*((outline, way) for way in ways), *tries]
+    if is_small(outline) and not (isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters())):
         tries.append((model, replace(setting, with_values=True)))
     errors: list[Exception] = []
     for given, how in tries:
@@ -89,7 +111,8 @@ def _traced(
     raise errors[-2 if len(errors) == 3 else 0]
 
 
-def _is_small(outline: nn.Module | None) -> bool:
+def is_small(outline: nn.Module | None) -> bool:
+    """Whether a model may be given values: it has few enough parameters, or nobody knows how many."""
     return outline is None or sum(p.nbytes for p in outline.parameters()) <= _REAL_BYTES
 
 

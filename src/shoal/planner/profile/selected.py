@@ -1,8 +1,8 @@
-"""Bytes that selective recomputation keeps of a block: results of products, as in `parallel.blocks.selective`."""
+"""Bytes that selective recomputation keeps of a block: results of products, as in `parallel.blocks.recompute`."""
 
 from __future__ import annotations
 
-from shoal.parallel.blocks.selective import KEPT_NAMES
+from shoal.parallel.blocks.recompute import KEPT_NAMES
 from shoal.planner.profile.events import OperatorEvent, OperatorTrace
 
 _KEPT = {f"aten.{name}" for name in KEPT_NAMES} | {"shoal_profiling.attention"}

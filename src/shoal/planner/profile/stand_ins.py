@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shoal.numerics.operators import tensors_in
-from shoal.parallel.model.repeated_blocks import Block
+from shoal.parallel.model.structure import Block
 from shoal.planner.profile.events import SavedStorage
 from shoal.planner.profile.recording import OperatorRecorder
 

@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from shoal.numerics.operators import tensors_in
-from shoal.parallel.model.repeated_blocks import repeated_blocks
+from shoal.parallel.model.function_trace import twin
+from shoal.parallel.model.structure import repeated_blocks
+from shoal.parallel.model.value_free import IntegerEvaluation, without_reals, without_values
 from shoal.planner.profile.events import OperatorTrace, StorageRef
 from shoal.planner.profile.kernels import as_on
 from shoal.planner.profile.recording import OperatorRecorder
@@ -34,7 +36,8 @@ class Setting:
     precision: PrecisionSection
     device: str = "cuda"
     by_grain: bool = False
-    with_values: bool = False  # computes: for models that look at numbers
+    with_batch: bool = False  # integers of the batch have their values: for models that look at them
+    with_values: bool = False  # all have, and are computed: for models that look at numbers
 
 
 class OperatorTracer:
@@ -62,7 +65,10 @@ class OperatorTracer:
                 return model
         if self._setting.with_values:
             return copy.deepcopy(model).to(dtype)
-        return _faked(model, self.mode, dtype)
+        mode = self.mode
+        assert isinstance(mode, FakeTensorMode)
+        with mode:
+            return twin(model, lambda _, t: without_values(t, mode, dtype if dtype != torch.float32 else None))
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -89,7 +95,7 @@ class OperatorTracer:
             handles.append(module.register_forward_hook(recorder.after))
         self._stand_ins.begin(recorder)
         try:
-            with self._quiet(), self.mode, self._kernels():
+            with self._quiet(), self.mode, self._integers(), self._kernels():
                 given = self._input(batch(samples))
                 of_batch = {tensor.untyped_storage()._cdata for tensor in tensors_in(given)}
                 trace.constants = frozenset(of_batch | buffers | set(trace.parameters))
@@ -113,6 +119,9 @@ class OperatorTracer:
         setting = self._setting
         return contextlib.nullcontext() if setting.with_values else as_on(setting.device, setting.by_grain)
 
+    def _integers(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.with_values else IntegerEvaluation()
+
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         precision = self._setting.precision
         if precision.compute == precision.parameters:
@@ -125,7 +134,9 @@ class OperatorTracer:
         def shown(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            given = leaf if self._setting.with_values else _fake(leaf, self.mode)
+            mode, given = self.mode, leaf
+            if isinstance(mode, FakeTensorMode):
+                given = without_reals(leaf, mode) if self._setting.with_batch else without_values(leaf, mode)
             return given.to(narrow) if given.is_floating_point() and narrow != torch.float32 else given
 
         return tree_map(shown, batch)
@@ -134,24 +145,3 @@ class OperatorTracer:
 def _total(pair: Any) -> Tensor:
     total: Tensor = pair[0] if isinstance(pair, tuple | list) else pair
     return total if total.ndim == 0 else total.sum()
-
-
-def _fake(tensor: Tensor, mode: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """A fake tensor of the CPU like this one; of a floating `dtype` if it is floating."""
-    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if isinstance(tensor, FakeTensor) and wanted == tensor.dtype:
-        return tensor
-    made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted, device="meta")
-    return FakeTensor(mode, made, torch.device("cpu"))
-
-
-def _faked(model: nn.Module, mode: Any, dtype: torch.dtype) -> nn.Module:
-    """A copy with fake parameters and buffers, of a dtype unless it is float32; what is shared stays shared."""
-    narrow = dtype if dtype != torch.float32 else None
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(_fake(parameter, mode, narrow), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = _fake(buffer, mode, narrow)
-    with mode:
-        return copy.deepcopy(model, memo)

@@ -14,7 +14,7 @@ TIE = 0.01
 # were predicted to differ by less, every second one came out the other way round (docs/planner.md).
 TOLD_APART = 0.05
 AIMS = ("fastest", "cheapest", "deadline", "efficiency", "widest")
-_SHARES = ("efficiency", "widest")
+SHARES = ("efficiency", "widest")  # compared with the cheapest layout there is
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 Key = tuple[float, ...]
@@ -45,17 +45,12 @@ class Aim:
     def __str__(self) -> str:
         """As the command line spells it."""
         unit = "s" if self.name == "deadline" else ""
-        return f"{self.name}={self.value:g}{unit}" if self.name in ("deadline", *_SHARES) else self.name
+        return f"{self.name}={self.value:g}{unit}" if self.name in ("deadline", *SHARES) else self.name
 
     @property
     def prefers_more(self) -> bool:
         """Whether the key is smaller on more devices, whatever their seconds."""
         return self.name == "widest"
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the objective compares with the cheapest layout there is."""
-        return self.name in _SHARES
 
 
 @dataclass(frozen=True)

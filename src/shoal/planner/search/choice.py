@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from shoal.errors import PlanError
-from shoal.planner.search.aims import TOLD_APART, Aim, Key, Limit, tied
-from shoal.planner.search.search import Candidate, Search, Seen
+from shoal.planner.search.aims import SHARES, TOLD_APART, Aim, Key, Limit, tied
+from shoal.planner.search.candidates import Candidate, Seen
+from shoal.planner.search.search import Search
 from shoal.planner.search.space import Degrees, Illegal, simplicity
 
 GIB = 1 << 30
@@ -28,23 +29,18 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Choice:
-    """Result of a search. `alternatives` are the best plans of the next best layouts, in order.
-
-    `faster`: what is faster on more devices, by less than a prediction can tell, where the aim is the fastest.
-    `num_tied`: plans too close to the best to tell apart, of which the simplest was chosen. `num_places`: layouts that
-    were considered; `num_predicted` and `num_bounded`: plans that were predicted, and that bounds excluded.
-    """
+    """Result of a search."""
 
     aim: Aim
     chosen: Candidate
-    faster: Candidate | None
-    alternatives: tuple[Candidate, ...]
+    faster: Candidate | None  # on more devices, by less than a prediction can tell, where the aim is the fastest
+    alternatives: tuple[Candidate, ...]  # the best plans of the next best layouts, in order
     rejected: tuple[Rejected, ...]
     illegal: tuple[Illegal, ...]
-    num_tied: int
-    num_places: int
-    num_predicted: int
-    num_bounded: int
+    num_tied: int  # plans too close to the best to tell apart, of which the simplest was chosen
+    num_places: int  # layouts that were considered
+    num_predicted: int  # plans
+    num_bounded: int  # plans that bounds excluded
 
 
 class NothingFitsError(PlanError):
@@ -61,7 +57,7 @@ def limit_of(search: Search, aim: Aim, num_steps: int | None) -> Limit:
                 remedy="write Job(length=shoal.Steps(N)), or another aim",
             )
         return Limit(seconds=aim.value / num_steps)
-    if aim.needs_reference:
+    if aim.name in SHARES:
         cheapest = next(search.in_order(Aim("cheapest")), None)
         if cheapest is not None:
             return Limit(device_seconds=cheapest.devices * cheapest.seconds / aim.value)
@@ -87,7 +83,8 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
     chosen, close = found
     fewer = _fewer(search, aim, chosen, seen)
     faster, chosen = (chosen, fewer) if fewer is not None else (None, chosen)
-    alternatives = _next_best(search, aim, chosen, seen)
+    others = [place for place in search.by_devices[chosen.devices] if place != chosen.place]
+    alternatives = tuple(islice(search.best_of_each(aim, others, seen), NUM_ALTERNATIVES))
     return Choice(
         aim=aim,
         chosen=chosen,
@@ -103,10 +100,7 @@ def choose(search: Search, aim: Aim, num_steps: int | None = None) -> Choice:
 
 
 def _fewer(search: Search, aim: Aim, best: Candidate, seen: Seen) -> Candidate | None:
-    """A plan on fewer devices that no prediction tells from the fastest; None where there is none, or it is not asked.
-
-    More devices have to be worth more than the error of a prediction.
-    """
+    """A plan on fewer devices that no prediction tells from the fastest: more have to be worth more than its error."""
     if aim.name != "fastest" or best.devices == 1:
         return None
     within = Limit(seconds=best.seconds * (1 + TOLD_APART))
@@ -121,12 +115,6 @@ def _fewer(search: Search, aim: Aim, best: Candidate, seen: Seen) -> Candidate |
 
 def _key(aim: Aim, candidate: Candidate) -> Key:
     return aim.key(candidate.devices, candidate.seconds)
-
-
-def _next_best(search: Search, aim: Aim, chosen: Candidate, seen: Seen) -> tuple[Candidate, ...]:
-    """The best plans of other degrees on as many devices."""
-    others = [place for place in search.by_devices[chosen.devices] if place != chosen.place]
-    return tuple(islice(search.best_of_each(aim, others, seen), NUM_ALTERNATIVES))
 
 
 # ------------------------------------------------------------------------------------------------------ reasons
@@ -154,7 +142,7 @@ def _rejected(search: Search, seen: Seen, chosen: Candidate) -> Iterator[Rejecte
     for devices, places in sorted(search.by_devices.items()):
         if devices == chosen.devices:
             continue
-        nearest = min(places, key=lambda place: seen.predicted[place].seconds if place in seen.predicted else _NEVER)
+        nearest = min(places, key=lambda place: seen.predicted[place].rank if place in seen.predicted else (_NEVER, ()))
         found = _reason(search, seen, nearest, chosen)
         yield replace(found, what=f"{counted(devices)}, nearest: {found.what}")
 
@@ -169,7 +157,7 @@ def _reason(search: Search, seen: Seen, place: Degrees, chosen: Candidate) -> Re
     if place in seen.refused:
         return Rejected(str(place), place.devices, f"illegal: {seen.refused[place]}")
     bounded = "is bounded to be no better for this aim"
-    lacking = seen.missing_bytes.get(place)
+    lacking = seen.missing_bytes(place)
     if lacking is None:
         return Rejected(str(place), place.devices, f"every plan of it {bounded}")
     return Rejected(str(place), place.devices, f"what of it fits {bounded}; the rest lacks {gib(lacking)} or more")
@@ -199,26 +187,21 @@ def _most_of_the_difference(other: Candidate, chosen: Candidate) -> str:
 
 def _nothing(search: Search, aim: Aim, seen: Seen, limit: Limit) -> NothingFitsError:
     """By how much the nearest misses it: in bytes, or in time."""
-    counts = search.space.counts
+    counts = sorted(search.space.counts)
     sizes = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     given = f"--aim {aim} on {sizes} device{'s' if counts[-1] > 1 else ''}"
     if limit != Limit() and (fastest := next(search.in_order(Aim()), None)) is not None:
         needs = fastest.seconds / limit.seconds * aim.value
-        return NothingFitsError(
-            given=given,
-            conflict=f"the fastest plan takes {needs:.3g} s for the whole job ({fastest.seconds:.3g} s a step on "
-            f"{counted(fastest.devices)})",
-            remedy=f"write --aim deadline={needs * 1.01:.0f}s, or give a larger cluster",
-        )
-    if not seen.missing_bytes:
-        return NothingFitsError(
-            given=given,
-            conflict="no layout is legal: " + "; ".join(seen.refused.values() or ("the space is empty",)),
-            remedy="give another --max-devices, or a larger cluster",
-        )
-    place, missing = min(seen.missing_bytes.items(), key=lambda item: item[1])
-    return NothingFitsError(
-        given=given,
-        conflict=f"no layout fits: the nearest ({place}) needs {gib(missing)} more on each device",
-        remedy=f"give devices with {gib(missing)} more memory, more devices, or a smaller batch or model",
-    )
+        step = f"{fastest.seconds:.3g} s a step on {counted(fastest.devices)}"
+        conflict = f"the fastest plan takes {needs:.3g} s for the whole job ({step})"
+        remedy = f"write --aim deadline={needs * 1.01:.0f}s, or give a larger cluster"
+    elif not seen.all_missing_bytes:
+        conflict = "no layout is legal: " + "; ".join(seen.refused.values() or ("the space is empty",))
+        remedy = "give another --max-devices, or a larger cluster"
+    else:
+        missing, place = min((missing, place) for place, missing in seen.all_missing_bytes.items())
+        margin = search.costs(counts[-1]).memory_margin
+        free = f" beside the {margin:.0%} that plans leave free (memory_margin of the cluster)" if margin else ""
+        conflict = f"no layout fits: the nearest ({place}) needs {gib(missing)} more on each device{free}"
+        remedy = f"give devices with {gib(missing)} more memory, more devices, or a smaller batch or model"
+    return NothingFitsError(given=given, conflict=conflict, remedy=remedy)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.calibrate.lessons import Correction
 from shoal.planner.predict.lower_bounds import Floors, PipelineShape, filled
-from shoal.planner.predict.pipeline_ranks import Rank, Ranks
+from shoal.planner.predict.pipeline_ranks import Filled, Ranks
 from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_time import Passes
 from shoal.planner.predict.step_time import Predictor
@@ -30,19 +30,15 @@ class ScheduleFamily(NamedTuple):
 
 
 class LayoutClass(NamedTuple):
-    """Degrees that differ in replicas alone and leave a rank as many grains, so that their bounds are equal.
-
-    `replicas`: in order, the fewest first. `first`: the place with fewest. `fewest`, `most`: devices. `beside`: seconds
-    of any plan of all of these places that no other bound has.
-    """
+    """Degrees that differ in replicas alone and leave a rank as many grains, so that their bounds are equal."""
 
     share: int
     cut: ModelDegrees
-    replicas: tuple[int, ...]
-    first: Degrees
-    fewest: int
-    most: int
-    beside: float
+    replicas: tuple[int, ...]  # in order, the fewest first
+    first: Degrees  # those with the fewest replicas
+    fewest: int  # devices
+    most: int  # devices
+    beside: float  # seconds of any plan of all of these places that no other bound has
 
 
 class Whole(NamedTuple):
@@ -54,12 +50,17 @@ class Whole(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Seconds of one microbatch: down to the last rank, up from it, of gradients of weights above it, and on it."""
+    """Seconds of one microbatch: down to the last rank, up from it, of gradients of weights above it, and on it.
+
+    `every`: on all stages. `slowest`: the slowest forward and the slowest backward of a stage, one of each.
+    """
 
     down: float
     up: float
     weights: float
     last: float
+    every: float
+    slowest: float
 
 
 class Costs:
@@ -71,7 +72,8 @@ class Costs:
     def __init__(self, predictor: Predictor, device: Device, correction: Correction | None = None) -> None:
         self._predictor, self._device, self._correction = predictor, device, correction or Correction()
         self._staging, self._program, self._exchanged = predictor.staging, predictor.program, predictor.exchanged
-        self.memory_bytes: float = device.memory_bytes
+        self.memory_bytes = predictor.cluster.usable_bytes(device)
+        self.memory_margin = predictor.cluster.memory_margin
         # The smallest factor: what a bound of the whole step is multiplied by.
         self._least = min([1.0, *self._correction.factors.values()])
         self._seconds: dict[tuple[object, ...], float] = {}
@@ -104,10 +106,7 @@ class Costs:
         return self._floors.seconds(samples, *degrees) * self._least
 
     def beside(self, place: Degrees) -> float:
-        """Seconds of any plan of a place that no bound has but `nearly`: agreements, and an update's launches.
-
-        No less for more replicas.
-        """
+        """Seconds of any plan of a place that only `nearly` has: agreements, launches; not less for more replicas."""
         device, is_divided = self._device, place.cut.ranks > 1
         launches = self._predictor.work.profile.optimizer_launches * max(device.launch_seconds, device.dispatch_seconds)
         agreed = self._exchanged.agreed(place.devices, is_divided, apart=is_divided)
@@ -125,7 +124,7 @@ class Costs:
         the first microbatch to come down all stages before its first, and the step ends when its last gradient has gone
         up them again.
         """
-        key = *self._staging.key(plan), plan.pipeline.schedule == "zero_bubble"
+        key = *self._staging.key(plan), plan.pipeline.schedule
         if key not in self._seconds:
             _, microbatches = self._staging.share(plan)
             whole = [passes.seconds for passes in self._staging.passes(plan)]
@@ -142,11 +141,21 @@ class Costs:
         up = turn.up + message * (ranks - 1)
         own = microbatches * (turn.last + 2 * message * per)
         if plan.pipeline.schedule != "zero_bubble":
-            return down + own + up
+            return max(down + own + up, self._passed(plan, passes, turn, message))
         # The gradients of weights may be put off, here and above: then nothing waits for them.
         up -= turn.weights
         late = min(microbatches, ranks) * passes[-1].weight_seconds
         return down + own + max(0.0, up - late)
+
+    def _passed(self, plan: Plan, passes: tuple[Passes, ...], turn: Turn, message: float) -> float:
+        """One microbatch through all stages and back, and on one stage the others that come before or after it.
+
+        The last stage begins when a microbatch has passed all others, and its last gradient has to pass them again.
+        Under gpipe, where no backward begins before the last forward, the slowest stages count instead.
+        """
+        _, microbatches = self._staging.share(plan)
+        others = turn.slowest if plan.pipeline.schedule == "gpipe" else passes[-1].seconds
+        return turn.every + (microbatches - 1) * others + 2 * message * (len(passes) + microbatches - 1)
 
     def _turn(self, passes: tuple[Passes, ...], ranks: int) -> Turn:
         """What these stages take on so many ranks; the stages are kept, and so their id is theirs alone."""
@@ -158,6 +167,8 @@ class Costs:
                 sum(one.backward_seconds for one in before),
                 sum(one.weight_seconds for one in before),
                 sum(one.seconds for one in passes[ranks - 1 :: ranks]),
+                sum(one.seconds for one in passes),
+                max(one.forward_seconds for one in passes) + max(one.backward_seconds for one in passes),
             )
         return self._turns[key]
 
@@ -209,16 +220,24 @@ class Costs:
         It is the same for all degrees of a data axis where there are several replicas, by whatever all_reduce they sum:
         of others' buckets in shared memory there are as many as ranks.
         """
-        ranks = self._staging.ranks(plan)
-        buckets = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
+        _, microbatches = self._staging.share(plan)
+        beside = self._beside_states(plan)
 
-        def of(rank: Rank) -> float:
-            states = self._predictor.states.least(plan, rank.held, rank.size, ranks.microbatches)
-            if buckets:
-                states += rank.size.trainable * self._program.bucket_bytes
+        def of(rank: Filled) -> float:
+            states = self._predictor.states.least(plan, rank.held, rank.size, microbatches)
+            states += rank.size.trainable * beside
             return sum(self._predictor.in_all(plan, rank, {"parameters": states}).values())
 
-        return max(map(of, ranks.fullest))
+        return max(map(of, self._staging.fullest(plan)))
+
+    def _beside_states(self, plan: Plan) -> float:
+        """Bytes of buckets for each element."""
+        buckets = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
+        return self._program.bucket_bytes if buckets else 0.0
+
+    def uncut_bytes(self, plan: Plan) -> float:
+        """A lower bound of `least_bytes` that needs no division into stages."""
+        return self._predictor.least_peak(plan, self.memory_bytes, self._beside_states(plan))
 
 
 def costs_of(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count, islice, product
 from operator import itemgetter
@@ -19,54 +18,12 @@ from typing import NamedTuple
 from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.workload import Prediction
 from shoal.planner.search.aims import Aim, Key, Limit
+from shoal.planner.search.candidates import Candidate, Seen
 from shoal.planner.search.costs import Costs, LayoutClass, ScheduleFamily, Whole
 from shoal.planner.search.space import LEVELS, Degrees, MicrobatchSchedule, ModelDegrees, Recompute, Space, simplicity
 from shoal.plans.plan import Plan
 
 _ANY = Limit()
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan and its prediction."""
-
-    plan: Plan
-    prediction: Prediction
-
-    @property
-    def devices(self) -> int:
-        """Processes in all."""
-        return self.plan.layout.world_size
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.prediction.step_seconds
-
-    @property
-    def place(self) -> Degrees:
-        """Its degrees, with data x shard as one."""
-        at = self.plan.layout
-        return Degrees(at.data * at.shard, ModelDegrees(at.tensor, at.pipeline, at.context))
-
-
-@dataclass
-class Seen:
-    """Statistics of a search on the places that it did not choose.
-
-    `predicted`: a place's best plan so far; `missing_bytes`: the least that one of its plans lacks, where some do not
-    fit; `refused`: why its plans are illegal, where some are.
-    """
-
-    predicted: dict[Degrees, Candidate] = field(default_factory=dict)
-    missing_bytes: dict[Degrees, float] = field(default_factory=dict)
-    refused: dict[Degrees, str] = field(default_factory=dict)
-    num_predicted: int = 0
-    num_bounded: int = 0
-
-    def lacks(self, place: Degrees, missing: float) -> None:
-        """Notes a plan that does not fit."""
-        self.missing_bytes[place] = min(missing, self.missing_bytes.get(place, missing))
 
 
 _Groups = Iterator[tuple[float, Whole]]
@@ -88,9 +45,17 @@ class Node(NamedTuple):
 class Search:
     """Branch-and-bound search of one space; several orders share cached costs."""
 
-    def __init__(self, space: Space, costs: Callable[[int], Costs], grain_size: int) -> None:
-        """`costs`: of a number of devices."""
-        self.space, self.costs, self._grain_size = space, costs, grain_size
+    def __init__(
+        self,
+        space: Space,
+        costs: Callable[[int], Costs],
+        grain_size: int,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
+        """`costs`: of a number of devices. `watch`: called again and again as the search goes on."""
+        self.space, self.costs, self._grain_size, self.watch = space, costs, grain_size, watch
+        self._missing_of: dict[tuple[Degrees, MicrobatchSchedule], float] = {}
+        self._missing_uncut: dict[tuple[Degrees, ScheduleFamily], float] = {}
         self._whole: dict[tuple[int, ModelDegrees], dict[tuple[int, Recompute, bool], Whole]] = {}
         self._least: dict[tuple[int, int, ModelDegrees, MicrobatchSchedule], float] = {}
         self._beside: dict[Degrees, float] = {}
@@ -100,7 +65,7 @@ class Search:
     @cached_property
     def places(self) -> tuple[Degrees, ...]:
         """All of them."""
-        return tuple(place for cut in self.space.cuts for place in self.space.places(cut))
+        return tuple(place for cut in sorted(self.space.cuts) for place in self.space.places(cut))
 
     @cached_property
     def by_devices(self) -> dict[int, list[Degrees]]:
@@ -116,11 +81,12 @@ class Search:
         for place in places:
             key = id(self.costs(place.devices)), self.space.share(place), place.cut
             found.setdefault(key, []).append(place.replicas)
-        return [self._class(share, cut, sorted(replicas)) for (_, share, cut), replicas in found.items()]
-
-    def _class(self, share: int, cut: ModelDegrees, replicas: list[int]) -> LayoutClass:
-        first, last = Degrees(replicas[0], cut), Degrees(replicas[-1], cut)
-        return LayoutClass(share, cut, tuple(replicas), first, first.devices, last.devices, self.beside(first))
+        classes = []
+        for (_, share, cut), replicas in found.items():
+            first, last = Degrees(min(replicas), cut), Degrees(max(replicas), cut)
+            numbers, beside = tuple(sorted(replicas)), self.beside(first)
+            classes.append(LayoutClass(share, cut, numbers, first, first.devices, last.devices, beside))
+        return classes
 
     @cached_property
     def all_classes(self) -> list[LayoutClass]:
@@ -175,7 +141,6 @@ class Search:
         return iter(found)
 
     def _of_microbatch(self, costs: Costs, alone: ModelDegrees, group: ScheduleFamily) -> Whole:
-        """A group where a rank has all stages."""
         place, way = Degrees(self._most_replicas(costs, alone, group.grains), alone), MicrobatchSchedule(*group)
         num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
         plan, microbatches = self.space.plan(place, way), -(-self.space.share(place) // group.grains)
@@ -211,7 +176,25 @@ class Search:
 
     def missing_bytes(self, place: Degrees, way: MicrobatchSchedule) -> float:
         """Bytes that even the most divided plan of a family lacks; not positive where one may fit."""
-        return min((self.lacks(place, way, plan) for plan in self._most_divided(place, way)), default=0.0)
+        # Of schedules on as many stages, no other keeps fewer microbatches on any rank.
+        way = way._replace(schedule="interleaved_1f1b" if way.stages > 1 else "1f1b")
+        if (place, way) not in self._missing_of:
+            lacking = (self.lacks(place, way, plan) for plan in self._most_divided(place, way))
+            self._missing_of[place, way] = min(lacking, default=0.0)
+        return self._missing_of[place, way]
+
+    def missing_uncut(self, place: Degrees, group: ScheduleFamily) -> float:
+        """A lower bound of that for all schedules of a family, before stages are cut; not positive where one may fit.
+
+        No schedule keeps fewer microbatches on any rank than 1f1b with a stage a rank.
+        """
+        if place.cut.pipeline == 1:
+            return 0.0
+        if (place, group) not in self._missing_uncut:
+            costs, plans = self.costs(place.devices), self._most_divided(place, MicrobatchSchedule(*group))
+            lacking = (costs.uncut_bytes(plan) - costs.memory_bytes for plan in plans)
+            self._missing_uncut[place, group] = min(lacking, default=0.0)
+        return self._missing_uncut[place, group]
 
     def missing_at_least(self, place: Degrees) -> float:
         """Bytes that every plan of a place lacks; not positive where no bound says that nothing of it fits.
@@ -227,13 +210,18 @@ class Search:
         return least
 
     def _missing(self, place: Degrees, groups: Sequence[ScheduleFamily]) -> Iterator[float]:
-        """What the families of these groups lack, up to the first that may fit."""
-        for group in groups:
+        """What the families of these groups lack, up to the first that may fit; not those that surely lack more."""
+        least = float("inf")
+        bounds = [(self.missing_uncut(place, group), group) for group in groups]
+        for bound, group in sorted(bounds, key=itemgetter(0)):
+            if bound >= least:
+                return
             for way in self.space.ways(place, group):
                 missing = self.missing_bytes(place, way)
                 yield missing
                 if missing <= 0:
                     return
+                least = min(least, missing)
 
     def lacks(self, place: Degrees, way: MicrobatchSchedule, plan: Plan) -> float:
         """Bytes that a plan of a family lacks at least; not positive where it may fit."""
@@ -264,7 +252,10 @@ class _Order:
     def run(self, layouts: Sequence[LayoutClass]) -> Iterator[Candidate]:
         for one in layouts:
             self._wait_class(one, self._search.floor(one.first), partial(self._floored, one))
+        watch = self._search.watch
         while self._queue:
+            if watch is not None:
+                watch()
             node = heapq.heappop(self._queue)[-1]
             if self.ended and node.is_within(self.ended):
                 continue
@@ -303,7 +294,16 @@ class _Order:
             self._wait_class(layouts, least, partial(self._schedule_of_class, layouts, way))
 
     def _schedule_of_class(self, layouts: LayoutClass, way: MicrobatchSchedule) -> None:
-        """Waits again, by the better bound."""
+        """Waits again, by the better bound, where the place whose replicas divide most may fit."""
+        divided = Degrees(layouts.replicas[-1], layouts.cut)
+        missing = self._search.missing_uncut(divided, ScheduleFamily(*way[:3]))
+        if missing > 0:
+            self._seen.lacks_at_least(divided, missing, partial(self._search.missing_bytes, divided, way))
+            return
+        missing = self._search.missing_bytes(divided, way)
+        if missing > 0:
+            self._seen.lacks(divided, missing)
+            return
         least = self._search.least_seconds(layouts.first, way)
         self._wait_class(layouts, least, lambda: self._next_place(layouts, way, self._replicas(layouts)))
 
@@ -349,7 +349,7 @@ class _Order:
         seen = self._seen
         refusal = self._search.space.refusal(plan)
         if refusal is not None:
-            seen.refused[place] = refusal
+            seen.refused[place] = min(refusal, seen.refused.get(place, refusal))
             return
         prediction = self._search.predict(plan)
         seen.num_predicted += 1
@@ -358,6 +358,6 @@ class _Order:
             return
         candidate = Candidate(plan, prediction)
         best = seen.predicted.get(place)
-        if best is None or candidate.seconds < best.seconds:
+        if best is None or candidate.rank < best.rank:
             seen.predicted[place] = candidate
         self._wait(place, candidate.seconds, Node(place, candidate))

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
+from pydantic import BaseModel
+
 from shoal.hardware.values import SHARED_MEMORY, Cluster
 from shoal.plans.conflicts import excluded
 from shoal.plans.layout import divisors
-from shoal.plans.legal import ModelFacts, conflicts, fits
+from shoal.plans.legal import ModelFacts, conflicts, cut_by_itself, fits
 from shoal.plans.plan import (
     BatchSection,
     CollectivesSection,
@@ -24,7 +26,6 @@ from shoal.plans.plan import (
     ShardSection,
     TensorSection,
 )
-from shoal.plans.words import cut_by_itself
 
 Recompute = Literal["none", "selective", "full"]
 Level = Literal["optimizer", "gradients", "parameters"]
@@ -63,14 +64,11 @@ class Degrees(NamedTuple):
 
 
 class MicrobatchSchedule(NamedTuple):
-    """Microbatch size of a rank, its recomputation, and its pipeline schedule.
-
-    `sequence`: whether a tensor axis divides what lies between the divided layers too.
-    """
+    """Microbatch size of a rank, its recomputation, and its pipeline schedule."""
 
     grains: int
     recompute: Recompute = "none"
-    sequence: bool = False
+    sequence: bool = False  # whether a tensor axis divides what lies between the divided layers too
     schedule: str = "1f1b"
     stages: int = 1
 
@@ -104,21 +102,19 @@ def microbatch_sizes(share: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Space:
-    """Plan space. `base` has the settings that do not vary (precision, exactness, compilation); `facts` the limits.
-
-    `max_grains` bounds a microbatch (1 where grains may not share a forward), `max_stages` the stages of a pipeline
-    (what the profile tells apart). With `engine`, only what this version executes; without `tensor`, no tensor axis.
-    """
+    """Plan space. `base` has the settings that do not vary (precision, exactness, compilation); `facts` the limits."""
 
     base: Plan
     facts: ModelFacts
     counts: tuple[int, ...]
-    max_grains: int | None = None
-    max_stages: int | None = None
-    engine: bool = True
-    tensor: bool = True  # whether it is known what a tensor axis would cut
+    max_grains: int | None = None  # of a microbatch; 1 where grains may not share a forward
+    max_stages: int | None = None  # of a pipeline: what the profile tells apart
+    engine: bool = True  # only what this version executes
+    tensor: bool = True  # whether it is known what a tensor axis would cut; else there is none
     uncut: str = ""  # why a pipeline cannot divide the model at all
     all_reduces: Mapping[int, str] = field(default_factory=dict)  # by replicas, where another than the base's is faster
+    _known_sequences: dict[ModelDegrees, tuple[bool, ...]] = field(default_factory=dict, init=False, compare=False)
+    _known_levels: dict[ModelDegrees, tuple[Level, ...]] = field(default_factory=dict, init=False, compare=False)
 
     def at(self, *devices: int) -> Space:
         """The part of the space on these numbers of devices."""
@@ -163,7 +159,6 @@ class Space:
         return [c for c in divisors(heads // tensor) if c <= min(longest, most // tensor)]
 
     def _conflict(self, cut: ModelDegrees) -> str | None:
-        """Why no plan of these degrees is legal, where none is."""
         return self.refusal(
             self.plan(Degrees(1, cut), MicrobatchSchedule(1, schedule="gpipe" if cut.pipeline > 1 else "1f1b"))
         )
@@ -201,7 +196,6 @@ class Space:
                 yield Illegal(", ".join(f"{axis} > 1" for axis, d in cut._asdict().items() if d > 1), reason)
 
     def _why_not_more(self) -> str:
-        """Why no plan has more stages than there are layers."""
         if self.uncut:
             return self.uncut
         if self.facts.places is None:
@@ -264,11 +258,11 @@ class Space:
         """
         values: dict[str, Any] = {
             "layout": _layout(place, shard),
-            "batch": _batch(way.grains),
-            "memory": _memory(way.recompute),
-            "shard": _shard(level if shard > 1 else "parameters"),
-            "pipeline": _pipeline(way.schedule, way.stages),
-            "tensor": _tensor(way.sequence),
+            "batch": _section(BatchSection, grains_per_microbatch=way.grains),
+            "memory": _section(MemorySection, recompute=way.recompute),
+            "shard": _section(ShardSection, level=level if shard > 1 else "parameters"),
+            "pipeline": _section(PipelineSection, schedule=way.schedule, stages_per_rank=way.stages),
+            "tensor": _section(TensorSection, sequence=way.sequence),
         }
         algorithm = self._all_reduce(place, shard == 1 or level == "optimizer")
         if algorithm and not self.base.execution.exact:
@@ -313,18 +307,14 @@ class Space:
             self._known_sequences[cut] = (False, True) if legal else (False,)
         return self._known_sequences[cut]
 
-    @cached_property
-    def _known_sequences(self) -> dict[ModelDegrees, tuple[bool, ...]]:
-        return {}
-
-    @cached_property
-    def _known_levels(self) -> dict[ModelDegrees, tuple[Level, ...]]:
-        return {}
-
 
 def simplicity(plan: Plan) -> tuple[int, ...]:
-    """Tie-breaking key, least first: devices, axes in use, then each setting's distance from the default."""
-    degrees = list(plan.layout.__dict__.values())
+    """Tie-breaking key, least first: devices, axes in use, each setting's distance from the default, then degrees.
+
+    No two plans of a space have the same: so the order of plans does not depend on which was looked at first.
+    """
+    at = plan.layout
+    degrees = list(at.__dict__.values())
     schedules = ("1f1b", "zero_bubble", "gpipe", "interleaved_1f1b")
     return (
         plan.layout.world_size,
@@ -336,6 +326,7 @@ def simplicity(plan: Plan) -> tuple[int, ...]:
         plan.layout.shard if plan.layout.shard > 1 else 0,
         LEVELS.index(plan.shard.level) if plan.layout.shard > 1 else 0,
         -plan.batch.grains_per_microbatch,
+        *(at.tensor, at.pipeline, at.context),
     )
 
 
@@ -344,31 +335,11 @@ def _layout(place: Degrees, shard: int) -> LayoutSection:
     return LayoutSection.model_construct(data=place.replicas // shard, shard=shard, **place.cut._asdict())
 
 
-@lru_cache(maxsize=4096)
-def _batch(grains: int) -> BatchSection:
-    return BatchSection.model_construct(grains_per_microbatch=grains)
-
-
-@lru_cache(maxsize=8)
-def _memory(recompute: Recompute) -> MemorySection:
-    return MemorySection.model_construct(recompute=recompute)
-
-
-@lru_cache(maxsize=8)
-def _shard(level: Level) -> ShardSection:
-    return ShardSection.model_construct(level=level, offload=False)
+@lru_cache(maxsize=8192)
+def _section(kind: type[BaseModel], **values: Any) -> BaseModel:
+    return kind.model_construct(**values)
 
 
 @lru_cache(maxsize=8)
 def _collectives(base: CollectivesSection, algorithm: str) -> CollectivesSection:
     return base.model_copy(update={"all_reduce": algorithm})
-
-
-@lru_cache(maxsize=2)
-def _tensor(sequence: bool) -> TensorSection:
-    return TensorSection(sequence=sequence)
-
-
-@lru_cache(maxsize=256)
-def _pipeline(schedule: str, stages: int) -> PipelineSection:
-    return PipelineSection.model_validate({"schedule": schedule, "stages_per_rank": stages})

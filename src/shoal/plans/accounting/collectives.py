@@ -11,7 +11,7 @@ by one on a network.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -22,6 +22,7 @@ from shoal.plans.accounting.partition import (
     GLOO_BUCKET_BYTES,
     NCCL_BUCKET_BYTES,
     PIECE_BYTES,
+    cuts,
     divide,
     divide_into_buckets,
     gathers,
@@ -111,17 +112,13 @@ class Array:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Trainable parameters, in the model's order, and how their gradients are summed.
-
-    `buffer_numel`: elements of the buffers that the forward changes (batch statistics), which travel as sums.
-    `row_numbers`: what each rank says of the next step, if anything (0 in a Session).
-    """
+    """Trainable parameters, in the model's order, and how their gradients are summed."""
 
     parameters: tuple[Array, ...]
     reduce_itemsize: int = 4
     on_cpu: bool = True
-    buffer_numel: int = 0
-    row_numbers: int = ROW_NUMBERS
+    buffer_numel: int = 0  # of the buffers that the forward changes (batch statistics), which travel as sums
+    row_numbers: int = ROW_NUMBERS  # what each rank says of the next step, if anything (0 in a Session)
 
     @property
     def numel(self) -> int:
@@ -161,10 +158,7 @@ class Gradients:
 
 
 def bucket_sums(gradients: Gradients, layout: Layout, native: bool = True) -> Iterator[SizedCollective]:
-    """All-reduces of the buckets of fast data parallelism: one each, or an all-gather where that is cheaper.
-
-    Only the `native` all-reduce gathers. See parallel/data/buckets.py.
-    """
+    """All-reduces of fast data parallelism's buckets; `native` gathers small ones. See parallel/data/buckets.py."""
     ranks = layout.divides_grains
     group = WORLD if ranks == layout.world_size else REPLICAS
     *others, last = gradients.buckets(layout)
@@ -185,10 +179,7 @@ def data_parallel(gradients: Gradients, layout: Layout) -> Iterator[SizedCollect
 
 
 def sums(gradients: Gradients, num_used: int = 0) -> SizedCollective:
-    """A step's sums and flags by themselves: one all_reduce of float64 numbers over all ranks.
-
-    `num_used`: parameters of which each rank says whether it had a gradient.
-    """
+    """A step's sums and flags, and of `num_used` parameters whether there was a gradient: float64 over all ranks."""
     return SizedCollective(WORLD, "all_reduce", (gradients.num_sums + num_used + NUM_FLAGS) * _FLOAT64)
 
 
@@ -198,17 +189,14 @@ def norm() -> SizedCollective:
 
 
 def rows(world_size: int) -> SizedCollective:
-    """All-gather of the ranks' rows about the next step, where they do not travel in the last bucket.
-
-    A run's count ends before it.
-    """
+    """All-gather of rows about the next step where the last bucket has none; a run's count ends before it."""
     return SizedCollective(WORLD, "all_gather", world_size * ROW_NUMBERS * _FLOAT64)
 
 
 def exact_data_parallel(
     gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int
 ) -> Iterator[SizedCollective]:
-    """A step of exact mode on `rank`, where rank r computes the grains `held[r]`; see collectives/exact/fixed_tree.py.
+    """A step of exact mode on `rank`, where rank r computes the grains `held[r]`; see collectives/fixed_tree.py.
 
     Two all_reduces (a row of sums for each grain; flags and which parameters were used), an all_to_all of the ranks'
     tree nodes cut by rank, and an all_gather of the summed cuts.
@@ -219,9 +207,9 @@ def exact_data_parallel(
     yield SizedCollective(WORLD, "all_reduce", num_grains * (gradients.num_sums + 1) * _FLOAT64)
     yield SizedCollective(WORLD, "all_reduce", (NUM_FLAGS + len(gradients.parameters)) * _FLOAT64)
     length, itemsize = gradients.numel, gradients.reduce_itemsize
-    cuts = [length * part // world_size for part in range(world_size + 1)]
-    own = cuts[rank + 1] - cuts[rank]
-    longest = max(b - a for a, b in pairwise(cuts))
+    places = cuts(length, world_size)
+    own = places[rank + 1] - places[rank]
+    longest = max(b - a for a, b in pairwise(places))
     nodes = [len(pieces(grains, num_grains)) for grains in held]
     yield SizedCollective(WORLD, "all_to_all", max(nodes[rank] * length, sum(nodes) * own) * itemsize)
     yield SizedCollective(WORLD, "all_gather", world_size * longest * itemsize)
@@ -261,10 +249,8 @@ def sharded_optimizer(gradients: Gradients, layout: Layout) -> Iterator[SizedCol
 class Sharding:
     """Division of a model's units (each a call of fully_shard, the root last) over the shard axis.
 
-    `gather_itemsize` and `reduce_itemsize` are of the compute and the reduce dtype. Units in `kept` (all of them at
-    level `gradients`) are gathered once a microbatch, the others again for the backward.
-    `reduce_every`: gradients are scattered after each microbatch, not only after the last. `root_early`: elements of
-    the root whose gradients the backward has before the other units' (a head, no embedding); None for all of them.
+    Units in `kept` (all of them at level `gradients`) are gathered once a microbatch, others again for the backward.
+    `root_early`: elements of the root whose gradients the backward has before the other units' (a head, no embedding).
     """
 
     units: tuple[tuple[Array, ...], ...]
@@ -272,10 +258,10 @@ class Sharding:
     replicas: int = 1
     microbatches: int = 1
     kept: frozenset[int] = frozenset()
-    gather_itemsize: int = 4
-    reduce_itemsize: int = 4
-    reduce_every: bool = True
-    root_early: int | None = None
+    gather_itemsize: int = 4  # of the compute dtype
+    reduce_itemsize: int = 4  # of the reduce dtype
+    reduce_every: bool = True  # gradients are scattered after each microbatch, not only after the last
+    root_early: int | None = None  # None: all of them
     resharded: bool = True  # after the backward, so that each microbatch gathers anew
     uses: tuple[int, ...] = ()  # in how many stages of a rank each unit is used, where that is not one
     halves: bool = False  # backwards come in two, and each gathers
@@ -287,27 +273,40 @@ class Sharding:
         """Elements of a parameter gathered, with what rounding adds."""
         return parameter.padded_numel(self.degree) if self.rounds else parameter.numel
 
-    @cached_property
-    def _padded(self) -> list[tuple[int, int]]:
-        """Elements of each unit, and of those that are trained, with what rounding dim 0 of each parameter adds."""
-        known: dict[int, tuple[int, int]] = {}  # equal blocks share their arrays
+    def each(self, measured: Callable[[tuple[Array, ...]], int]) -> list[int]:
+        """A number of each unit; equal blocks share their arrays and are measured once."""
+        known: dict[int, int] = {}
         for unit in self.units:
             if id(unit) not in known:
-                sizes = [(self.padded_numel(p), p.trainable) for p in unit]
-                known[id(unit)] = sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+                known[id(unit)] = measured(unit)
         return [known[id(unit)] for unit in self.units]
+
+    @cached_property
+    def gathered_bytes(self) -> list[int]:
+        """Bytes of each unit's parameters, gathered, with what rounding dim 0 of each parameter adds."""
+        return self.each(lambda unit: sum(map(self.padded_numel, unit)) * self.gather_itemsize)
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        """Elements of each unit that are trained, with what rounding adds."""
+        return self.each(lambda unit: sum(self.padded_numel(p) for p in unit if p.trainable))
+
+    @cached_property
+    def scattered_bytes(self) -> list[int]:
+        """Bytes of each unit's gradients before they are scattered, with what rounding adds."""
+        return [numel * self.reduce_itemsize for numel in self._trained]
 
     def gather(self, unit: int) -> SizedCollective:
         """All-gather of a unit's parameters over the shard axis."""
-        return SizedCollective(self.shard_group, "all_gather", self._padded[unit][0] * self.gather_itemsize)
+        return SizedCollective(self.shard_group, "all_gather", self.gathered_bytes[unit])
 
     def scatter(self, unit: int) -> SizedCollective:
         """Reduce-scatter of a unit's gradients over the shard axis."""
-        return SizedCollective(self.shard_group, "reduce_scatter", self._padded[unit][1] * self.reduce_itemsize)
+        return SizedCollective(self.shard_group, "reduce_scatter", self.scattered_bytes[unit])
 
     def replica_sum(self, unit: int) -> SizedCollective:
         """All-reduce of a unit's scattered gradients over the replicas."""
-        part = self._padded[unit][1] // self.degree * self.reduce_itemsize
+        part = self._trained[unit] // self.degree * self.reduce_itemsize
         return SizedCollective(self.replica_group, "all_reduce", part)
 
 

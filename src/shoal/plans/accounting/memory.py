@@ -1,6 +1,6 @@
 """Peak memory of a rank in a step, in bytes by category: parameters, gradients, optimizer, activations.
 
-Each category is its own peak; they need not fall on the same moment, so that their sum is an upper bound of these four.
+Each category is its own peak; they need not fall on the same moment, so that their sum is an upper bound of them.
 Left out: buffers of the model, temporaries inside an operator, the allocator's fragments, the process itself.
 """
 
@@ -114,14 +114,11 @@ def bucketed(gradients: Gradients, layout: Layout, native: bool = True) -> int:
     return total
 
 
-def tree_vectors(held: Sequence[int], num_grains: int) -> int:
-    """Vectors that the fixed tree allocates on a rank that computes the grains `held`, in order."""
-    return max((len(pieces(held[:count], num_grains)) + 1 for count in range(len(held))), default=0)
-
-
 def exact(gradients: Gradients, held: Sequence[Sequence[int]], num_grains: int, rank: int) -> int:
     """Exact mode, when the update begins: the tree's vectors and its model of one, and where ranks sum, the sum."""
-    vectors = 1 + tree_vectors(held[rank], num_grains) + (len(held) > 1 or not held[rank])
+    own = held[rank]
+    tree = max((len(pieces(own[:count], num_grains)) + 1 for count in range(len(own))), default=0)
+    vectors = 1 + tree + (len(held) > 1 or not own)
     narrow = sum(p.bytes for p in gradients.parameters if p.itemsize != gradients.reduce_itemsize)
     return vectors * gradients.numel * gradients.reduce_itemsize + narrow
 
@@ -137,7 +134,11 @@ def shared_pieces(gradients: Gradients, held: Sequence[Sequence[int]], num_grain
 
 def sharded_parameters(sharding: Sharding) -> int:
     """Bytes of a rank's shard, which is as large on every rank: dim 0 of each parameter is padded."""
-    return sum(sharding.padded_numel(p) // sharding.degree * p.itemsize for unit in sharding.units for p in unit)
+
+    def own(unit: Sequence[Array]) -> int:
+        return sum(sharding.padded_numel(p) // sharding.degree * p.itemsize for p in unit)
+
+    return sum(sharding.each(own))
 
 
 def gathered_parameters(sharding: Sharding) -> int:
@@ -147,8 +148,7 @@ def gathered_parameters(sharding: Sharding) -> int:
     """
     if sharding.degree == 1:
         return 0
-    sizes = [sharding.gather(n).num_bytes for n in range(len(sharding.units))]
-    return max(_gathered_at(sharding, sizes))
+    return max(_gathered_at(sharding, sharding.gathered_bytes))
 
 
 def _gathered_at(sharding: Sharding, sizes: Sequence[int]) -> Iterable[int]:
@@ -178,7 +178,7 @@ def scattered_gradients(sharding: Sharding) -> int:
     shard is there; where only the last is scattered, the others' whole gradients wait too.
     """
     root, several = len(sharding.units) - 1, sharding.microbatches > 1
-    flat = [sharding.scatter(n).num_bytes for n in range(root + 1)]
+    flat = sharding.scattered_bytes
     shards = [size // sharding.degree for size in flat]
 
     def trained(unit: Sequence[Array]) -> int:
@@ -189,7 +189,7 @@ def scattered_gradients(sharding: Sharding) -> int:
     if several and not sharding.reduce_every:  # and of the microbatches before, in the reduce dtype
         if sharding.gather_itemsize == sharding.reduce_itemsize:
             waiting[root] = 0  # added in place
-        whole = [trained(unit) * sharding.reduce_itemsize for unit in sharding.units]
+        whole = [numel * sharding.reduce_itemsize for numel in sharding.each(trained)]
         waiting = list(map(add, whole, waiting))
     summed = sum(shards) if several and sharding.reduce_every else 0
     peak, left = 0, sum(waiting)

@@ -40,15 +40,12 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Staged:
-    """Stages of a pipeline: `own` are on this rank, `cuts[s]` crosses from stage s to s + 1.
-
-    `used` names the parameters and buffers of each of this rank's. `halves`: backwards here come in two.
-    """
+    """Stages of a pipeline: `own` are on this rank, `cuts[s]` crosses from stage s to s + 1."""
 
     own: tuple[int, ...]
     cuts: tuple[tuple[Crossing, ...], ...]
-    used: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    halves: bool = False
+    used: Mapping[int, frozenset[str]] = field(default_factory=dict)  # names of parameters and buffers of each of `own`
+    halves: bool = False  # backwards here come in two
 
 
 @dataclass(frozen=True)
@@ -90,15 +87,11 @@ def completed(partial: Iterable[Partial]) -> Iterator[SizedCollective]:
 
 @dataclass(frozen=True)
 class LayerPair:
-    """A column-parallel layer and its row-parallel layer; bytes are of one microbatch's activation.
+    """A column-parallel layer and its row-parallel layer; bytes are of one microbatch's activation."""
 
-    `input_bytes` enters the pair whole on every rank (its gradient is summed in the backward, where it needs one),
-    `output_bytes` leaves it as a partial sum.
-    """
-
-    input_bytes: int
-    output_bytes: int
-    input_needs_gradient: bool = True
+    input_bytes: int  # it enters the pair whole on every rank
+    output_bytes: int  # it leaves the pair as a partial sum
+    input_needs_gradient: bool = True  # which is summed in the backward
 
 
 @dataclass(frozen=True)
@@ -110,21 +103,18 @@ class Positions:
 
     def padded(self, num_bytes: int) -> int:
         """Bytes of all ranks' parts of what has `num_bytes` in all."""
-        return num_bytes // self.length * max(-(-self.length // self.degree), 2) * self.degree
+        return num_bytes // self.length * num_positions(self.length, self.degree) * self.degree
 
 
 def tensor_parallel(
-    pairs: Iterable[LayerPair],
-    gathered_bytes: Iterable[int],
-    microbatches: int,
-    positions: Positions | None = None,
+    pairs: Iterable[LayerPair], gathered_bytes: Iterable[int], microbatches: int, positions: Positions | None = None
 ) -> Iterator[SizedCollective]:
     """Megatron-style tensor parallelism: per pair an all_reduce in the forward and one in the backward.
 
     `gathered_bytes` are outputs of column-parallel layers with no row-parallel partner: an all_gather in the forward,
-    and in the backward an all_reduce of their input counted by the caller as a LayerPair of no output.
-    With `positions` ranks have parts of the sequences between the pairs: the
-    input is gathered and the output scattered as it is summed, the other way in the backward.
+    and in the backward an all_reduce of their input counted by the caller as a LayerPair of no output. With `positions`
+    ranks have parts of the sequences between the pairs: the input is gathered and the output scattered as it is summed,
+    the other way in the backward.
     """
     for pair in pairs:
         if positions is not None:
@@ -175,16 +165,13 @@ class Attention:
 
 @dataclass(frozen=True)
 class SlicedBlock:
-    """Block that computes some positions of sequences of `length`, in numbers of a sample and position.
-
-    `opens`: it cuts its hidden state of `width`, whose gradient is put together; `closes`: it puts its output together.
-    """
+    """Block that computes some positions of sequences of `length`, in numbers of a sample and position."""
 
     name: str
     length: int
     width: int
-    opens: bool
-    closes: bool
+    opens: bool  # it cuts its hidden state of `width`, whose gradient is put together
+    closes: bool  # it puts its output together
     attentions: tuple[Attention, ...] = ()
     needs_gradient: bool = True
 

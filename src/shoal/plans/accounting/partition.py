@@ -1,4 +1,4 @@
-"""Partition of gradients, optimizer states and sums over buckets and ranks.
+"""Partition of tensors, gradients, optimizer states and sums over parts, buckets and ranks.
 
 The strategies divide tensors by them, the formulas predict by them. Integers only.
 """
@@ -19,6 +19,11 @@ GATHER_BYTES, GATHER_RANKS = 2 << 20, 4
 PIECE_BYTES = 1 << 20
 
 Range = tuple[int, int]
+
+
+def cuts(length: int, parts: int) -> list[int]:
+    """Even division: the first index of each of so many parts of a length, and the end of the last."""
+    return [length * part // parts for part in range(parts + 1)]
 
 
 def divide_into_buckets(sizes: Sequence[int], middle_bytes: int) -> list[list[int]]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from shoal.plans.accounting.all_reduce import data_parallel
+from shoal.plans.accounting.all_reduce import compressed, compression_buffers, data_parallel
 from shoal.plans.accounting.collectives import (
     Array,
     Gradients,
@@ -20,7 +19,6 @@ from shoal.plans.accounting.collectives import (
     sharded_optimizer,
     sums,
 )
-from shoal.plans.accounting.compressed import buffers, compressed
 from shoal.plans.accounting.memory import (
     Footprint,
     StateShape,
@@ -40,56 +38,45 @@ from shoal.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Described:
-    """Description of one rank's step for the formulas: tensors and grains of the rank.
-
-    `sharding` is given where fully_shard cuts the model. `frozen` are parameters that are not trained; `held[r]` the
-    grains of rank r, on which exact mode's traffic depends; `activations` the bytes that autograd keeps at its peak,
-    where they are known. `within`: what forwards and backwards send where a tensor axis divides the model. `staged` are
-    the stages of a pipeline, `sliced` this rank's blocks of a context axis, `samples` the size of each microbatch,
-    `partial` the gradients that are summed after the backward, `num_cut` all trainable parameters with a dim to cut.
-    """
+    """Description of one rank's step for the formulas: tensors and grains of the rank."""
 
     gradients: Gradients
-    frozen: tuple[Array, ...] = ()
+    frozen: tuple[Array, ...] = ()  # parameters that are not trained
     state: StateShape | None = None
     num_grains: int = 1
-    held: Sequence[Sequence[int]] = ((0,),)
-    activations: int | None = None
-    sharding: Sharding | None = None
-    within: Sequence[SizedCollective] | None = None
-    staged: Staged | None = None
-    samples: Sequence[int] = ()
-    sliced: Sequence[SlicedBlock] = ()
-    partial: Sequence[Partial] = ()
-    num_cut: int = 0
+    held: Sequence[Sequence[int]] = ((0,),)  # the grains of each rank, on which exact mode's traffic depends
+    activations: int | None = None  # bytes that autograd keeps at its peak, where they are known
+    sharding: Sharding | None = None  # where fully_shard cuts the model
+    within: Sequence[SizedCollective] | None = None  # in forwards and backwards, where a tensor axis divides the model
+    staged: Staged | None = None  # the stages of a pipeline
+    samples: Sequence[int] = ()  # the size of each microbatch
+    sliced: Sequence[SlicedBlock] = ()  # this rank's blocks of a context axis
+    partial: Sequence[Partial] = ()  # the gradients that are summed after the backward
+    num_cut: int = 0  # all trainable parameters with a dim to cut
 
 
 def traffic(plan: Plan, described: Described, rank: int) -> Volumes | None:
     """Messages and bytes of a step on `rank`, from its agreement to its update; None for layouts without a formula."""
     if not _is_known(plan, described):
         return None
-    layout, gradients = plan.degrees, described.gradients
-    if described.sharding is not None:
-        summed: Iterable[SizedCollective] | None = chain(
-            fully_sharded(described.sharding), [sums(gradients, described.num_cut)]
-        )
+    layout, gradients, sharding = plan.degrees, described.gradients, described.sharding
+    if sharding is not None:
+        summed = [*fully_sharded(sharding), sums(gradients, described.num_cut), norm()]
+    elif plan.collectives.all_reduce == "hierarchical" and layout.world_size > 1:
+        return None  # it depends on who is on which host
     else:
-        summed = _summed(plan, described, rank)
-    if summed is None:
-        return None
+        summed = [*_summed(plan, described, rank), *sharded_optimizer(gradients, layout)]
+        summed += [norm()] if layout.shares_grains > 1 else []
     return Volumes.of(
         summed,
-        sharded_optimizer(gradients, layout) if described.sharding is None else (),
         completed(described.partial),
-        [norm()] if layout.shares_grains > 1 or described.sharding is not None else (),
         described.within or (),
         exchanges(described.sliced, layout, rank, described.samples),
         messages(described.staged, described.samples) if described.staged is not None else (),
     )
 
 
-def _summed(plan: Plan, described: Described, rank: int) -> Iterable[SizedCollective] | None:
-    """The sums of whole gradients; None where they depend on who is on which host."""
+def _summed(plan: Plan, described: Described, rank: int) -> Iterable[SizedCollective]:
     layout, gradients, algorithm = plan.degrees, described.gradients, plan.collectives.all_reduce
     if plan.execution.exact:
         shared = algorithm == "shared_memory"
@@ -112,7 +99,7 @@ def memory(plan: Plan, described: Described, rank: int) -> Footprint | None:
         if plan.collectives.all_reduce == "shared_memory" and len(described.held) > 1:
             summed += shared_pieces(gradients, described.held, described.num_grains)
     elif plan.collectives.compression != "none" and layout.world_size > 1:
-        summed = buffers(gradients, plan)
+        summed = compression_buffers(gradients, plan)
     else:
         summed = bucketed(gradients, layout, plan.collectives.all_reduce == "native")
     return Footprint(

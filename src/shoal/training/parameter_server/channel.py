@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint.state import raw
-from shoal.checkpoint.tensor_file import NAMES
+from shoal.checkpoint.tensor_file import DTYPE_NAMES
 
 # Magic, bytes of the header, bytes of the tensors.
 _PREFIX = struct.Struct("<4sIQ")
@@ -39,10 +39,7 @@ class ClosedError(ConnectionError):
 
 
 class Channel:
-    """Connection to an authenticated peer. Threads may send at the same time; one receives.
-
-    `sent_bytes` and `received_bytes` count tensors.
-    """
+    """Connection to an authenticated peer: threads may send at once, one receives; the counts are bytes of tensors."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -142,10 +139,7 @@ def admit(connected: socket.socket, key: bytes) -> Channel:
 
 
 def accept_each(listener: socket.socket, key: bytes, attend: Callable[[Channel], None]) -> None:
-    """Attends to whoever connects and knows the key, in a thread each, until the listener is closed.
-
-    So one that stops in the midst of a message keeps no other waiting.
-    """
+    """Attends to each peer with the key in its own thread, until the listener closes; so none waits for another."""
 
     def admitted(connected: socket.socket) -> None:
         with contextlib.suppress(ClosedError):  # none of this run, or gone again
@@ -186,7 +180,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_DTYPES = {_name(dtype): dtype for dtype in NAMES}
+_DTYPES = {_name(dtype): dtype for dtype in DTYPE_NAMES}
 
 
 def _shape(shape: Any) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.keeper import RunState
+from shoal.checkpoint.run_state import RunState
 from shoal.data.loader import MapLoader
 from shoal.distributed.agreement import raise_peer
 from shoal.errors import InternalError, JobError, LaunchError, StorageError
@@ -28,10 +28,9 @@ from shoal.training.engine import Engine
 from shoal.training.nonfinite import NonFiniteSearch, NonFiniteStep
 from shoal.training.optimizer_step import Update, clipping, judged
 from shoal.training.parameter_server.members import Member, Members, WorkerEvent
-from shoal.training.parameter_server.push_counts import Arrived, PushCounts, exactly_once
 from shoal.training.parameter_server.retreat import Retreat
-from shoal.training.parameter_server.served_records import ServedRecords
-from shoal.training.parameter_server.servers import Servers
+from shoal.training.parameter_server.served_records import Arrived, PushCounts, ServedRecords, exactly_once
+from shoal.training.parameter_server.server import Servers
 from shoal.training.parameter_server.task_queue import TaskQueue
 from shoal.training.parameter_server.worker import fixed_tensors, no_stream
 from shoal.training.step_records import Outcome, Surroundings
@@ -60,7 +59,12 @@ class Conductor:
     ) -> None:
         """Goes on from `state` up to `num_steps`."""
         if engine.job.on_nonfinite == "rollback":
-            raise _no_rollback()
+            raise JobError(
+                given='on_nonfinite="rollback" with servers',
+                conflict="steps after the bad one may be applied before it is known, and none of them can be taken "
+                "back",
+                remedy='write on_nonfinite="skip" or "stop", or server.mode = "none"',
+            )
         if not isinstance(engine.loader, MapLoader):
             raise no_stream()
         self._engine, self._around, self.state, self._num_steps, self._crew = engine, around, state, num_steps, crew
@@ -125,7 +129,7 @@ class Conductor:
             step = self.state.step
         self._retreat.keep_if_best()
         if self._records.ends_epoch(self.state):
-            self.servers.fetch(optimizer=False)
+            self.servers.fetch(optimizer=self._engine.job.watch is not None)  # the best is saved
             self._records.evaluate(self.state)
         self._records.write()
         if step >= self._num_steps:
@@ -147,7 +151,6 @@ class Conductor:
         return min(self._num_steps, epoch, planned)
 
     def _give_out(self) -> None:
-        """Gives tasks to the workers that have none."""
         busy = {id(member) for member, _, _ in self._given.values()}
         for member in [m for m in self._crew.members if id(m) not in busy]:
             task = self._desk.take()
@@ -194,7 +197,6 @@ class Conductor:
         self._joined.add(member.number)
 
     def _lost(self, member: Member) -> None:
-        """Gives out again what a worker was computing."""
         again = [task for task in self._desk.out if self._given[task.ticket][0] is member]
         for task in again:
             self._desk.put_back(task)
@@ -345,7 +347,6 @@ class Conductor:
         raise bad.error("it was not applied", f'Job(on_nonfinite="skip") and --resume{calmer}')
 
     def _search(self, step: int, arrived: dict[int, Arrived]) -> dict[str, Any]:
-        """Which grains and samples it was, and who computed them."""
         engine, loader = self._engine, self._engine.loader
         self.servers.fetch(optimizer=False)
         self._buffers.begin()
@@ -371,11 +372,3 @@ class Conductor:
 def _care(computation: MicrobatchPolicy) -> tuple[str, bool, tuple[str, ...]]:
     """What has to be the same in all parts of a step."""
     return computation.randomness, computation.fuse, computation.buffers
-
-
-def _no_rollback() -> JobError:
-    return JobError(
-        given='on_nonfinite="rollback" with servers',
-        conflict="steps after the bad one may be applied before it is known, and none of them can be taken back",
-        remedy='write on_nonfinite="skip" or "stop", or server.mode = "none"',
-    )

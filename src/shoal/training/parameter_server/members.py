@@ -1,9 +1,10 @@
-"""Membership of a parameter-server run: the conductor's channels to servers and workers, and losses of them."""
+"""Membership of a parameter-server run: the roles of its processes, how they join, and losses of them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import queue
 import signal
 import socket
@@ -12,23 +13,124 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from shoal.errors import LaunchError, PeerError, ShoalError
+from shoal.errors import LaunchError, PeerError, ShoalError, from_json
+from shoal.job import Job
 from shoal.launch.environment import Environment
-from shoal.training.parameter_server.channel import Channel, ClosedError, accept_each
-from shoal.training.parameter_server.peers import key_of, raise_if_error, refuse_stranger
+from shoal.plans.plan import Plan
+from shoal.runs.version import __version__
+from shoal.training.parameter_server.channel import Channel, ClosedError, accept_each, connect
 
+# The conductor listens once it has imported torch and built the model.
 _JOIN_SECONDS = 60.0
+_RETRY_SECONDS = 0.05
 # A server answers within the time of an optimizer step; one that is stopped does not.
 _ANSWER_SECONDS = 60.0
 # Workers say each second that they run: one that says nothing for so long is stopped, or its host is gone.
 SILENT_SECONDS = 5.0
-
 # To each server, in order: what it is asked, and the tensors with it.
 Asked = tuple[dict[str, Any], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Role:
+    """Role of a process, and its number among those of the same role."""
+
+    kind: Literal["conductor", "server", "worker"]
+    number: int = 0
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "conductor" else f"{self.kind} {self.number}"
+
+
+def role(plan: Plan, rank: int) -> Role:
+    """The role of a rank among the plan's `num_processes`."""
+    servers = plan.server.num_servers
+    if rank == 0:
+        return Role("conductor")
+    return Role("server", rank - 1) if rank <= servers else Role("worker", rank - 1 - servers)
+
+
+class OverError(Exception):
+    """The run ended before this process joined."""
+
+
+def identity(job: Job, plan: Plan) -> dict[str, Any]:
+    """Values that must be equal in all processes of a run. JSON values."""
+    return {"shoal": __version__, "torch": torch.__version__, "job": job.describe(), "plan": plan.to_mapping()}
+
+
+def key_of(environment: Environment) -> bytes:
+    """The run's key. Raises: LaunchError where no launcher has made one."""
+    if environment.key is None:
+        raise LaunchError(
+            given="a plan with servers, in processes that another launcher has started",
+            conflict="shoal's own launcher replaces a worker that dies, and starts all of them",
+            remedy='write `shoal run` without torchrun, on one host, or server.mode = "none"',
+        )
+    return bytes.fromhex(environment.key)
+
+
+def introduce(environment: Environment, role: Role, job: Job, plan: Plan, port: int = 0) -> Channel:
+    """Channel to the conductor; a server listens at `port`. Raises: LaunchError: no answer; OverError: it has ended."""
+    key = key_of(environment)
+    hello = {"kind": role.kind, "number": role.number, "pid": os.getpid(), "host": socket.gethostname(), "port": port}
+    told = {**hello, "rank": environment.rank, "identity": identity(job, plan)}
+    deadline = time.monotonic() + _JOIN_SECONDS
+    while True:
+        try:
+            wire = connect(environment.address, environment.port, key)
+            wire.send(told)
+            return wire
+        except ClosedError as error:
+            # The launcher has opened the socket before anybody was started, and the conductor shuts it at its end.
+            if isinstance(error.__cause__, ConnectionRefusedError):
+                raise OverError from error
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    given=f"{role} (rank {environment.rank}), which looks for {environment.address}:{environment.port}",
+                    conflict=f"the conductor does not answer: {error}",
+                    remedy="look at what rank 0 says; a plan with servers is started by shoal's own launcher",
+                ) from error
+            time.sleep(_RETRY_SECONDS)
+
+
+def is_shut(environment: Environment) -> bool:
+    """Whether the run has ended in order: the launcher opened the conductor's socket, and the conductor alone shuts it.
+
+    A conductor that was killed leaves it open.
+    """
+    try:
+        socket.create_connection((environment.address, environment.port), _ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def refuse_stranger(hello: dict[str, Any], own: dict[str, Any]) -> None:
+    """Raises: LaunchError where a process does not run the same thing as this one."""
+    told = hello["identity"]
+    differing = next((name for name in own if told.get(name) != own[name]), None)
+    if differing is not None:
+        raise LaunchError(
+            given=f"{hello['kind']} {hello['number']}: {differing} = {str(told.get(differing))[:200]}",
+            conflict=f"the conductor on {platform.node()} has {differing} = {str(own[differing])[:200]}",
+            remedy="change no file, setting or version while a run lasts",
+        )
+
+
+def raise_if_error(answer: dict[str, Any], who: str) -> None:
+    """Raises: the error that a peer answered with, as its own."""
+    if "error" in answer:
+        error: ShoalError = from_json(answer["error"])
+        error.host = f"{error.host}, {who}"
+        raise error
 
 
 @dataclass
@@ -86,12 +188,12 @@ class Members:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
+        with contextlib.suppress(OSError):  # first: whoever loses a connection from now on asks whether it is open
+            self._listener.shutdown(socket.SHUT_RDWR)
         servers = list(self._servers.values())
         # Workers first: one that finds its servers gone looks for the last word, which is there by then.
         for wire in (*(wire for wire in list(self._wires) if wire not in servers), *servers):
             _dismiss(wire)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join()
 
@@ -197,7 +299,6 @@ class Members:
 
 
 def _dismiss(wire: Channel) -> None:
-    """Tells a peer that the run has ended."""
     with contextlib.suppress(ClosedError, TimeoutError, OSError):
         wire.limit(1.0)
         wire.send({"kind": "end"})

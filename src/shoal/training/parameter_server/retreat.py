@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
 
-from shoal.checkpoint.keeper import RunState
+from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import load_model, load_optimizer, model_tensors, optimizer_state
 from shoal.errors import StorageError
 from shoal.training.engine import Engine
 from shoal.training.parameter_server.served_records import ServedRecords
-from shoal.training.parameter_server.servers import Servers
+from shoal.training.parameter_server.server import Servers
 from shoal.training.parameter_server.staleness import LossGuard, foretold
 from shoal.training.parameter_server.task_queue import Rules, TaskQueue
 from shoal.training.step_records import Surroundings
@@ -37,7 +37,7 @@ class Retreat:
     def __init__(self, engine: Engine, around: Surroundings, state: RunState, servers: Servers) -> None:
         self._engine, self._around, self._state, self._servers = engine, around, state, servers
         self._plan = engine.plan
-        self._guard = LossGuard(state.server)
+        self._guard = LossGuard(**state.server or {})
         self._kept: _GoodState | None = None
         self._mode = engine.plan.server.mode
         self.era = 0  # how often versions have begun anew: who pulled one before does not have that of now
@@ -78,7 +78,7 @@ class Retreat:
         """Counts the update that the state has counted last."""
         if self._mode != "synchronous":
             self._guard.add(self._state.loss)
-            self._state.server = self._guard.to_json()
+            self._state.server = asdict(self._guard)
 
     def keep_if_best(self) -> None:
         """Keeps the servers' values where the loss was never as low at a pause."""
@@ -94,27 +94,25 @@ class Retreat:
         )
 
     def go(self, logbook: ServedRecords, desk: TaskQueue) -> int:
-        """Restores the best state and goes on from there in step; the number of steps that are undone.
-
-        Between two steps, where nothing is being computed.
-        """
+        """Restores the best state, between two steps, to go on from there in step; the number of steps undone."""
         kept, guard, state = self._kept, self._guard, self._state
         assert kept is not None, "kept from the beginning"
+        assert guard.lowest is not None, "a loss that has risen"
         undone, self._kept = state.step, None
         guard.fell_back = {
             "step": state.step,
             "to": "synchronous",
             "from_step": kept.state.step,
             "loss": guard.now,
-            "lowest": guard.lowest,
+            "lowest": guard.lowest[0],
             "beginning": guard.beginning,
         }
         self._around.note(
-            f"step {state.step}: the loss is {guard.now:.4g}, up from {guard.lowest:.4g} to where it began "
+            f"step {state.step}: the loss is {guard.now:.4g}, up from {guard.lowest[0]:.4g} to where it began "
             f"({guard.beginning:.4g}): gradients of parameters that are out of date do not train this. Back to step "
             f"{kept.state.step}, and synchronous from there"
         )
-        vars(state).update(vars(kept.state), server=guard.to_json())
+        vars(state).update(vars(kept.state), server=asdict(guard))
         load_model(self._engine.model, kept.model)
         load_optimizer(self._engine.updater.optimizer, self._engine.model, *kept.optimizer)
         self._servers.load(state.step)
@@ -129,13 +127,10 @@ class Retreat:
         """Fallback and warning for the run's result: nothing where all workers are synchronous. JSON values."""
         if self._mode == "synchronous":
             return {}
-        return {"fell_back": self._guard.fell_back, "warning": self._warning}
-
-    @property
-    def _warning(self) -> str | None:
-        if self._guard.learnt:
-            return None
-        return (
-            f"nothing was learnt: the loss of the last updates is {self._guard.lately:.4g}, "
-            f"that of the first was {self._guard.beginning:.4g}"
-        )
+        guard, warning = self._guard, None
+        if not guard.learnt:
+            warning = (
+                f"nothing was learnt: the loss of the last updates is {guard.lately:.4g}, "
+                f"that of the first was {guard.beginning:.4g}"
+            )
+        return {"fell_back": guard.fell_back, "warning": warning}

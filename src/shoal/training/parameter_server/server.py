@@ -1,27 +1,31 @@
-"""Server process: holds a shard of the parameters, receives pushes, and steps their optimizer on command."""
+"""Servers: processes that hold a shard of the parameters and step their optimizer, and the client of all of them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import socket
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.checkpoint.state import load_optimizer, optimizer_state
+from shoal.checkpoint.state import load_optimizer, merged_optimizers, optimizer_state
 from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import PeerError, PlanError
 from shoal.job import Job, Progress
 from shoal.launch.environment import Environment
+from shoal.numerics.gradient_norm import rounded
 from shoal.numerics.precision import Precision
-from shoal.parallel.data.pushed import Push, ServerShard, divide_parameters, unpack
+from shoal.parallel.data.pushed import Push, ServerShard, divide_parameters, pack, unpack
 from shoal.plans.plan import Plan
 from shoal.training.engine import build_model
 from shoal.training.optimizer_step import Parameters, Stepper, build_optimizer
 from shoal.training.parameter_server.channel import Channel, ClosedError, accept_each, listen
-from shoal.training.parameter_server.peers import Role, introduce, key_of
+from shoal.training.parameter_server.members import Asked, Members, Role, introduce, key_of
 
 _CPU = torch.device("cpu")
 
@@ -50,60 +54,45 @@ class Server:
         self.optimizer = build_optimizer(job.optimizer, parameters)
         stepper = Stepper(self.optimizer, job, exact=plan.execution.exact)
         step = functools.partial(_step, stepper, plan.server.num_servers > 1)
-        self.shard = ServerShard(parameters, step, job.grains, exact=plan.execution.exact)
+        self.shard = ServerShard(parameters, step, job.num_grains, exact=plan.execution.exact)
         self._lock = threading.Lock()
 
     def answer(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        """The answer to one message, by its kind."""
-        answers = {
-            "push": self._push,
-            "pull": self._pull,
-            "combine": self._combine,
-            "gradients": self._gradients,
-            "apply": self._apply,
-            "load": self._load,
-            "state": self._state,
-        }
+        """The answer to one message, by its kind; one message at a time, whichever thread asks."""
         with self._lock:
-            return answers[asked["kind"]](asked, tensors)
+            return self._answered(asked, tensors)
 
-    def _push(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        nodes = tuple((int(lo), int(hi)) for lo, hi in asked["nodes"])
-        used = tuple(map(int, asked["used"]))
-        push = Push(int(asked["step"]), int(asked["part"]), int(asked["ticket"]), nodes, used, tuple(tensors))
-        return {"taken": self.shard.push(push)}, []
-
-    def _pull(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        """The parameters, unless the asker has this version."""
-        version, packed = self.shard.pull()
-        return {"version": version}, [] if asked["have"] == version else [packed]
-
-    def _combine(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        tickets = {int(part): int(ticket) for part, ticket in asked["tickets"]}
-        return {"norms": self.shard.combine(asked["step"], tickets)}, []
-
-    def _gradients(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        found = self.shard.gradients()
-        return {"used": [g is not None for g in found]}, [g.clone() for g in found if g is not None]
-
-    def _apply(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        progress = Progress(*asked["progress"])
-        taken = self.shard.apply(asked["step"], asked["version"], asked["scale"], progress)
-        return {"taken": taken, "repeated": self.shard.repeated}, []
-
-    def _load(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        """Takes parameters, and the optimizer's state, which comes after them, by path."""
-        own = [p for _, p in Parameters(self.model).named]
-        unpack(tensors[0], own)
-        held = dict(zip(asked["paths"], tensors[1:], strict=True))
-        load_optimizer(self.optimizer, self.model, held, asked["document"])
-        self.shard.reset(asked["version"])
-        return {}, []
-
-    def _state(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-        held, document = optimizer_state(self.optimizer, self.model)
-        _, packed = self.shard.pull()
-        return {"document": document, "paths": list(held)}, [packed, *held.values()]
+    def _answered(self, asked: dict[str, Any], tensors: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+        shard = self.shard
+        match asked["kind"]:
+            case "push":
+                nodes = tuple((int(lo), int(hi)) for lo, hi in asked["nodes"])
+                used = tuple(map(int, asked["used"]))
+                push = Push(int(asked["step"]), int(asked["part"]), int(asked["ticket"]), nodes, used, tuple(tensors))
+                return {"taken": shard.push(push)}, []
+            case "pull":  # the parameters, unless the asker has this version
+                version, packed = shard.pull()
+                return {"version": version}, [] if asked["have"] == version else [packed]
+            case "combine":
+                tickets = {int(part): int(ticket) for part, ticket in asked["tickets"]}
+                return {"norms": shard.combine(asked["step"], tickets)}, []
+            case "gradients":
+                found = shard.gradients()
+                return {"used": [g is not None for g in found]}, [g.clone() for g in found if g is not None]
+            case "apply":
+                progress = Progress(*asked["progress"])
+                taken = shard.apply(asked["step"], asked["version"], asked["scale"], progress)
+                return {"taken": taken, "repeated": shard.repeated}, []
+            case "load":  # parameters, and the optimizer's state, which comes after them, by path
+                unpack(tensors[0], [p for _, p in Parameters(self.model).named])
+                held = dict(zip(asked["paths"], tensors[1:], strict=True))
+                load_optimizer(self.optimizer, self.model, held, asked["document"])
+                shard.reset(asked["version"])
+                return {}, []
+            case "state":
+                held, document = optimizer_state(self.optimizer, self.model)
+                return {"document": document, "paths": list(held)}, [shard.pull()[1], *held.values()]
+        raise KeyError(asked["kind"])
 
 
 def _step(stepper: Stepper, divided: bool, progress: Progress) -> None:
@@ -125,39 +114,95 @@ def _leave_out(model: nn.Module, own: set[str]) -> None:
 def serve(job: Job, plan: Plan, environment: Environment, role: Role) -> None:
     """Keeps a shard until the conductor says that the run has ended. Raises: PeerError where it is gone before."""
     with listen() as listener:
-        wire = introduce(environment, role, job, plan, port=listener.getsockname()[1])
-        try:
-            server = Server(job, plan, role.number)
-            attending = listener, key_of(environment), functools.partial(_answer_worker, server)
-            threading.Thread(target=accept_each, args=attending, daemon=True).start()
-            _answer_all(server, wire)
-        except ClosedError as error:
-            raise PeerError(
-                given=f"{role} of this run",
-                conflict=f"the conductor is gone: {error}",
-                remedy="look at what it said; --resume goes on from the newest checkpoint",
-            ) from error
-        finally:
-            wire.close()
-
-
-def _answer_worker(server: Server, wire: Channel) -> None:
-    """One that is dead or replaced is answered no more: what it had pushed whole stays."""
-    try:
-        _answer_all(server, wire)
-    finally:
-        wire.close()
+        port = listener.getsockname()[1]
+        with contextlib.closing(introduce(environment, role, job, plan, port=port)) as wire:
+            try:
+                server = Server(job, plan, role.number)
+                attending = listener, key_of(environment), functools.partial(_answer_all, server)
+                threading.Thread(target=accept_each, args=attending, daemon=True).start()
+                _answer_all(server, wire)
+            except ClosedError as error:
+                raise PeerError(
+                    given=f"{role} of this run",
+                    conflict=f"the conductor is gone: {error}",
+                    remedy="look at what it said; --resume goes on from the newest checkpoint",
+                ) from error
 
 
 def _answer_all(server: Server, wire: Channel) -> None:
-    """Answers until it is told that the run has ended. Raises: ClosedError."""
-    while True:
-        asked, tensors = wire.receive()
-        if asked["kind"] == "end":
-            return
-        try:
-            answer, held = server.answer(asked, tensors)
-        except Exception as error:
-            told = as_shoal_error(error)
-            answer, held = {"error": to_json(told, 0, socket.gethostname())}, []
-        wire.send(answer, held)
+    """Answers until it is told that the run has ended. Raises: ClosedError.
+
+    A worker that is dead or replaced is answered no more: what it had pushed whole stays.
+    """
+    with contextlib.closing(wire):
+        while True:
+            asked, tensors = wire.receive()
+            if asked["kind"] == "end":
+                return
+            try:
+                answer, held = server.answer(asked, tensors)
+            except Exception as error:
+                told = as_shoal_error(error)
+                answer, held = {"error": to_json(told, 0, socket.gethostname())}, []
+            wire.send(answer, held)
+
+
+class Servers:
+    """All servers of a run together. The model and optimizer here are theirs only after a `fetch`."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, num_servers: int, crew: Members) -> None:
+        self._model, self._optimizer, self._crew = model, optimizer, crew
+        self.names = homes(model, num_servers)
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def load(self, version: int) -> None:
+        """Gives each server its shard of the model and of the optimizer's state, as they are here."""
+        tensors, document = optimizer_state(self._optimizer, self._model, copy=False)
+        known = set(self._named)
+
+        def of(number: int) -> Asked:
+            own = set(self.names[number])
+            state = {name: values for name, values in document["state"].items() if name in own}
+            others = known - own
+            paths = [path for path in tensors if path.partition("/")[0] not in others]
+            told = {"kind": "load", "version": version, "paths": paths, "document": {**document, "state": state}}
+            packed = pack([self._named[name] for name in self.names[number]])
+            return told, [packed, *(tensors[path] for path in paths)]
+
+        self._crew.ask(of)
+
+    def fetch(self, *, optimizer: bool) -> None:
+        """Takes up the servers' parameters, and their optimizers' states where these are wanted."""
+        asked = {"kind": "state"} if optimizer else {"kind": "pull", "have": -1}
+        answers = self._crew.ask(lambda number: (asked, ()))
+        held: dict[str, Tensor] = {}
+        for names, (answer, tensors) in zip(self.names, answers, strict=True):
+            unpack(tensors[0], [self._named[name] for name in names])
+            held |= dict(zip(answer.get("paths", ()), tensors[1:], strict=True))
+        if optimizer:
+            document = merged_optimizers(answer["document"] for answer, _ in answers)
+            load_optimizer(self._optimizer, self._model, held, document)
+
+    def combine(self, step: int, tickets: Mapping[int, int]) -> float:
+        """Lets each server add up a step's gradients: their norm over the whole model, not divided by any weight."""
+        asked = {"kind": "combine", "step": step, "tickets": list(tickets.items())}
+        answers = self._crew.ask(lambda number: (asked, ()))
+        norms: dict[str, float] = {}
+        for names, (answer, _) in zip(self.names, answers, strict=True):
+            norms |= {name: norm for name, norm in zip(names, answer["norms"], strict=True) if norm is not None}
+        return rounded(math.hypot(*norms.values()), {p.dtype for p in self._model.parameters()})
+
+    def apply(self, version: int, scale: float | None, progress: Progress) -> int:
+        """Lets each server update its parameters, or leave the step out; how many pushes it had more than once."""
+        told = {"kind": "apply", "step": progress.step, "version": version, "scale": scale}
+        asked: dict[str, Any] = {**told, "progress": [progress.step, progress.num_steps, progress.samples]}
+        answers = self._crew.ask(lambda number: (asked, ()))
+        return max(int(answer["repeated"]) for answer, _ in answers)
+
+    def gradients(self) -> None:
+        """Takes up what was added up last, as the parameters' `.grad`."""
+        answers = self._crew.ask(lambda number: ({"kind": "gradients"}, ()))
+        for names, (answer, tensors) in zip(self.names, answers, strict=True):
+            found = iter(tensors)
+            for name, used in zip(names, answer["used"], strict=True):
+                self._named[name].grad = next(found) if used else None

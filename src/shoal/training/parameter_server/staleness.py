@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from statistics import fmean, variance
 from typing import Any
 
@@ -56,76 +56,61 @@ def foretold(groups: Iterable[Mapping[str, Any]], staleness: int) -> str | None:
     )
 
 
+@dataclass
 class LossGuard:
-    """Detector of a loss that has fallen and is back where it began. `fell_back`: since when, and why; set once."""
+    """Detector of a loss that has fallen and is back where it began. `fell_back`: since when, and why; set once.
 
-    def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
-        """`saved`: what `to_json` gave at a checkpoint."""
-        saved = saved or {}
-        self._first: list[float] = list(saved.get("first", ()))
-        self._recent = deque[float](saved.get("recent", ()), maxlen=WINDOW)
-        # The mean, the variance, and after how many updates.
-        self._lowest: tuple[float, float, int] | None = tuple(saved["lowest"]) if saved.get("lowest") else None
-        self._counted: int = saved.get("counted", 0)
-        self.fell_back: dict[str, Any] | None = saved.get("fell_back")
+    `lowest`: the mean over a window where that was lowest, its variance, and after how many updates.
+    """
+
+    first: list[float] = field(default_factory=list)
+    recent: list[float] = field(default_factory=list)
+    lowest: tuple[float, float, int] | None = None
+    counted: int = 0
+    fell_back: dict[str, Any] | None = None
 
     @property
     def beginning(self) -> float:
         """The loss that it began with; infinite before it is known."""
-        return fmean(self._first) if len(self._first) == BEGINNING else math.inf
+        return fmean(self.first) if len(self.first) == BEGINNING else math.inf
 
     @property
     def now(self) -> float:
         """The mean over the window; infinite before that is full."""
-        return fmean(self._recent) if len(self._recent) == WINDOW else math.inf
-
-    @property
-    def lowest(self) -> float:
-        """The lowest that it was."""
-        return self._lowest[0] if self._lowest is not None else math.inf
+        return fmean(self.recent) if len(self.recent) == WINDOW else math.inf
 
     @property
     def lately(self) -> float:
         """The mean over the last few updates; infinite before there are as many."""
-        return fmean(list(self._recent)[-BEGINNING:]) if len(self._recent) >= BEGINNING else math.inf
+        return fmean(self.recent[-BEGINNING:]) if len(self.recent) >= BEGINNING else math.inf
 
     @property
     def of_now(self) -> float:
         """How good the values of now are: as `lately`, or worse where the last of these were: a rise is sudden."""
-        return max(self.lately, fmean(list(self._recent)[-LAST:])) if self.lately < math.inf else math.inf
+        return max(self.lately, fmean(self.recent[-LAST:])) if self.lately < math.inf else math.inf
 
     def add(self, loss: float | None) -> None:
         """The loss of one more update; None where it was left out."""
         if loss is None:
             return
-        self._counted += 1
-        if len(self._first) < BEGINNING:
-            self._first.append(loss)
-        self._recent.append(loss)
-        if self.now < self.lowest:
-            self._lowest = self.now, variance(self._recent), self._counted
+        self.counted += 1
+        if len(self.first) < BEGINNING:
+            self.first.append(loss)
+        self.recent = [*self.recent, loss][-WINDOW:]
+        if self.now < (math.inf if self.lowest is None else self.lowest[0]):
+            self.lowest = self.now, variance(self.recent), self.counted
 
     @property
     def lost(self) -> bool:
         """Whether all that was learnt is lost: the loss is up to where it began, and that is no accident of batches."""
-        if self._lowest is None or self.now < self.beginning or self.now <= self.lowest:
+        if self.lowest is None or self.now < self.beginning or self.now <= self.lowest[0]:
             return False
-        lowest, spread, at = self._lowest
-        fell = math.sqrt((variance(self._first) / BEGINNING + spread / WINDOW) * (FALL + 2 * math.log(at / WINDOW)))
-        rose = math.sqrt((spread + variance(self._recent)) / WINDOW) * ERRORS
+        lowest, spread, at = self.lowest
+        fell = math.sqrt((variance(self.first) / BEGINNING + spread / WINDOW) * (FALL + 2 * math.log(at / WINDOW)))
+        rose = math.sqrt((spread + variance(self.recent)) / WINDOW) * ERRORS
         return self.beginning - lowest > fell and self.now - lowest > rose
 
     @property
     def learnt(self) -> bool:
         """Whether the loss is below where it began; True where that is not certain yet."""
-        return self._counted < 2 * BEGINNING or self.lately < self.beginning
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON value of the guard, a new one each time."""
-        return {
-            "first": list(self._first),
-            "recent": list(self._recent),
-            "lowest": self._lowest,
-            "counted": self._counted,
-            "fell_back": self.fell_back,
-        }
+        return self.counted < 2 * BEGINNING or self.lately < self.beginning

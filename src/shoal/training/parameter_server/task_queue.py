@@ -32,24 +32,16 @@ class Rules:
 
 
 class TaskQueue:
-    """Queue of the steps from `version` on in order, up to a limit.
-
-    `busy` says of (step, part, num_parts) whether there is anything to compute.
-    """
+    """Queue of the steps from `version` on, up to `limit`; `busy` says whether (step, part, num_parts) has any work."""
 
     def __init__(self, rules: Rules, version: int, busy: Callable[[int, int, int], bool]) -> None:
         self._rules, self._busy = rules, busy
         self.version = version
         self.limit = version
-        self._next = version  # the first step of which nothing has been given out
+        self.frontier = version  # the first step of which nothing has been given out
         self._ready: list[Task] = []
         self._out: dict[int, Task] = {}
         self._tickets = 0
-
-    @property
-    def frontier(self) -> int:
-        """First step without a task handed out."""
-        return self._next
 
     @property
     def out(self) -> list[Task]:
@@ -64,11 +56,11 @@ class TaskQueue:
         """The next task; None where there is none, or the bound says to wait."""
         if not self._may_begin():
             return None
-        if not self._ready and self._next < self.limit and (self._rules.bound != 0 or self._next == self.version):
+        if not self._ready and self.frontier < self.limit and (self._rules.bound != 0 or self.frontier == self.version):
             count = self._rules.num_parts
-            parts = [part for part in range(count) if self._busy(self._next, part, count)]
-            self._ready = [Task(self._next, part, count) for part in parts]
-            self._next += 1
+            parts = [part for part in range(count) if self._busy(self.frontier, part, count)]
+            self._ready = [Task(self.frontier, part, count) for part in parts]
+            self.frontier += 1
         if not self._ready:
             return None
         self._tickets += 1
@@ -102,7 +94,7 @@ class TaskQueue:
         """Gives out the steps from `version` on once more, by other rules; where nothing is out."""
         assert not self._out, "between two steps"
         assert not self._ready, "between two steps"
-        self._rules, self.version, self.limit, self._next = rules, version, version, version
+        self._rules, self.version, self.limit, self.frontier = rules, version, version, version
 
     def applied(self) -> None:
         """Counts one more decided step."""

@@ -1,4 +1,4 @@
-"""Worker process: pulls parameters, computes tasks and pushes gradients."""
+"""Worker process: pulls parameters, computes tasks and pushes gradients; and the entry point of servers and workers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from shoal.parallel.data.pushed import ExactPart, FastPart, unpack
 from shoal.plans.resolve import CompletePlan
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.engine import Engine, Options, build
-from shoal.training.observer import Observer
+from shoal.training.forward_backward import Observer
 from shoal.training.parameter_server.channel import Channel, ClosedError, connect
-from shoal.training.parameter_server.peers import OverError, Role, introduce, key_of, raise_if_error
+from shoal.training.parameter_server.members import OverError, Role, introduce, is_shut, key_of, raise_if_error, role
+from shoal.training.parameter_server.server import serve
 from shoal.training.step import StepRunner
 
 BEAT_SECONDS = 1.0
@@ -33,13 +34,13 @@ _LAST_WORD_SECONDS = 5.0
 
 
 class Worker:
-    """Engine and channels of one worker; `watch` observes it."""
+    """Engine and channels of one worker."""
 
-    def __init__(self, engine: Engine, wire: Channel, key: bytes, watch: WorkerObserver) -> None:
+    def __init__(self, engine: Engine, wire: Channel, key: bytes) -> None:
         """Collective: the conductor, which says where the servers are and what is the same for the whole run."""
         if not isinstance(engine.loader, MapLoader):
             raise no_stream()
-        self._engine, self._wire, self._watch, self._loader = engine, wire, watch, engine.loader
+        self._engine, self._wire, self._watch, self._loader = engine, wire, engine.observer, engine.loader
         self._runner = StepRunner(engine, engine.loader, lambda text: None)
         self._reduce = widest(Precision.of(engine.plan.precision, engine.mesh.device).reduce, engine.parameters)
         wire.send({"kind": "ready"})  # not before: until here nobody reads what it is told
@@ -81,9 +82,9 @@ class Worker:
         fetched = self._runner.fetch(task["step"])
         if fetched.error is not None:
             raise fetched.error
-        self._watch.begins(task["part"])
+        self._watch.part_begins(task["part"])
         self._runner.run(fetched, 1.0, lambda following: [])
-        self._watch.computed()
+        self._watch.part_computed()
         clock.mark("exposed_communication")
         sums = self._push(task)
         seconds, spans = clock.end()
@@ -163,68 +164,35 @@ def fixed_tensors(model: nn.Module) -> list[Tensor]:
     return [*frozen, *model.buffers()]
 
 
-def work(
-    job: Job, plan: CompletePlan, environment: Environment, role: Role, watch: WorkerObserver | None = None
-) -> None:
+def work(job: Job, plan: CompletePlan, environment: Environment, role: Role, watch: Observer) -> None:
     """Computes until the conductor says that the run has ended, which is also told of what this raises.
 
     Raises: PeerError where the conductor is gone before; what the job raises.
     """
-    wire = introduce(environment, role, job, plan)
-    try:
-        threading.Thread(target=_beat, args=(wire,), daemon=True).start()
-        _work(job, plan, wire, (environment, role), watch or WorkerObserver())
-    except (PeerError, OverError):
-        raise
-    except Exception as error:
-        told = as_shoal_error(error)
-        told.rank, told.host = environment.rank, socket.gethostname()
-        with contextlib.suppress(ClosedError):
-            wire.send({"kind": "failed", "error": to_json(told, environment.rank, socket.gethostname())})
-        raise told from error
-    finally:
-        wire.close()
-
-
-def _work(job: Job, plan: CompletePlan, wire: Channel, who: tuple[Environment, Role], watch: WorkerObserver) -> None:
-    environment, role = who
     local = Environment(role.number, plan.layout.data, role.number, plan.layout.data)
-    engine = build(job, plan, alone(choose_device(local)), Options(observer=watch.observer))
-    try:
-        watch.attach(engine)
-        worker = Worker(engine, wire, key_of(environment), watch)
+    with contextlib.closing(introduce(environment, role, job, plan)) as wire:
         try:
-            worker.attend()
-        finally:
-            worker.close()
-    except ClosedError as error:
-        if _is_over(wire):
-            raise OverError from error
-        raise PeerError(
-            given=f"{role} of this run",
-            conflict=f"a process that it needs is gone: {error}",
-            remedy="look at what the conductor said; --resume goes on from the newest checkpoint",
-        ) from error
-    finally:
-        engine.close()
-
-
-class WorkerObserver:
-    """Interface of a worker's hooks; this class does nothing."""
-
-    observer = Observer()
-
-    def attach(self, engine: Engine) -> None:
-        """Before the first step."""
-
-    def pulled(self, version: int) -> None:
-        """The worker has the parameters after so many steps."""
-
-    def begins(self, part: int) -> None:
-        """The worker begins to compute a part of a step."""
-
-    def computed(self) -> None:
-        """The worker has computed its part of a step; gradients are in the parameters' `.grad`, in fast mode."""
+            threading.Thread(target=_beat, args=(wire,), daemon=True).start()
+            with contextlib.closing(build(job, plan, alone(choose_device(local)), Options(observer=watch))) as engine:
+                watch.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy)
+                with contextlib.closing(Worker(engine, wire, key_of(environment))) as worker:
+                    worker.attend()
+        except (PeerError, OverError):
+            raise
+        except ClosedError as error:
+            if _is_over(wire, environment):
+                raise OverError from error
+            raise PeerError(
+                given=f"{role} of this run",
+                conflict=f"a process that it needs is gone: {error}",
+                remedy="look at what the conductor said; --resume goes on from the newest checkpoint",
+            ) from error
+        except Exception as error:
+            told = as_shoal_error(error)
+            told.rank, told.host = environment.rank, socket.gethostname()
+            with contextlib.suppress(ClosedError):
+                wire.send({"kind": "failed", "error": to_json(told, environment.rank, socket.gethostname())})
+            raise told from error
 
 
 def _beat(wire: Channel) -> None:
@@ -235,11 +203,30 @@ def _beat(wire: Channel) -> None:
             wire.send({"kind": "alive"})
 
 
-def _is_over(wire: Channel) -> bool:
-    """Whether what the conductor has said and nobody has read ends the run, and with it the servers."""
+def _is_over(wire: Channel, environment: Environment) -> bool:
+    """Whether the run has ended: so says what the conductor sent and nobody has read, or its listener, which is shut.
+
+    A conductor that ends before it has read all that was sent to it resets the connection, and no word comes through.
+    """
     with contextlib.suppress(ClosedError, TimeoutError):
         wire.limit(_LAST_WORD_SECONDS)
         while True:
             if wire.receive()[0]["kind"] == "end":
                 return True
-    return False
+    return is_shut(environment)
+
+
+def take_part(job: Job, plan: CompletePlan, environment: Environment, watch: Observer | None = None) -> bool:
+    """Serves or works until the run has ended; False for the conductor, which does neither. `watch`: a worker's.
+
+    Raises: PeerError where the conductor is gone before; what the job raises.
+    """
+    mine = role(plan, environment.rank)
+    if mine.kind == "conductor":
+        return False
+    with contextlib.suppress(OverError):  # started so slowly that the others were done without it
+        if mine.kind == "server":
+            serve(job, plan, environment, mine)
+        else:
+            work(job, plan, environment, mine, watch or Observer())
+    return True

@@ -14,28 +14,45 @@ from torch.optim import Optimizer
 
 from shoal.errors import UserCodeError
 
-_GUARDED = ("step", "zero_grad")
+# Calls that a loop leaves to its Session: what was given, what it conflicts with, what to write.
+_GUARDED = {
+    "step": (
+        "optimizer.step() in the loop of a Session",
+        "the update takes place when the step's batches are used up, and would be made twice",
+        "leave optimizer.step() out",
+    ),
+    "zero_grad": (
+        "optimizer.zero_grad() within the batches of a step",
+        "a step's gradient is the sum over all its batches, and each step begins without one",
+        "leave optimizer.zero_grad() out",
+    ),
+}
 
 
 class Guard:
     """Guard of optimizers' `step` and `zero_grad` as long as their loop lasts."""
 
     def __init__(self, optimizers: Sequence[Optimizer], in_pass: Callable[[], bool]) -> None:
-        self._optimizers, self._in_pass = list(optimizers), in_pass
-        self._own = [{name: vars(o).get(name) for name in _GUARDED} for o in self._optimizers]
-        self._lifted = False
-        self._guards = [
-            {
-                "step": _refused(o, "step", lambda: not self._lifted, _step),
-                "zero_grad": _refused(o, "zero_grad", lambda: self._in_pass() and not self._lifted, _zero_grad),
-            }
-            for o in self._optimizers
-        ]
+        self._in_pass = in_pass
+        self._guards = [(o, name, vars(o).get(name), self._refused(o, name)) for o in optimizers for name in _GUARDED]
         self.put()
+
+    def _refused(self, optimizer: Optimizer, name: str) -> Any:
+        method = getattr(optimizer, name)
+
+        @functools.wraps(method)  # schedulers look for a mark of theirs
+        def guarded(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if not self._lifted and (name == "step" or self._in_pass()):
+                given, conflict, remedy = _GUARDED[name]
+                raise UserCodeError(given=given, conflict=conflict, remedy=remedy)
+            return method(*args, **kwargs)
+
+        return types.MethodType(guarded, optimizer)  # a scheduler unbinds it
 
     def put(self) -> None:
         """Sets the guards, as attributes of the objects."""
-        self._replace(self._own, self._guards)
+        for optimizer, name, own, guard in self._guards:
+            _replace(vars(optimizer), name, own, guard)
         self._lifted = False
 
     def lift(self) -> None:
@@ -44,17 +61,8 @@ class Guard:
         A wrapper that came later, of a scheduler that was made in the loop, stays and calls the guard, which lets pass.
         """
         self._lifted = True
-        self._replace(self._guards, self._own)
-
-    def _replace(self, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
-        for optimizer, before, after in zip(self._optimizers, old, new, strict=True):
-            attributes = vars(optimizer)
-            for name in _GUARDED:
-                if attributes.get(name) is not before[name]:
-                    continue
-                attributes.pop(name, None)
-                if after[name] is not None:
-                    attributes[name] = after[name]
+        for optimizer, name, own, guard in self._guards:
+            _replace(vars(optimizer), name, guard, own)
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -64,6 +72,13 @@ class Guard:
             yield
         finally:
             self.put()
+
+
+def _replace(attributes: dict[str, Any], name: str, old: Any, new: Any) -> None:
+    if attributes.get(name) is old:
+        attributes.pop(name, None)
+        if new is not None:
+            attributes[name] = new
 
 
 class LoopWatch:
@@ -78,7 +93,11 @@ class LoopWatch:
         """A pass of these starts. Raises: UserCodeError where the gradients of the last one were changed after it."""
         for parameter, gradient, version in self._gradients:
             if parameter.grad is gradient and gradient._version != version and bool(gradient.any()):
-                raise _late()
+                raise UserCodeError(
+                    given="gradients that were changed after the update",
+                    conflict="the update takes place when the step's batches are used up: nothing reads them any more",
+                    remedy="to clip write shoal.Session(clip_norm=...) and leave clip_grad_norm_ out",
+                )
         self._gradients = []
         self._rates = _rates(optimizers)
 
@@ -98,63 +117,21 @@ class LoopWatch:
     def check(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises: UserCodeError where gradients or rates have been changed since."""
         if any(p.grad is not gradient or gradient._version != version for p, gradient, version in self._gradients):
-            raise _changed()
+            raise UserCodeError(
+                given="gradients that were changed after step.backward(), within the batches of a step",
+                conflict="they are those of this rank's batches so far, and the step's gradient is the sum over all "
+                "ranks",
+                remedy="to clip write shoal.Session(clip_norm=...) and leave clip_grad_norm_ out; leave "
+                "model.zero_grad() out",
+            )
         if _rates(optimizers) != self._rates:
-            raise _rescheduled()
+            raise UserCodeError(
+                given="a learning rate that was changed within the batches of a step, as by scheduler.step()",
+                conflict="a rank may have several batches of a step, or none: rates belong to the step",
+                remedy="write scheduler.step() after the loop over the batches, once a step",
+            )
 
 
 def _rates(optimizers: Sequence[Optimizer]) -> list[Any]:
     found = (group.get("lr") for optimizer in optimizers for group in optimizer.param_groups)
     return [rate.item() if isinstance(rate, Tensor) and rate.numel() == 1 else rate for rate in found]
-
-
-def _refused(optimizer: Optimizer, name: str, when: Callable[[], bool], error: Callable[[], UserCodeError]) -> Any:
-    method = getattr(optimizer, name)
-
-    @functools.wraps(method)  # schedulers look for a mark of theirs
-    def guarded(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if when():
-            raise error()
-        return method(*args, **kwargs)
-
-    return types.MethodType(guarded, optimizer)  # a scheduler unbinds it
-
-
-def _step() -> UserCodeError:
-    return UserCodeError(
-        given="optimizer.step() in the loop of a Session",
-        conflict="the update takes place when the step's batches are used up, and would be made twice",
-        remedy="leave optimizer.step() out",
-    )
-
-
-def _changed() -> UserCodeError:
-    return UserCodeError(
-        given="gradients that were changed after step.backward(), within the batches of a step",
-        conflict="they are those of this rank's batches so far, and the step's gradient is the sum over all ranks",
-        remedy="to clip write shoal.Session(clip_norm=...) and leave clip_grad_norm_ out; leave model.zero_grad() out",
-    )
-
-
-def _late() -> UserCodeError:
-    return UserCodeError(
-        given="gradients that were changed after the update",
-        conflict="the update takes place when the step's batches are used up: nothing reads them any more",
-        remedy="to clip write shoal.Session(clip_norm=...) and leave clip_grad_norm_ out",
-    )
-
-
-def _rescheduled() -> UserCodeError:
-    return UserCodeError(
-        given="a learning rate that was changed within the batches of a step, as by scheduler.step()",
-        conflict="a rank may have several batches of a step, or none: rates belong to the step",
-        remedy="write scheduler.step() after the loop over the batches, once a step",
-    )
-
-
-def _zero_grad() -> UserCodeError:
-    return UserCodeError(
-        given="optimizer.zero_grad() within the batches of a step",
-        conflict="a step's gradient is the sum over all its batches, and each step begins without one",
-        remedy="leave optimizer.zero_grad() out",
-    )

@@ -11,32 +11,21 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from shoal.checkpoint.keeper import RunState
-from shoal.data.loader import Loader, MapLoader
-from shoal.data.microbatch import Microbatch, StepData
+from shoal.checkpoint.run_state import RunState
+from shoal.data.loader import Loader, MapLoader, Microbatch, StepData
 from shoal.data.order import Order
 from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer
-from shoal.errors import PeerError, ShoalError
+from shoal.errors import JobError, NonFiniteError, PeerError, ShoalError, UserCodeError
 from shoal.job import Progress
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import StepSums
-from shoal.training.session.asked import Asked
+from shoal.training.session.arguments import Prepared
 from shoal.training.session.guard import Guard
-from shoal.training.session.meeting import Meeting, Word, groups_differ, meet
-from shoal.training.session.mistakes import (
-    left_within,
-    not_finite,
-    not_iterated,
-    not_now,
-    other_passes,
-    which_optimizer,
-)
-from shoal.training.session.passes import BatchPasses
-from shoal.training.session.prepared import Prepared
-from shoal.training.session.rates import group_values, number_of
+from shoal.training.session.meeting import Asked, Meeting, Word, groups_differ, meet
+from shoal.training.session.optimizers import group_values, number_of
+from shoal.training.session.passes import Base, BatchPasses, Chosen
 from shoal.training.session.saving import Saving
-from shoal.training.session.ways import Base, Chosen
 
 
 class SessionStep:
@@ -105,6 +94,7 @@ class Loop:
         training, plan, replay = self._base.training, self._base.plan, self._base.replay
         scale = LossScale.of(plan.precision.loss_scale, self._base.precision.compute)
         state = (self._saving.load(scale) if training.resume else None) or RunState(loss_scale=scale)
+        state.grains = self._base.job.grains
         fuse = training.fuse and not (replay and replay.grain_by_grain)
         self._loader.seek(state.step, plan.batch.grains_per_microbatch if fuse else 1)
         self.passes.watch()
@@ -168,10 +158,21 @@ class Loop:
         """A pass of the step at hand."""
         every = tuple(range(len(self._prepared.optimizers)))
         if alone and len(every) > 1:
-            raise which_optimizer(len(every))
+            raise JobError(
+                given=f"for batch in step, with {len(every)} optimizers",
+                conflict="each update has its own loss, so that it has to be said which of them a pass over the "
+                "batches is for",
+                remedy="write: for batch in step.batches(optimizer): ... step.backward(total, weight), once for each "
+                "update; step.batches() where one loss is for all of them",
+            )
         chosen = tuple(sorted({self._prepared.index(optimizer) for optimizer in optimizers})) or every
         if step.number != self.state.step + 1 or self._over or self._open or (self._alone and self._turns):
-            raise not_now(step.number, self._open)
+            raise JobError(
+                given=f"the batches of step {step.number} "
+                + ("within a pass over them" if self._open else "after its update"),
+                conflict="a pass over a step's batches ends with an update, and passes follow each other",
+                remedy="write step.batches(optimizer) for each of several updates of a step, one after the other",
+            )
         self._alone = alone
         found = self._batches(step, chosen)
         self._pass = weakref.ref(found)
@@ -187,7 +188,13 @@ class Loop:
             self.passes.rate(self._progress())
         except GeneratorExit:
             with contextlib.suppress(Exception):  # what took this rank out of its loop is what is told of here
-                self._sum(left_within(step.number, self._mesh.rank))
+                error = UserCodeError(
+                    given=f"rank {self._mesh.rank} left the loop within step {step.number} "
+                    "(a break, a return or an exception of its own)",
+                    conflict="the batches of all ranks belong to the step's update, which did not take place",
+                    remedy="look at what that rank said",
+                )
+                self._sum(error)
             return
         except BaseException:
             self._over = True  # Ctrl-C in the midst of what the ranks do together
@@ -203,7 +210,13 @@ class Loop:
         bits = float(sum(1 << number for number in chosen))
         meeting = self._meet(self._word(checkpoint=due, passes=bits, groups=number_of(values)))
         if meeting.differ("passes"):
-            self._fail(other_passes(step.number))
+            self._fail(
+                JobError(
+                    given=f"step {step.number}, in which ranks update different optimizers at a time",
+                    conflict="the gradients of a pass are summed over all ranks",
+                    remedy="choose optimizers by what is the same on all ranks, as step.number is",
+                )
+            )
         if meeting.differ("groups"):
             self._fail(groups_differ(self._mesh, values, step.number))
         if meeting.words[0].checkpoint:
@@ -243,7 +256,13 @@ class Loop:
             raise
         step.loss, step.grad_norm, step.learning_rate = sums.loss, update.grad_norm, update.learning_rate
         if update.skipped == "nonfinite" and not self._base.training.skip_nonfinite:
-            self._fail(not_finite(step.number, sums, update))
+            self._fail(
+                NonFiniteError(
+                    given=f"step {step.number}: loss {sums.loss}, gradient norm {update.grad_norm}",
+                    conflict="one of them is not finite; the parameters are those before the step",
+                    remedy="mend the data, or write Session(skip_nonfinite=True)",
+                )
+            )
         self._turns.append(chosen)
         self._sums, self._skipped = sums, self._skipped or update.skipped
         self.state.adapt(update.skipped)
@@ -256,7 +275,11 @@ class Loop:
         self._close_pass()
         if self._over or not self._turns:
             self._leave()
-            raise not_iterated(step.number)
+            raise UserCodeError(
+                given=f"step {step.number} was not iterated to its end",
+                conflict="its batches belong to the training",
+                remedy="write: for batch in step: ... step.backward(total, weight)",
+            )
         self._count()
 
     def _close_pass(self) -> None:
@@ -271,23 +294,20 @@ class Loop:
         self.state.count(self._sums, self._skipped)
         self._turns, self._skipped = [], None
 
-    def _is_finished(self) -> bool:
-        """Whether a step that was left in its body had all its updates: those of a step before it."""
-        return bool(self._turns) and (self._alone or tuple(self._turns) in self._known)
-
     def _leave(self) -> None:
         """This rank's loop ends here; it tells the others, and all save what was finished. Collective: all ranks."""
         self._close_pass()
         if self._over:
             return
-        live = self._is_finished()
+        # Whether the step that is left in its body had all its updates: those of a step before it.
+        live = bool(self._turns) and (self._alone or tuple(self._turns) in self._known)
         if live:
             self._count()
         try:
             meeting = self._meet(self._word(leaves=True))
             self._over = True
-            self.asked.tell(any(word.asked for word in meeting.words))
-            self._save_all(meeting, live=live)
+            self.asked.elsewhere = any(word.asked for word in meeting.words)
+            self._save(live=live, clean=meeting.clean)
         except ShoalError as error:  # nobody would see it raised: the generator is being closed
             self._over = True
             warnings.warn(f"the loop was left after {self.state.step} steps: {error}", RuntimeWarning, stacklevel=2)
@@ -297,23 +317,11 @@ class Loop:
         self._saving.mark()
         meeting = self._meet(self._word(leaves=True))
         self._over = True
-        self._save_all(meeting, live=True)
+        self._save(live=True, clean=meeting.clean)
         if not meeting.clean:
             raise meeting.behind(self.state.step)
         if any(word.asked for word in meeting.words):
             raise self.asked.end()
-
-    def _save_all(self, meeting: Meeting, live: bool = False) -> None:
-        """The last checkpoint, where all ranks say that the state is the same one. Collective: all ranks."""
-        if meeting.clean:
-            self._save(live=live)
-        else:
-            self._saving.torn(self.state, self._names(), at_first=not self._known)
-
-    def _names(self) -> list[str]:
-        """Of the optimizers that have made updates of the step at hand."""
-        numbers = sorted({number for chosen in self._turns for number in chosen})
-        return [type(self._prepared.optimizers[number]).__name__ for number in numbers]
 
     def _word(self, leaves: bool = False, **said: Any) -> Word:
         # Between two updates of a step there is nothing to save: a request waits for the last of them.
@@ -329,15 +337,17 @@ class Loop:
         if word.leaves or not meeting.ends:
             return meeting
         self._over = True
-        self._save_all(meeting)
+        self._save(clean=meeting.clean)
         if any(other.leaves for other in meeting.words):
             raise meeting.left(self.state.step)
         raise self.asked.end()
 
-    def _save(self, live: bool = False) -> None:
-        """The last checkpoint. Collective: all ranks."""
-        if self._turns:
-            self._saving.torn(self.state, self._names(), at_first=not self._known)
+    def _save(self, *, live: bool = False, clean: bool = True) -> None:
+        """The last checkpoint, where `clean`: all ranks say that the state is the same one. Collective: all ranks."""
+        if self._turns or not clean:
+            numbers = sorted({number for chosen in self._turns for number in chosen})
+            names = [type(self._prepared.optimizers[number]).__name__ for number in numbers]
+            self._saving.torn(self.state, names, at_first=not self._known)
             return
         try:
             self._saving.last(self.state, live=live)
@@ -364,7 +374,7 @@ class Loop:
     def _restore(self) -> None:
         """What a pass that did not come to its update has changed is put back."""
         if self._open:
-            self.passes.restore()
+            self.passes.buffers.restore()
         self._open = False
 
     def _lost(self, error: Exception) -> Exception:

@@ -1,11 +1,86 @@
-"""Agreement of a Session's ranks before each pass, and where a rank leaves the loop."""
+"""Agreement of a Session's ranks before each pass, and where one leaves the loop or is asked to by a signal."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 from shoal.distributed.mesh import Mesh
-from shoal.errors import JobError, PeerError
+from shoal.errors import ExitCode, JobError, PeerError
+from shoal.launch.signals import Signals
+
+_DEFAULTS: dict[signal.Signals, Callable[[int, FrameType | None], Any] | signal.Handlers] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
+class Asked:
+    """Signals that arrived; the second of a kind has its default effect."""
+
+    def __init__(self) -> None:
+        self._signals = Signals(impatient=False)
+        self.received = self._signals.received
+        self.elsewhere = False  # whether any rank was asked to stop before all left the loop
+        self._ended = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._signals.takes(number):
+            return
+        if self._signals.twice:
+            self._ended = True
+            signal.signal(number, _DEFAULTS[signal.Signals(number)])
+            signal.raise_signal(number)
+            return
+        name = signal.Signals(number).name
+        # By the descriptor: a signal may come in the midst of a print.
+        said = f"shoal: {name}: stops before the next step, with a checkpoint; again to stop at once\n"
+        with contextlib.suppress(OSError):
+            os.write(2, said.encode())
+
+    @contextlib.contextmanager
+    def noted(self, wanted: bool) -> Iterator[None]:
+        """A context in which they are noted, where `wanted` and nobody else handles them."""
+        mine = [n for n, handler in _DEFAULTS.items() if signal.getsignal(n) is handler]
+        if not wanted or threading.current_thread() is not threading.main_thread():
+            mine = []
+        for number in mine:
+            signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number in mine:
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, _DEFAULTS[number])
+            left = [n for n in self.received if n != signal.SIGINT]
+            if left and not self._ended:  # the loop was left for another reason
+                signal.raise_signal(left[0])
+
+    def insist(self, error: BaseException | None = None) -> None:
+        """Raises: what ends a rank, once, where a loop was left by other means than the request to stop.
+
+        A generator that is closed by a break can raise nothing itself. An `error` under way ends the rank too: an exit
+        without a word would hide it.
+        """
+        interrupted = signal.SIGINT in self.received
+        if not self._ended and (interrupted or (self.elsewhere and error is None)):
+            raise self.end()
+
+    def end(self) -> BaseException:
+        """Exception that ends this rank's loop, whichever rank got the signal."""
+        self._ended = True
+        if signal.SIGINT in self.received:
+            return KeyboardInterrupt()
+        print("shoal: stopped on request; Session(resume=True) goes on", file=sys.stderr)
+        return SystemExit(int(ExitCode.PREEMPTED))
 
 
 @dataclass(frozen=True)

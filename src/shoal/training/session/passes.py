@@ -1,41 +1,157 @@
-"""Passes of a Session's step: one reading of its batches on this rank, and the update at the end."""
+"""Passes of a Session's step: one reading of its batches on this rank, and the update of some optimizers at the end."""
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Generator, Iterator
-from dataclasses import replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shoal.checkpoint.state import model_tensors
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import Microbatch
 from shoal.distributed.failures import as_shoal_error
-from shoal.errors import ShoalError, UserCodeError
-from shoal.job import Progress
+from shoal.distributed.mesh import Mesh
+from shoal.errors import JobError, PlanError, ShoalError, UserCodeError
+from shoal.job import Job, Progress
 from shoal.numerics.batch_statistics import StepBuffers
-from shoal.numerics.precision import LossScale
-from shoal.parallel.base import Flags, StepSums
+from shoal.numerics.precision import LossScale, Precision
+from shoal.parallel.assemble import assemble
+from shoal.parallel.base import Flags, StepSums, Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.plans.resolve import CompletePlan
 from shoal.training.computation import LossComputer, MicrobatchPolicy, RedoError, check_pair
-from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, StepParts
-from shoal.training.observer import Observer
-from shoal.training.optimizer_step import Update
+from shoal.training.forward_backward import ForwardBackward, LoadedMicrobatch, Observer, StepParts
+from shoal.training.optimizer_step import Update, Updater
+from shoal.training.session.arguments import Prepared, Training
 from shoal.training.session.guard import LoopWatch
-from shoal.training.session.prepared import Prepared
-from shoal.training.session.rates import Groups, as_one, turned
-from shoal.training.session.ways import Base, Chosen, UpdateWay, UpdateWays
+from shoal.training.session.optimizers import Groups, OwnStepper, as_one, turned
 from shoal.training.telemetry import StepClock
 from shoal.training.trace.recorder import TraceRecorder
+from shoal.training.trace.traces import Replay
+
+# The numbers of the optimizers that a pass updates, in the order of `prepare`.
+Chosen = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Base:
+    """Mesh, plan, precision and job of a Session, for its loop. `older`: it resumes a training of an older version."""
+
+    mesh: Mesh
+    plan: CompletePlan
+    precision: Precision
+    training: Training
+    job: Job
+    replay: Replay | None
+    says_workers: bool = False  # the plan, how many processes read the data
+    older: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateWay:
+    """Update of one pass. `trained`: its `parameters` by identity; `others` get no gradient from it."""
+
+    parameters: tuple[nn.Parameter, ...]
+    trained: tuple[int, ...]
+    others: tuple[nn.Parameter, ...]
+    strategy: Strategy
+    updater: Updater
+    stepper: OwnStepper
+
+
+class UpdateWays:
+    """Updates of a Session, constructed on first use, and again where other parameters are trained."""
+
+    def __init__(self, base: Base, prepared: Prepared, sharded_model: ShardedModel, observer: Observer) -> None:
+        """Collective: all ranks, as the strategies. Raises: JobError, PlanError."""
+        self._base, self._prepared, self._sharded_model, self._observer = base, prepared, sharded_model, observer
+        self._made: dict[Chosen, UpdateWay] = {}
+        self._first = self._all_trained()
+        if len(prepared.optimizers) > 1 and base.plan.collectives.compression != "none":
+            raise PlanError(
+                given=f'collectives.compression = "{base.plan.collectives.compression}" with several optimizers',
+                conflict="what is held back of one pass would be added to another's gradients",
+                remedy='write compression = "none", or one optimizer with parameter groups',
+            )
+        if not any(map(_trained, [[o] for o in prepared.optimizers])):
+            raise JobError(
+                given="optimizers without trainable parameters",
+                conflict="there is nothing to train",
+                remedy="check requires_grad of the parameters that they were given",
+            )
+        for number, optimizer in enumerate(prepared.optimizers):
+            if _trained([optimizer]):
+                self.of((number,))
+
+    def of(self, chosen: Chosen) -> UpdateWay:
+        """The way of a pass that updates these. Collective where it is new: all ranks, as the strategy.
+
+        Raises: JobError where they have nothing to train, or other parameters than can be taken up in the midst.
+        """
+        optimizers = [self._prepared.optimizers[number] for number in chosen]
+        trained, known = _trained(optimizers), self._made.get(chosen)
+        if known is not None and known.trained == trained:
+            return known
+        self._prepared.check_parameters()
+        self._refuse_changes()
+        if not trained:
+            raise JobError(
+                given=f"a pass that updates {', '.join(type(o).__name__ for o in optimizers)}",
+                conflict="none of their parameters requires a gradient",
+                remedy="leave the pass out, or set requires_grad before it",
+            )
+        if known is not None:
+            known.strategy.close()
+        self._made[chosen] = self._make(optimizers, trained)
+        return self._made[chosen]
+
+    def _make(self, optimizers: list[Optimizer], trained: tuple[int, ...]) -> UpdateWay:
+        base, mine = self._base, set(trained)
+        exact = base.plan.execution.exact
+        named = list(self._sharded_model.parameters())
+        parameters = [p for _, p in named if id(p) in mine]
+        strategy = assemble(base.plan, self._sharded_model, parameters, base.job.num_grains, lambda span: None)
+        stepper = OwnStepper(optimizers, base.job, exact=exact)
+        one = as_one(optimizers, exact)
+        updater = Updater(one, base.job, self._observer, strategy, self._sharded_model, exact=exact, stepper=stepper)
+        others = tuple(p for _, p in named if id(p) not in mine)
+        return UpdateWay(tuple(parameters), trained, others, strategy, updater, stepper)
+
+    def _all_trained(self) -> frozenset[int]:
+        return frozenset(id(p) for _, p in self._sharded_model.parameters() if p.requires_grad)
+
+    def _refuse_changes(self) -> None:
+        plan = self._base.plan
+        if self._all_trained() == self._first or not (plan.layout.shard > 1 or plan.collectives.compression != "none"):
+            return
+        how = "shard" if plan.layout.shard > 1 else "collectives.compression"
+        raise JobError(
+            given=f"parameters that were frozen or unfrozen in the midst of the training, with {how}",
+            conflict="what ranks keep for each parameter was divided among them before the first step",
+            remedy="set requires_grad before session.steps(), or use the data axis without compression",
+        )
+
+    @property
+    def strategy(self) -> Strategy:
+        """Any one strategy: which rank updates a parameter is the same in all."""
+        return next(iter(self._made.values())).strategy
+
+    def close(self) -> None:
+        """Takes the strategies' hooks off."""
+        for way in self._made.values():
+            way.strategy.close()
+
+
+def _trained(optimizers: Sequence[Optimizer]) -> tuple[int, ...]:
+    return tuple(id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad)
 
 
 class BatchPasses:
-    """Execution of passes, one after the other. `error`: why this rank could not compute the last one.
-
-    `torn`: whether an update was left in the midst of it.
-    """
+    """Execution of passes in turn. `error`: why the last could not be computed here; `torn`: left within an update."""
 
     def __init__(self, base: Base, prepared: Prepared) -> None:
         """Collective: all ranks. Raises: JobError, PlanError."""
@@ -45,15 +161,15 @@ class BatchPasses:
         replay = base.replay
         self._observer = TraceRecorder(Path(replay.folder), base.mesh.rank) if replay else Observer()
         self.ways = UpdateWays(base, prepared, self.sharded_model, self._observer)
-        self._buffers = StepBuffers(self._root)
-        self._buffers.watch()
-        self._buffers.begin()
+        self.buffers = StepBuffers(self._root)
+        self.buffers.watch()
+        self.buffers.begin()
         self._parts = functools.partial(
             StepParts,
             mesh=base.mesh,
             precision=base.precision,
             sharded_model=self.sharded_model,
-            buffers=self._buffers,
+            buffers=self.buffers,
             clock=StepClock(base.mesh.device, enabled=False),
             observer=self._observer,
         )
@@ -95,7 +211,9 @@ class BatchPasses:
         """What gives each microbatch its randomness, another one in each pass of a step; the loop computes its loss."""
         base, fuse = self._base, self._base.training.fuse
         job = replace(base.job, seed=turned(base.job.seed, turn)) if turn else base.job
-        policy = MicrobatchPolicy(base.plan.batch.grains_per_microbatch, "scoped" if fuse else "opaque", fuse)
+        policy = MicrobatchPolicy.of(base.job, base.plan.batch.grains_per_microbatch)
+        by_position = policy.by_position and not base.older
+        policy = replace(policy, randomness="scoped" if fuse else "opaque", by_position=by_position)
         return LossComputer(job, self._root, base.precision, policy)
 
     def _replay(self) -> None:
@@ -125,11 +243,19 @@ class BatchPasses:
                 with self._passes.microbatch(loaded) as batch, precision.autocast():
                     yield batch
                     if not self._taken:
-                        raise _no_backward(self._microbatch.step + 1)
+                        raise UserCodeError(
+                            given=f"a batch of step {self._microbatch.step + 1} without step.backward(total, weight)",
+                            conflict="every batch belongs to the step's gradient",
+                            remedy="call step.backward(total, weight) once for each batch",
+                        )
                     self._watch.check(self._prepared.optimizers)
                     self._watch.drop()
         except RedoError as redo:
-            self.error = _not_fusible(str(redo))
+            self.error = UserCodeError(
+                given=f"a model that uses {redo}",
+                conflict="it cannot be told apart by grain where several grains share a forward",
+                remedy="write Session(fuse=False): each batch is then one grain",
+            )
         except Exception as error:
             self.error = as_shoal_error(error)
         finally:
@@ -140,7 +266,12 @@ class BatchPasses:
         """Adds the batch at hand. Raises: LossError; UserCodeError where there is none, or it was added before."""
         microbatch = self._microbatch
         if microbatch is None or self._taken:
-            raise _no_batch(number, again=microbatch is not None)
+            raise UserCodeError(
+                given=f"step.backward() of step {number} "
+                + ("a second time for the same batch" if microbatch is not None else "without a batch"),
+                conflict="the loss of each batch counts once",
+                remedy="call it once within the loop over the batches; add losses up to one total",
+            )
         total, weight = check_pair("loss", total if weight is None else (total, weight))
         self._taken = True
         loss, sums = self._passes.loss(microbatch, total, weight, self._passes.weighted_buffers(microbatch))
@@ -162,7 +293,8 @@ class BatchPasses:
 
     def update(self, sums: StepSums, loss_scale: LossScale, progress: Progress) -> Update:
         """Steps the optimizers of the pass. Raises: as Updater.step."""
-        self._way.drop_others()
+        for other in self._way.others:  # no gradient that a pass has left on another optimizer's outlives it
+            other.grad = None
         begun = self._way.updater.num_begun
         try:
             update = self._way.updater.step(sums.loss, sums.weight, loss_scale, progress)
@@ -178,37 +310,8 @@ class BatchPasses:
         self.torn = False
         return update
 
-    def restore(self) -> None:
-        """Puts the buffers back that a pass has changed that does not update."""
-        self._buffers.restore()
-
     def close(self) -> None:
         """Takes hooks off the model."""
         self.ways.close()
         if isinstance(self._observer, TraceRecorder):
             self._observer.close()
-
-
-def _not_fusible(what: str) -> UserCodeError:
-    return UserCodeError(
-        given=f"a model that uses {what}",
-        conflict="it cannot be told apart by grain where several grains share a forward",
-        remedy="write Session(fuse=False): each batch is then one grain",
-    )
-
-
-def _no_backward(number: int) -> UserCodeError:
-    return UserCodeError(
-        given=f"a batch of step {number} without step.backward(total, weight)",
-        conflict="every batch belongs to the step's gradient",
-        remedy="call step.backward(total, weight) once for each batch",
-    )
-
-
-def _no_batch(number: int, again: bool) -> UserCodeError:
-    return UserCodeError(
-        given=f"step.backward() of step {number} "
-        + ("a second time for the same batch" if again else "without a batch"),
-        conflict="the loss of each batch counts once",
-        remedy="call it once within the loop over the batches; add losses up to one total",
-    )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint.keeper import Keeper, RunState, Trained
+from shoal.checkpoint.keeper import Keeper, Trained
+from shoal.checkpoint.manifest import ManifestError
+from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.store import Store
 from shoal.data.loader import Loader
 from shoal.distributed.agreement import together
@@ -14,10 +17,34 @@ from shoal.errors import RunDirectoryError, StorageError
 from shoal.numerics.precision import LossScale
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
-from shoal.training.session.prepared import Prepared
-from shoal.training.session.rates import Groups, as_one
+from shoal.plans.grains import FEW_GRAINS
+from shoal.training.session.arguments import Prepared, Training
+from shoal.training.session.optimizers import Groups, as_one
+from shoal.training.session.passes import Base
 from shoal.training.session.schedulers import Schedulers
-from shoal.training.session.ways import Base
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Training that a Session resumes: its number of grains (None: it begins), and whether an older version began it.
+
+    Such a version did not record the number, which was 8 where nobody said another.
+    """
+
+    grains: int | None = None
+    older: bool = False
+
+
+def resumed(training: Training) -> Resumed:
+    """The training that the newest readable checkpoint is of."""
+    if not training.resume or training.checkpoints is None:
+        return Resumed()
+    store = Store(Path(training.checkpoints))
+    for step in reversed(store.steps()):
+        with contextlib.suppress(ManifestError):
+            found = store.open(step).document["run"].get("grains")
+            return Resumed(found or FEW_GRAINS, older=found is None)
+    return Resumed()
 
 
 class Saving:

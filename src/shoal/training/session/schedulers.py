@@ -21,11 +21,12 @@ class Schedulers:
 
     def state(self) -> list[dict[str, Any]]:
         """A JSON value. Raises: UserCodeError for a state that is none."""
-        found = []
-        for scheduler in self._schedulers:
-            name = type(scheduler).__name__
-            found.append({"kind": name, "state": encode(scheduler.state_dict(), name, "scheduler", _written)})
-        return found
+
+        def leaf(path: str, tensor: Tensor) -> dict[str, Any]:
+            return {TENSOR: tensor.tolist(), "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+        named = [(type(scheduler).__name__, scheduler) for scheduler in self._schedulers]
+        return [{"kind": kind, "state": encode(s.state_dict(), kind, "scheduler", leaf)} for kind, s in named]
 
     def restore(self, saved: Sequence[dict[str, Any]]) -> None:
         """From `state`. Raises: JobMismatchError for those of other schedulers."""
@@ -38,12 +39,6 @@ class Schedulers:
                 "another checkpoints=",
             )
         for scheduler, document in zip(self._schedulers, saved, strict=True):
-            scheduler.load_state_dict(decode(document["state"], _read))
-
-
-def _written(path: str, tensor: Tensor) -> dict[str, Any]:
-    return {TENSOR: tensor.tolist(), "dtype": str(tensor.dtype).removeprefix("torch.")}
-
-
-def _read(saved: dict[str, Any]) -> Tensor:
-    return torch.tensor(saved[TENSOR], dtype=getattr(torch, saved["dtype"]))
+            scheduler.load_state_dict(
+                decode(document["state"], lambda t: torch.tensor(t[TENSOR], dtype=getattr(torch, t["dtype"])))
+            )

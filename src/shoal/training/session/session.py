@@ -6,18 +6,22 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.data.opened import open_evaluation
+from shoal.data.loader import Loader
+from shoal.data.opened import in_new_orders, loader_of, open_data, open_evaluation, order_of, refuse_epochs
+from shoal.data.order import Order
+from shoal.data.source import Opened
 from shoal.distributed.agreement import decided_by_rank_0, together
 from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import JobError, PlanError
-from shoal.job import Length
+from shoal.job import Epochs, Job, Length
 from shoal.launch.environment import Environment, joined
 from shoal.numerics.precision import Precision
 from shoal.parallel.blocks.compiled import compile_blocks
@@ -25,16 +29,53 @@ from shoal.parallel.blocks.recompute import recompute
 from shoal.plans import AXES, Plan
 from shoal.plans.conflicts import idle
 from shoal.plans.legal import ModelFacts, conflicts, refuse
-from shoal.plans.resolve import Judged, Wishes, apply_wishes, judge
-from shoal.plans.unheeded import unheeded, warn_of
+from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judge, unheeded, warn_of
+from shoal.training.default_grains import GrainsChoice, grains_of
 from shoal.training.evaluation import Evaluator
 from shoal.training.preflight import refuse_differences
+from shoal.training.session.arguments import Prepared, Training, missing_attribute
 from shoal.training.session.loop import Loop, SessionStep
-from shoal.training.session.prepared import Prepared
-from shoal.training.session.reading import open_loader
-from shoal.training.session.training import Training, missing_attribute
-from shoal.training.session.ways import Base
-from shoal.training.trace.replay import Replay
+from shoal.training.session.passes import Base
+from shoal.training.session.saving import Resumed, resumed
+from shoal.training.trace.traces import Replay
+
+
+def open_loader(base: Base, data: Opened, length: Any, epochs: Any) -> tuple[Loader, Order]:
+    """The loader of a session's data, and the order of its steps. Collective: all ranks.
+
+    Raises: on every rank, DataError for data that disagree with the session, JobError for what is no length.
+    """
+    training, mesh = base.training, base.mesh
+    if mesh.rank == 0:
+        warn_of(data.notes, above=1)
+    goal = _length(length, epochs, data)
+    shuffle = together(mesh, lambda: in_new_orders("dataset", data, training.shuffle))
+    order = order_of(data, base.job, goal, shuffle)
+    workers = base.plan.data.workers if data.workers is None or base.says_workers else data.workers
+    return together(mesh, lambda: loader_of(data, order, mesh, workers)), order
+
+
+def _length(length: Any, epochs: Any, data: Opened) -> Length:
+    """Raises: JobError for what is no length, for two of them, and for epochs of a stream."""
+    given = ", ".join(([] if length is None else [repr(length)]) + ([] if epochs is None else [f"epochs={epochs!r}"]))
+    if length is not None and epochs is not None:
+        raise _no_length(given, "a training has one length")
+    goal = length if length is not None else Epochs(1 if epochs is None else epochs)
+    count = getattr(goal, "count", None)
+    if isinstance(count, bool) or not isinstance(count, int | float) or not count > 0:
+        raise _no_length(given, "a length says what it counts, and is positive")
+    found: Length = goal
+    given = f"session.steps({', '.join(['stream', given] if given else ['stream'])})"
+    refuse_epochs(data, found, given, "write session.steps(stream, shoal.Steps(1000)) or shoal.Samples(10**6)")
+    return found
+
+
+def _no_length(given: str, conflict: str) -> JobError:
+    return JobError(
+        given=f"session.steps(dataset, {given})",
+        conflict=conflict,
+        remedy="write session.steps(dataset, epochs=3), shoal.Steps(1000) or shoal.Samples(10**6)",
+    )
 
 
 class Session:
@@ -64,7 +105,6 @@ class Session:
         if environment.rank == 0 and not self.replay:
             warn_of(idle(plan))
             warn_of(self._job.without_effect())
-            warn_of(unheeded(plan, self._job.grains, None if self.training.fuse else "fuse=False"))
         if self.replay and self.replay.of is not None:  # the same loop on one process
             plan = plan.with_sections(layout=dict.fromkeys(AXES, 1))
         if self.replay:  # compressed sums are not those of one process
@@ -73,14 +113,28 @@ class Session:
         prepare_process(plan.execution.exact, num_threads=None)
         with contextlib.ExitStack() as opened:
             self.mesh = opened.enter_context(open_mesh(environment, plan.degrees))
-            facts = ModelFacts(self._job.grains, self._job.grain_size)  # its model comes later
             refuse_differences(self.mesh, {"plan": plan.to_mapping(), "job": self._job.describe()})
-            self.plan = decided_by_rank_0(self.mesh, Judged, lambda: judge(plan, facts)).plan
+            self.plan = plan
+            self._judged = None if self._job.grains is None else self._judge(self._job)
             self._exit = opened.pop_all()
         self._precision = Precision.of(self.plan.precision, self.mesh.device, self.plan.execution.channels_last)
         self._prepared = Prepared()
         self._loop: Loop | None = None
         self._steps: weakref.ReferenceType[Generator[SessionStep]] | None = None
+
+    def _judge(self, job: Job) -> CompletePlan:
+        """The plan judged for a job whose number of grains is known. Collective: all ranks. Raises: PlanError."""
+        asked, facts = self.plan, ModelFacts(job.num_grains, job.grain_size)  # no layout that divides the model
+        if self.mesh.rank == 0 and not self.replay:
+            warn_of(unheeded(asked, job.num_grains, None if job.fuse else "fuse=False"))
+        found = decided_by_rank_0(self.mesh, Judged, lambda: judge(asked, facts)).plan
+        self.plan, self._job = found, job
+        return found
+
+    def _judge_default(self, data: Opened) -> CompletePlan:
+        """The same with the default number of grains, for the prepared model and the data. Collective: all ranks."""
+        chosen = decided_by_rank_0(self.mesh, GrainsChoice, lambda: grains_of(self._job, self._prepared.root(), data))
+        return self._judge(replace(self._job, grains=chosen.num_grains))
 
     @property
     def rank(self) -> int:
@@ -146,16 +200,23 @@ class Session:
                 remedy="write one loop over session.steps(dataset, epochs=N); step.epoch tells which it is in",
             )
         self._prepared.check()
+        asked = self.training.collate, self.training.global_batch, self.training.shuffle
+        data = together(self.mesh, lambda: open_data("dataset", dataset, *asked))
+        before = decided_by_rank_0(self.mesh, Resumed, lambda: Resumed() if self.replay else resumed(self.training))
+        if self._judged is None:
+            self._job = replace(self._job, grains=before.grains)
+            self._judged = self._judge_default(data)
         base = Base(
             mesh=self.mesh,
-            plan=self.plan,
+            plan=self._judged,
+            older=before.older,
             precision=self._precision,
             training=self.training,
             job=self._job,
             replay=self.replay,
             says_workers=self._says_workers,
         )
-        loader, order = open_loader(base, dataset, length, epochs)
+        loader, order = open_loader(base, data, length, epochs)
         self._loop = Loop(base, self._prepared, loader, order)
         found = self._loop.run()
         self._steps = weakref.ref(found)
@@ -181,7 +242,7 @@ class Session:
         data = together(self.mesh, lambda: open_evaluation("dataset", dataset, self.training.collate))
         if self.mesh.rank == 0:
             warn_of(data.notes)
-        evaluator = Evaluator(self._job, self.mesh, self._precision, data.source, metrics, collate=data.collate)
+        evaluator = Evaluator(self._job, self.mesh, self._precision, data, metrics)
         return evaluator.evaluate(models[0] if model is None else model)
 
     def close(self) -> None:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.checkpoint.state import merged_optimizers, optimizer_state
-from shoal.data.microbatch import Microbatch
+from shoal.data.loader import Microbatch
 from shoal.parallel.base import Strategy
-from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local
-from shoal.parallel.model_sums import whole_tensors
-from shoal.training.observer import Observer
+from shoal.parallel.model.sharded_model import ShardedModel, TensorSlices, local, whole_tensors
+from shoal.training.forward_backward import Observer
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, digest, fingerprint, state_by_key, write
 
 INPUT = "(batch)"
@@ -110,7 +109,8 @@ class OwnGradients:
     def _hook(self, name: str) -> Any:
         def hook(gradient: Tensor) -> None:
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                wide = (gradient.to_dense() if gradient.is_sparse else gradient).to(_wide(gradient.dtype))
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                wide = dense.to(torch.promote_types(dense.dtype, torch.float32))
                 held = self.sums.get(name)
                 self.sums[name] = wide.clone() if held is None else held.add_(wide)
 
@@ -120,10 +120,6 @@ class OwnGradients:
         """Takes the hooks off."""
         for handle in self._handles:
             handle.remove()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class TraceRecorder(Observer):

@@ -1,4 +1,4 @@
-"""Step traces: tensors of a step under logical names, from a parallel run or from a reference.
+"""Step traces: tensors of a step under logical names, from a parallel run or from a reference; and their replay.
 
 A tensor's key is PHASE/NAME; the phases are those of a step in the order of its dataflow.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal.checkpoint.state import load_model, load_optimizer
+from shoal.data.loader import Microbatch
 from shoal.numerics.flat import raw_bytes
 from shoal.numerics.precision import numbers
 
@@ -23,7 +25,8 @@ T = TypeVar("T")
 
 # In the order of the dataflow. `backward` is each rank's own gradient, `reduction` the mean over all of them.
 PHASES = ("data", "forward", "loss", "backward", "reduction", "clipping", "update", "buffers", "metrics")
-
+# The environment variable by which shoal.verify_session tells a Session what to trace or to replay.
+VARIABLE = "SHOAL_SESSION_TRACE"
 
 # Marks the optimizer's own tensors among what an update changes.
 _OPTIMIZER = " (optimizer)"
@@ -146,7 +149,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()
 
 
-_FACTS = ("loss", "weight", "norm", "factor", "skipped", "optimizer", "divided")
+FACTS = ("loss", "weight", "norm", "factor", "skipped", "optimizer", "divided")
 
 
 def write(folder: Path, trace: StepTrace, rank: int) -> None:
@@ -162,7 +165,7 @@ def write(folder: Path, trace: StepTrace, rank: int) -> None:
         "forward": trace.forward,
         "digests": trace.digests.get(rank, {}),
         "updates": trace.updates.get(rank),
-        **{k: getattr(trace, k) for k in _FACTS},
+        **{k: getattr(trace, k) for k in FACTS},
     }
     (folder / f"step-{trace.step}-{rank}.json").write_text(json.dumps(facts), encoding="utf-8")
 
@@ -180,7 +183,7 @@ def read(folder: Path, step: int, world_size: int, tensors: bool = True) -> Step
         for call, grains in facts["forward"].items():
             whole.forward.setdefault(call, {}).update({int(g): numbers for g, numbers in grains.items()})
         whole.digests[rank], whole.updates[rank] = facts["digests"], facts["updates"]
-        for name in _FACTS:
+        for name in FACTS:
             setattr(whole, name, facts[name])
     return whole
 
@@ -207,3 +210,48 @@ def _part(facts: Mapping[str, Any]) -> MicrobatchTrace:
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Trace settings of a Session whose loop is verified: the first `num_steps` steps are traced to `folder`.
+
+    `of`: the folder of a run on `world_size` ranks, from whose states each step starts. `grain_by_grain` and
+    `backwards` change how a step is computed, and not what it means.
+    """
+
+    folder: str
+    num_steps: int
+    of: str | None = None
+    world_size: int = 1
+    grain_by_grain: bool = False
+    backwards: bool = False
+
+    @classmethod
+    def told(cls, variables: Mapping[str, str]) -> Replay | None:
+        """From the environment; None where nobody verifies."""
+        text = variables.get(VARIABLE)
+        return cls(**json.loads(text)) if text else None
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables with these settings."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    def order(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
+        """The microbatches of a step in the order of this replay."""
+        return reversed(list(microbatches)) if self.backwards else iter(microbatches)
+
+    def note(self, step: int, model: nn.Module, after: Mapping[str, Tensor]) -> None:
+        """Writes what the loop itself has changed of the model since `after`, the last update, and before `step`."""
+        now = dict([*model.named_parameters(), *model.named_buffers()])
+        changed = {name: t for name, t in now.items() if not torch.equal(t.detach().cpu(), after[name])}
+        if changed:
+            write_changes(Path(self.folder), step, changed)
+
+    def start(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Sets the state that the run to replay had before `step`."""
+        if self.of is not None:
+            before = read(Path(self.of), step - 1, self.world_size)
+            changed = read_changes(Path(self.of), step)
+            load_model(model, {**before.phase("buffers"), **before.parameters, **changed})
+            load_optimizer(optimizer, model, before.optimizer_tensors, before.optimizer)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.distributed.collectives.base import Collective, Done, Handle, Operation, combine
+from shoal.distributed.collectives.base import Collective, Handle, Operation, Waiting, combine
 
 T = TypeVar("T")
 
@@ -53,15 +53,15 @@ class InThreads(Collective):
         for value in values[1:]:
             combine(op, total, value, total)
         tensor.copy_(total)
-        return Done()
+        return Waiting()
 
     def all_gather(self, output: Tensor, tensor: Tensor, *, asynchronous: bool = False) -> Handle:
         torch.cat([t.view(-1) for t in self._all("all_gather", tensor)], out=output.view(-1))
-        return Done()
+        return Waiting()
 
     def broadcast(self, tensor: Tensor, root: int = 0, *, asynchronous: bool = False) -> Handle:
         tensor.copy_(self._all("broadcast", tensor)[root])
-        return Done()
+        return Waiting()
 
 
 def on_ranks(world_size: int, work: Callable[[Collective], T]) -> list[T]:

@@ -18,10 +18,9 @@ import shoal
 from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.grain_randomness import GrainScope, belongs_to_grains
 from shoal.numerics.precision import Precision
-from shoal.parallel.autograd_engine import run_backward
+from shoal.parallel.backward import run_backward
 from shoal.parallel.blocks.compiled import Backend, Compiled, compile_blocks
-from shoal.parallel.blocks.recompute import Recomputed, recompute
-from shoal.parallel.blocks.selective import SavedResults
+from shoal.parallel.blocks.recompute import Recomputed, SavedResults, recompute
 from shoal.plans.grains import Grain
 
 # As `compile_blocks` sets for a process that compiles.

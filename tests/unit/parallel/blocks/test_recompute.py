@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.errors import PlanError, SettingWarning
 from shoal.numerics.grain_randomness import GrainScope
 from shoal.numerics.wide_products import ProductsInFloat32
-from shoal.parallel.autograd_engine import run_backward
+from shoal.parallel.backward import run_backward
 from shoal.parallel.blocks.recompute import recompute
-from shoal.parallel.model.repeated_blocks import parts, repeated_blocks
+from shoal.parallel.model.structure import parts, repeated_blocks
 from shoal.plans.grains import Grain
 
 KINDS = ("selective", "full")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from shoal.distributed.traffic_meter import Traffic
 from shoal.parallel.axis_collectives import TensorAxis
 from shoal.parallel.model.trial import ModelTrial
-from shoal.parallel.sequence.tensor_sequence import FeatureStream, PairByPositions
-from shoal.parallel.sequence.tensor_sequence_plan import SequenceBlock, SequencePlan
+from shoal.parallel.sequence.tensor_sequence import FeatureStream, PairByPositions, SequenceBlock, SequencePlan
 from shoal.parallel.tensor.heads import with_kept
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
 from shoal.parallel.tensor.tensor_parallel import apply

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from examples.models import GPT, Attention
 from torch import Tensor, nn
 
 from shoal.errors import PlanError
-from shoal.parallel.tensor.pairs import SectionCut
+from shoal.parallel.tensor.pairs import SectionCut, set_count
 from shoal.parallel.tensor.plan import TensorPlan, decide, follow
 
 
@@ -20,13 +22,14 @@ def total(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return (found * found).sum(), len(batch)
 
 
-def plan(model: nn.Module, batch: Tensor, degree: int = 2) -> TensorPlan:
+def plan(model: nn.Module, batch: Tensor, degree: int = 2, *, proven_with_values: bool = True) -> TensorPlan:
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
     def values(name: str) -> Tensor:
         return held[name].detach()
 
-    return decide(model, follow(model, total, batch, values, degree), values, degree)
+    trace = follow(model, total, batch, values, degree)
+    return decide(model, trace, values if proven_with_values else None, degree)
 
 
 class Between(nn.Module):
@@ -61,6 +64,14 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.parametrize("name", [*RIGHT, *WRONG])
+def test_without_values_a_planner_finds_the_pairs_of_the_run(name: str) -> None:
+    between = RIGHT[name] if name in RIGHT else WRONG[name][0]
+    model, batch = Between(between), torch.randn(3, 6)
+    shapes = copy.deepcopy(model).to("meta")
+    assert plan(shapes, batch, proven_with_values=False).notes == plan(model, batch).notes
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_acts_on_features_by_themselves_is_a_pair(name: str) -> None:
     found = plan(Between(RIGHT[name]), torch.randn(3, 6))
@@ -93,6 +104,118 @@ def test_a_module_that_looks_at_values_has_no_pairs() -> None:
     found = plan(Between(choose), torch.randn(3, 6))
     assert not found.pairs
     assert "depends on values" in found.notes["up"] or "gathered" in found.notes["up"]
+
+
+def test_a_module_that_looks_at_positions_has_pairs() -> None:
+    def choose(module: nn.Module, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[0])
+        return F.relu(x) if bool((positions.diff() == 1).all()) else x.softmax(-1)
+
+    found = plan(Between(choose), torch.randn(3, 6))
+    assert [p.candidate.columns for p in found.pairs] == [("up",)]
+
+
+class Masked(nn.Module):
+    """A pair in a module of its own; whether it gets a mask depends on the batch's values, here or in the pair."""
+
+    def __init__(self, looks_within: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 6)
+        self.inner = Between(lambda m, x: x.relu() * (1 if m.seen is None or (looks_within and m.seen.all()) else 2))
+        self.inner.seen = None
+        self.looks_within = looks_within
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = ids > 0
+        self.inner.seen = mask if self.looks_within or not mask.all() else None
+        found: Tensor = self.inner(self.embedding(ids))
+        return found
+
+
+@pytest.mark.parametrize("looks_within", [False, True])
+def test_who_looks_at_the_batch_is_not_in_a_pair(looks_within: bool) -> None:
+    found = plan(Masked(looks_within), torch.tensor([[0, 1, 2], [1, 2, 3]]))
+    assert [p.candidate.columns for p in found.pairs] == ([] if looks_within else [("inner.up",)])
+    assert ("what inner computes depends on values" in found.notes["inner.up"]) == looks_within
+
+
+class Weighted(nn.Module):
+    """A block with attention that returns its weights too, as Transformers' eager attention."""
+
+    def __init__(self, uses_them: bool) -> None:
+        super().__init__()
+        self.attention, self.uses_them = self.Attention(), uses_them
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(6, 36), nn.Linear(12, 6)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            q, k, v = (part.unflatten(-1, (-1, 3)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            weights = (q @ k.transpose(2, 3)).softmax(-1)
+            return self.out((weights @ v).transpose(1, 2).flatten(2)), weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, weights = self.attention(x)
+        return x + found * (weights.amax() if self.uses_them else 1.0)
+
+
+@pytest.mark.parametrize("uses_them", [False, True])
+def test_what_a_module_returns_may_be_slices_where_nobody_uses_it(uses_them: bool) -> None:
+    found = plan(nn.Sequential(Weighted(uses_them), Weighted(uses_them)), torch.randn(2, 3, 6))
+    assert [p.candidate.owner for p in found.pairs] == ([] if uses_them else ["0", "1"])
+
+
+class Fused(nn.Module):
+    """Queries, keys and values of each head beside each other; heads are counted by the config in the forward."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        self.qkv, self.out, self.config = nn.Linear(6, 36), nn.Linear(12, 6), config
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], self.config.num_heads, 3, 3).transpose(1, 2).unbind(3)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        found: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+def test_heads_may_be_outermost_and_counted_by_a_config() -> None:
+    config = SimpleNamespace(num_heads=4)
+    model = nn.Sequential(Fused(config), Fused(config))
+    found = plan(model, torch.randn(2, 5, 6))
+    assert len(found.pairs) == 2
+    assert found.pairs[0].runs["0.qkv"] == (((0, 18),), ((18, 36),))
+    for name, attribute, value in found.pairs[0].attributes[0]:
+        set_count(model.get_submodule(name), attribute, value)
+    assert (model[0].config.num_heads, model[1].config.num_heads, config.num_heads) == (2, 4, 4)
+
+
+class Written(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.T + self.bias
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_a_linear_layer_may_be_written_anew() -> None:
+    model = Between(lambda m, x: x.relu())
+    model.up = Written(6, 8)
+    assert [p.candidate.columns for p in plan(model, torch.randn(3, 6)).pairs] == [("up",)]
+    model.up = Scaled(6, 8)
+    assert plan(model, torch.randn(3, 6)).notes["up"] == "whole: no rule to cut a Scaled"
+
+
+def test_a_proof_of_a_large_pair_takes_the_memory_of_its_activations() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Linear(8, 1 << 17), nn.ReLU(), nn.Linear(1 << 17, 1 << 17), nn.ReLU(), nn.Linear(1 << 17, 8)
+        )
+    assert len(plan(model, torch.randn(3, 8), proven_with_values=False).pairs) == 1
 
 
 def test_heads_are_not_cut() -> None:

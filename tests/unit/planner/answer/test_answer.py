@@ -8,14 +8,15 @@ import pytest
 from tests.unit.planner.models import facts, gpus, transformer
 from tests.unit.plans.checking import check
 
-from shoal.planner.answer.answer import Answer
+from shoal.planner.answer.answer import Answer, Question
 from shoal.planner.answer.outlook import Case, ScalingCurve
-from shoal.planner.answer.question import Question
+from shoal.planner.answer.words import hints
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import Workload
+from shoal.planner.profile.values import OperationKind
 from shoal.planner.search.aims import parse
+from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import choose
-from shoal.planner.search.search import Candidate
 from shoal.planner.search.space import Space
 from shoal.plans.plan import Plan
 
@@ -50,3 +51,36 @@ def test_a_place_where_no_stage_can_begin_is_not_written(whole: Answer) -> None:
 
 def test_one_stage_has_no_split(whole: Answer) -> None:
     assert whole.plan.pipeline.split == ()
+
+
+def narrow(whole: Answer, name: str = "aten._grouped_mm") -> Answer:
+    """The same answer in bfloat16, with the products of the blocks in float32 under that name."""
+    plan = whole.plan.with_sections(precision={"compute": "bfloat16"})
+    case = whole.question.case
+    bodies = {unit.body for unit in case.work.profile.units}
+    wide = {
+        body: replace(
+            body,
+            operations=tuple(
+                replace(o, name=name, dtype="float32") if o.kind is OperationKind.MATMUL else o for o in body.operations
+            ),
+        )
+        for body in bodies
+    }
+    units = tuple(replace(unit, body=wide[unit.body]) for unit in case.work.profile.units)
+    work = replace(case.work, profile=replace(case.work.profile, units=units))
+    chosen = replace(whole.chosen, plan=plan)
+    question = replace(whole.question, case=replace(case, work=work))
+    return replace(whole, question=question, choice=replace(whole.choice, chosen=chosen))
+
+
+def test_an_answer_says_what_autocast_leaves_in_float32(whole: Answer) -> None:
+    (told,) = hints(narrow(whole))
+    assert "aten._grouped_mm, which autocast does not cast" in told
+    assert float(told.partition("%")[0]) > 50
+
+
+def test_an_answer_whose_products_are_narrow_says_nothing_of_them(whole: Answer) -> None:
+    plan = whole.plan.with_sections(precision={"compute": "bfloat16"})
+    assert hints(replace(whole, choice=replace(whole.choice, chosen=replace(whole.chosen, plan=plan)))) == []
+    assert hints(whole) == []  # in float32 by choice

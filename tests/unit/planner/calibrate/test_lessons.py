@@ -6,7 +6,15 @@ import pytest
 from tests.unit.planner.calibrate.test_comparison import predicted, step
 
 from shoal.planner.calibrate.comparison import PARTS, beside
-from shoal.planner.calibrate.lessons import CORRECTED, Correction, Observation, error, file_name, learn, observation
+from shoal.planner.calibrate.lessons import (
+    CORRECTED,
+    Correction,
+    Observation,
+    calibration_file,
+    error,
+    learn,
+    observation,
+)
 from shoal.planner.predict.workload import TERMS
 
 
@@ -70,5 +78,6 @@ def test_a_correction_that_says_nothing_is_false() -> None:
 
 
 def test_file_names() -> None:
-    assert file_name("4x8xA100@200Gb") == "4x8xA100@200Gb.calibration.toml"
-    assert "/" not in file_name("../my cluster.toml")
+    by_name, by_file = calibration_file("4x8xA100@200Gb"), calibration_file("../my cluster.toml")
+    assert by_name.name == "4x8xA100@200Gb.calibration.toml"
+    assert by_file == by_name.with_name("my-cluster.toml.calibration.toml")

@@ -1,5 +1,7 @@
 """Which units a stage gets."""
 
+from itertools import combinations, pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,3 +47,36 @@ def test_every_unit_is_on_one_stage_in_order_and_no_stage_is_empty(seconds, num_
     assert [unit for stage in stages for unit in stage] == units
     assert len(stages) == min(num_stages, len(units))
     assert all(stages)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=3), st.integers(1, 5))
+def test_stages_of_runs_of_equal_blocks_are_as_fast_as_the_best_of_all_divisions(runs, num_stages):
+    seconds = [float(one) for one, count in runs for _ in range(count)]
+    num_stages = min(num_stages, len(seconds))
+
+    def slowest(inner: tuple[int, ...]) -> float:
+        return max(sum(seconds[a:b]) for a, b in pairwise((0, *inner, len(seconds))))
+
+    best = min(map(slowest, combinations(range(1, len(seconds)), num_stages - 1)))
+    stages = balanced(seconds, seconds, num_stages)
+    assert max(map(sum, stages)) == best
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.integers(1, 40)), min_size=1, max_size=5), st.integers(1, 60))
+def test_runs_of_equal_blocks_are_cut_as_blocks_one_by_one(runs, num_stages):
+    seconds = [one for one, count in runs for _ in range(count)]
+    stages = balanced(seconds, seconds, num_stages)
+    assert list(map(len, stages)) == one_by_one(seconds, max(map(sum, stages)), num_stages)
+
+
+def one_by_one(seconds: list[float], limit: float, num_stages: int) -> list[int]:
+    """Each stage takes units up to the limit, and leaves one to each of those after it."""
+    found, filled = [0], 0.0
+    for place, one in enumerate(seconds):
+        left, after = len(seconds) - place, num_stages - len(found)
+        if found[-1] and after and (filled + one > limit * (1 + 1e-9) or left <= after):
+            found.append(0)
+            filled = 0.0
+        found[-1] += 1
+        filled += one
+    return found

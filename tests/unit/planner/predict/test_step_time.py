@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.planner.made import DEVICE, LINK, block, cluster, predict, work
 
+from shoal.hardware.values import MEMORY_MARGIN
 from shoal.planner.predict.step_time import Predictor
 from shoal.planner.predict.workload import CATEGORIES, TERMS, Program
-from shoal.planner.profile.values import Body, Unit
+from shoal.planner.profile.values import Amount, Body, Operation, OperationKind, Phase, Unit
 from shoal.planner.search.costs import Costs
 from shoal.plans.plan import Plan
 
@@ -127,6 +128,19 @@ def test_activations_are_held_for_as_many_microbatches_as_the_schedule_says():
     assert of("gpipe") == pytest.approx(8 * 8e6, rel=0.01)
 
 
+def test_the_last_stage_of_an_interleaved_pipeline_holds_one_microbatch_of_its_logits():
+    """Of two ranks of two stages rank 1 holds three microbatches: of its last stage one, 8 MB and 1 GB of logits."""
+    whole = work()
+    *blocks, last = whole.profile.units
+    logits = Operation("o", "", OperationKind.MEMORY, Phase.FORWARD, saved_bytes=Amount(0, 1e9), launches=0)
+    heavy = replace(last, body=replace(last.body, operations=(*last.body.operations, logits)))
+    whole = replace(whole, profile=replace(whole.profile, units=(*blocks, heavy)))
+    schedule = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+    given = plan(1, layout={"pipeline": 2}, pipeline=schedule)
+    found = predict(given, whole, cluster(2), replace(QUIET, pipeline_fragmentation=0.0)).memory["activations"]
+    assert found == pytest.approx(1e9 + 3 * 8e6, rel=0.01)
+
+
 def test_recomputation_keeps_the_input_of_a_block():
     kept = predict(plan(8, memory={"recompute": "full"}), work(), cluster(1), QUIET).memory["activations"]
     whole = predict(plan(8), work(), cluster(1), QUIET).memory["activations"]
@@ -146,7 +160,18 @@ def test_a_heap_keeps_a_share_of_all_that_a_rank_holds():
 def test_what_does_not_fit_says_by_how_much():
     found = predict(plan(8), work(blocks=40), cluster(1), QUIET)
     assert not found.fits
-    assert found.missing_bytes == pytest.approx(found.peak_bytes - DEVICE.memory_bytes)
+    usable = (1 - MEMORY_MARGIN) * DEVICE.memory_bytes
+    assert found.missing_bytes == pytest.approx(found.peak_bytes - usable)
+
+
+def test_what_a_margin_leaves_free_is_not_planned():
+    peak = predict(plan(8), work(blocks=40), cluster(1), QUIET).peak_bytes
+    device = replace(DEVICE, memory_bytes=round(peak / 0.97))
+
+    def fits(margin: float) -> bool:
+        return predict(plan(8), work(blocks=40), replace(cluster(1, device=device), memory_margin=margin), QUIET).fits
+
+    assert [fits(margin) for margin in (0.0, 0.02, 0.04, MEMORY_MARGIN)] == [True, True, False, False]
 
 
 layouts = st.fixed_dictionaries({axis: st.sampled_from([1, 2, 4]) for axis in ("data", "shard", "tensor", "pipeline")})
@@ -196,3 +221,35 @@ def test_utilisation_is_of_the_peak_that_multiplies_and_of_what_is_executed():
 
 def test_stages_beyond_the_units_of_a_model_are_empty():
     assert seconds(4, plan(1, layout={"pipeline": 4}), blocks=2)["compute"] == pytest.approx(8 * BLOCK)
+
+
+def test_states_of_a_program_may_be_divided_over_context_ranks_too():
+    layout = {"shard": 2, "context": 2}
+    given_plan = plan(2, layout=layout, shard={"level": "parameters"})
+    one, other = (
+        predict(given_plan, work(), cluster(4), replace(QUIET, shards_context=shards)) for shards in (False, True)
+    )
+    assert other.memory["optimizer"] == one.memory["optimizer"] / 2
+    assert other.memory["parameters"] == one.memory["parameters"] / 2
+    assert other.memory["activations"] == one.memory["activations"]
+
+
+def test_of_an_exchange_that_a_product_hides_one_part_is_waited_for():
+    shown = predict(plan(8, layout={"tensor": 4}), work(), cluster(4), replace(QUIET, contention=0.0))
+    hidden = predict(
+        plan(8, layout={"tensor": 4}), work(), cluster(4), replace(QUIET, contention=0.0, overlaps_exchanges=True)
+    )
+    assert hidden.terms["tensor"] == pytest.approx(shown.terms["tensor"] / 4)
+
+
+def test_parameters_that_are_gathered_apart_are_waited_for_and_copied_by_rank():
+    def seconds(ranks, **program):
+        found = predict(plan(8 // ranks, layout={"shard": ranks}), work(), cluster(8), replace(QUIET, **program))
+        return found.terms["parameters"]
+
+    apart = {"gathers_apart": True}
+    assert seconds(4, **apart) > seconds(4)
+    # Each of 4 blocks has 2 parameters, gathered twice and scattered once.
+    for ranks in (2, 4):
+        sliced = seconds(ranks, **apart, slice_seconds=1e-3) - seconds(ranks, **apart)
+        assert sliced == pytest.approx(4 * 2 * 3 * ranks * 1e-3)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields as dataclass_fields
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
+from math import ceil
+from typing import TypeVar
 
 import pytest
 from tests.unit.planner import made
@@ -14,29 +18,31 @@ from tests.unit.planner.models import facts, gpus, transformer
 from tests.unit.plans.checking import check
 
 from shoal.errors import PlanError
+from shoal.planner.answer.outlook import curve
 from shoal.planner.calibrate.comparison import section
 from shoal.planner.predict.lower_bounds import PipelineShape
 from shoal.planner.predict.workload import Prediction, Workload
 from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
+from shoal.planner.search.candidates import Candidate, Seen
 from shoal.planner.search.choice import NothingFitsError, choose, limit_of
 from shoal.planner.search.costs import Costs, ScheduleFamily, costs_of
-from shoal.planner.search.search import Candidate, Search, Seen
+from shoal.planner.search.search import Search
 from shoal.planner.search.space import (
     Degrees,
     Level,
     MicrobatchSchedule,
     ModelDegrees,
+    Recompute,
     Space,
     counts,
     microbatch_sizes,
     simplicity,
 )
 from shoal.plans.legal import ModelFacts
-from shoal.plans.plan import Plan
-from shoal.plans.toml import read, write
-from shoal.plans.words import described
+from shoal.plans.plan import Plan, described, plan_text, read_plan
 
 MEMORY = 100.0
+_Part = TypeVar("_Part")
 
 
 def noise(*parts: object) -> float:
@@ -81,6 +87,9 @@ class Invented(Costs):
         depth = {"optimizer": 60.0, "gradients": 40.0, "parameters": 20.0}[plan.shard.level] if at.shard > 1 else 120.0
         parts = at.tensor * at.pipeline * at.context
         return depth / parts + 80.0 / (at.shard * parts) + kept * plan.batch.grains_per_microbatch / parts
+
+    def uncut_bytes(self, plan: Plan) -> float:
+        return self.least_bytes(plan) * (0.8 + 0.2 * noise(self.seed, plan.layout, plan.memory))
 
     def least_at(self, plan: Plan) -> float:
         replicas = plan.layout.data * plan.layout.shard
@@ -197,6 +206,57 @@ def test_the_choice_is_the_simplest_of_the_best(seed: int, text: str) -> None:
     assert not lacking & {str(c.place) for c in fitting(space, invented) if c.devices == choice.chosen.devices}
 
 
+class Shuffled(Space):
+    """A space that names its parts in an order of its own each time."""
+
+    def shuffled(self, found: Iterable[_Part]) -> list[_Part]:
+        return random.sample(several := list(found), len(several))
+
+    @cached_property
+    def cuts(self) -> tuple[ModelDegrees, ...]:
+        return tuple(self.shuffled(super().cuts))
+
+    def ways(self, place: Degrees, group: tuple[int, Recompute, bool]) -> Iterator[MicrobatchSchedule]:
+        return iter(self.shuffled(super().ways(place, group)))
+
+    def plans(self, place: Degrees, way: MicrobatchSchedule) -> Iterator[Plan]:
+        return iter(self.shuffled(super().plans(place, way)))
+
+
+class Coarse(Invented):
+    """Costs with many ties."""
+
+    def predict(self, plan: Plan) -> Prediction:
+        found = super().predict(plan)
+        return replace(found, step_seconds=ceil(found.step_seconds / 10.0) * 10.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("text", AIMS)
+def test_the_answer_does_not_depend_on_the_order_of_candidates(
+    seed: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, invented = small(seed)
+    aim, answers = parse(text), []
+    for trial in range(4):
+        costs = Coarse(seed, invented.num_grains)
+        given = space
+        if trial:
+            own = {one.name: getattr(space, one.name) for one in dataclass_fields(space) if one.init}
+            given = Shuffled(**{**own, "counts": tuple(random.sample(space.counts, len(space.counts)))})
+            numbers = random.sample(range(10**6), 10**5)
+            monkeypatch.setattr("shoal.planner.search.search.count", lambda numbers=numbers: iter(numbers))
+        search = Search(given, lambda devices, costs=costs: costs, 1)
+        try:
+            found = choose(search, aim, 100)
+            points = curve(search, found.chosen.devices).points
+            candidates = [found.chosen, found.faster, *found.alternatives, *(point.best for point in points)]
+            answers.append(([c and (c.plan, c.prediction) for c in candidates], found.num_tied, found.rejected))
+        except NothingFitsError as error:
+            answers.append(str(error))
+    assert all(answer == answers[0] for answer in answers)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_best_of_each_place_comes_once_and_in_order(seed: int) -> None:
     space, invented = small(seed)
@@ -298,6 +358,16 @@ def test_bounds_of_the_step_model_are_bounds(real: tuple[Space, Workload, Search
             plan.pipeline.stages_per_rank,
         )
         assert search.lacks(place, way, plan) == costs.least_bytes(plan) - costs.memory_bytes
+        of_class = search.classes(
+            [p for p in search.places if p.cut == place.cut and space.share(p) == space.share(place)]
+        )
+        for one in of_class:  # what prunes a whole class holds for each of its places
+            divided = search.missing_bytes(Degrees(one.replicas[-1], one.cut), way)
+            assert divided <= search.missing_bytes(place, way) + 1
+        assert costs.uncut_bytes(plan) <= costs.least_bytes(plan) + 1
+        uncut = search.missing_uncut(place, ScheduleFamily(*way[:3]))
+        assert uncut <= max(0.0, search.missing_bytes(place, way)) + 1
+        assert search.missing_bytes(place, way) <= predicted.peak_bytes - costs.memory_bytes + 1
         group = ScheduleFamily(*way[:3])
         bounds = {whole.group: (seconds, whole) for seconds, whole in search.groups(place)}
         if group in bounds:
@@ -378,9 +448,9 @@ def test_a_plan_travels_with_its_prediction(
     document["prediction"] = section(chosen.prediction, {"cluster": "two hosts", "factors": {}})
     plan = Plan.from_mapping(document, source="test")
     path = tmp_path_factory.mktemp("plan") / "plan.toml"
-    path.write_text(write(plan))
-    assert read(path) == plan
-    assert sum(read(path).prediction["terms"].values()) == pytest.approx(chosen.seconds)
+    path.write_text(plan_text(plan))
+    assert read_plan(path) == plan
+    assert sum(read_plan(path).prediction["terms"].values()) == pytest.approx(chosen.seconds)
 
 
 def test_limits() -> None:
@@ -418,7 +488,7 @@ def test_what_fits_of_one_number_of_replicas_is_not_taken_from_another(name: str
     """Of 8 grains 5, 6 and 7 replicas leave a rank 2, but each maps the buckets of all others: 7 do not fit."""
     work, aim = made.work(), Aim(name)
     space = Space(Plan(), ModelFacts(8, 1), (5, 6, 7), all_reduces=dict.fromkeys((5, 6, 7), "shared_memory"))
-    cores = made.cluster(7, device=replace(made.DEVICE, kind="cpu"))
+    cores = replace(made.cluster(7, device=replace(made.DEVICE, kind="cpu")), memory_margin=0.0)
     of_six = space.plan(Degrees(6, ModelDegrees()), MicrobatchSchedule(1, "full"))
     peak = costs_of(work, cores)(6).predict(of_six).peak_bytes
     costs = costs_of(work, replace(cores, device=replace(cores.device, memory_bytes=int(peak) + 1)))

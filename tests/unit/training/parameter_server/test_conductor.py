@@ -11,7 +11,7 @@ from torch import nn
 from shoal.training.parameter_server import conductor as conductor_module
 from shoal.training.parameter_server.conductor import Conductor
 from shoal.training.parameter_server.members import Member, WorkerEvent
-from shoal.training.parameter_server.push_counts import PushCounts
+from shoal.training.parameter_server.served_records import PushCounts
 from shoal.training.parameter_server.task_queue import Rules, TaskQueue
 
 

@@ -14,8 +14,7 @@ from shoal.launch.environment import Environment
 from shoal.plans.plan import Plan
 from shoal.training.parameter_server import members as crew_module
 from shoal.training.parameter_server.channel import Channel, connect, listen
-from shoal.training.parameter_server.members import Members, WorkerEvent
-from shoal.training.parameter_server.peers import OverError, Role, identity, introduce, key_of
+from shoal.training.parameter_server.members import Members, OverError, Role, WorkerEvent, identity, introduce, key_of
 
 PLAN = Plan().with_sections(server={"mode": "synchronous"})
 KEY = "ab" * 32

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,7 @@ def test_it_goes_on_where_a_checkpoint_was_taken() -> None:
         guard = LossGuard()
         for loss in losses[:stop]:
             guard.add(loss)
-        guard = LossGuard(json.loads(json.dumps(guard.to_json())))
+        guard = LossGuard(**json.loads(json.dumps(asdict(guard))))
         for loss in losses[stop:at]:
             assert not guard.lost
             guard.add(loss)

@@ -14,6 +14,7 @@ all ranks are on one host and their tensors on its CPUs.
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from collections import deque
@@ -93,6 +94,7 @@ class SharedMemory(Collective):
         Raises: LaunchError, on every rank, where they are not on one host or cannot map each other's memory.
         """
         super().__init__(team.group)
+        self._exchange = functools.partial(exchanged, group=self.group)
         told = self._exchange([*place_of_process(), os.getpid()])
         _refuse_places([row[:3] for row in told])
         self._control = open_region(self._exchange, self.rank, self.world_size, CONTROL_BYTES)
@@ -337,9 +339,6 @@ class SharedMemory(Collective):
         found = self._regions.get(tensor.untyped_storage().data_ptr())
         offset = found[1].offset_in(self.rank, tensor) if found else None
         return (*found, offset) if found is not None and offset is not None else None
-
-    def _exchange(self, row: list[int]) -> list[list[int]]:
-        return exchanged(row, self.group)
 
 
 def _is_small(tensor: Tensor) -> bool:

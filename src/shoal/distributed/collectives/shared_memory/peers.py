@@ -16,8 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.distributed.collectives.shared_memory.futex import Words, is_behind
-from shoal.distributed.collectives.shared_memory.region import SharedRegion
+from shoal.distributed.collectives.shared_memory.region import SharedRegion, Words, is_behind
 from shoal.errors import CollectiveError, PeerError, ShoalError
 
 # A rank's page, in bytes: counters in cache lines of their own, the verdict, headers.
@@ -151,7 +150,8 @@ class Peers:
 
     def _late(self, other: int, what: str) -> NoReturn:
         states = {"T": "it is stopped", "t": "a debugger has stopped it", "D": "it waits for a disk or device"}
-        doing = states.get(_state(self._pids[other]), "it is alive and elsewhere")
+        state = next(iter(_fields(self._pids[other])), "")  # no field where it is gone
+        doing = states.get(state, "it is alive and elsewhere")
         self._fail(
             PeerError(
                 given=f"rank {other} (process {self._pids[other]})",
@@ -195,13 +195,8 @@ def has_ended(pid: int) -> bool:
     return not fields or fields[0] in ("Z", "X") or bool(int(fields[6]) & _EXITING)
 
 
-def _state(pid: int) -> str:
-    """The letter of a process's state in /proc; empty where it is gone."""
-    return next(iter(_fields(pid)), "")
-
-
 def _fields(pid: int) -> list[str]:
-    """What /proc tells of a process, from its state on."""
+    """What /proc tells of a process, from the letter of its state on."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return []

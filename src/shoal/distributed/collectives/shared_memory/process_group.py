@@ -16,18 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shoal.distributed.collectives.base import DTYPES, Handle, Operation, Team
+from shoal.distributed.collectives.base import DTYPES, OPERATIONS, Handle, Operation, Team
 from shoal.distributed.collectives.shared_memory.all_reduce import SharedMemory, apart
 from shoal.distributed.collectives.shared_memory.region import places
 from shoal.distributed.mesh import new_group
 from shoal.distributed.traffic_meter import Listener
 
 NAME = "shoal"
-_OPERATIONS: tuple[tuple[Any, Operation], ...] = (
-    (dist.ReduceOp.SUM, "sum"),
-    (dist.ReduceOp.MAX, "max"),
-    (dist.ReduceOp.MIN, "min"),
-)
 
 
 class SharedGroup(dist.ProcessGroup):
@@ -198,7 +193,7 @@ class _GroupWork(dist.Work):
 
 def _operation(opts: Any) -> Operation | None:
     """The reduction by shoal's name. torch's are equal to one another and have different hashes."""
-    return next((name for known, name in _OPERATIONS if opts.reduceOp == known), None)
+    return next((name for name in OPERATIONS if opts.reduceOp == getattr(dist.ReduceOp, name.upper())), None)
 
 
 def _fit(tensors: Iterable[Tensor]) -> bool:

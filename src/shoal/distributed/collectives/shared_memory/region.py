@@ -1,16 +1,28 @@
-"""Anonymous shared memory of one host's ranks, a slot for each. It has no name, so that no file can be left over.
+"""Anonymous shared memory of one host's ranks, a slot for each, and futexes (Linux).
 
-The first rank makes it with memfd_create, mode 0600, and the others open it through /proc/PID/fd; the kernel frees it
-with the last process that maps it, however those end (until then each keeps a descriptor). It is bounded by the memory
-of the host or container, and not by the size of /dev/shm. Its size is sealed: no rank can make another's access fail.
+It has no name, so that no file can be left over: the first rank makes it with memfd_create, mode 0600, and the others
+open it through /proc/PID/fd; the kernel frees it with the last process that maps it, however those end (until then each
+keeps a descriptor). It is bounded by the memory of the host or container, and not by the size of /dev/shm. Its size is
+sealed: no rank can make another's access fail.
+
+Futexes are 32-bit words in that memory, and waits for them that use no core. What is relied on: a word has one writer
+and is aligned, so that a load or a store of it is one access of the machine. x86 keeps stores in order and loads in
+order (TSO), so that who sees a word also sees what was written before it. Other machines need a fence on either side:
+FUTEX_WAKE passes a full barrier of the kernel before it looks for waiters (`futex_hb_waiters_pending`), and a wake of a
+word that nobody waits on is used as one. FUTEX_WAIT compares the word under the kernel's lock of its waiters, and every
+store is followed by a FUTEX_WAKE: no wake-up is lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +30,64 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.distributed.collectives.shared_memory import futex
 from shoal.errors import CollectiveError, LaunchError
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_WAIT, _WAKE, _PRIVATE = 0, 1, 128
+_ALL = 0x7FFFFFFF
+_ORDERED = ("x86_64",)  # machines with total store order
+WORD_MASK = 0xFFFFFFFF
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def has_futexes() -> bool:
+    """Whether this machine has futexes and memory that can be shared without a name."""
+    return sys.platform == "linux" and platform.machine() in _NUMBERS and hasattr(os, "memfd_create")
+
+
+def is_behind(value: int, target: int) -> bool:
+    """Whether a counter of 32 bits that wraps has not reached `target`; they are less than 2**31 apart."""
+    return 0 < ((target - value) & WORD_MASK) < 1 << 31
+
+
+class Words:
+    """The 32-bit words of a mapping. Indices are words, not bytes."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.values = memoryview(memory).cast("I")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._number = _NUMBERS[platform.machine()]
+        self._syscall = ctypes.CDLL(None, use_errno=True).syscall
+        pointer, number = ctypes.c_void_p, ctypes.c_long
+        self._syscall.argtypes = [number, pointer, ctypes.c_int, ctypes.c_uint, pointer, pointer, ctypes.c_uint]
+        self._syscall.restype = number
+        self._fences = platform.machine() not in _ORDERED
+        self._own = ctypes.c_uint()
+
+    def fence(self) -> None:
+        """Memory fence: orders accesses before the call and after; nothing where the machine keeps order."""
+        if self._fences:
+            self._syscall(self._number, ctypes.addressof(self._own), _WAKE | _PRIVATE, 1, None, None, 0)
+
+    def publish(self, index: int, value: int) -> None:
+        """Writes a word after everything that this thread wrote, and wakes who waits for it."""
+        self.fence()
+        self.values[index] = value & WORD_MASK
+        self._syscall(self._number, self._address + 4 * index, _WAKE, _ALL, None, None, 0)
+
+    def wait(self, index: int, seen: int, seconds: float) -> None:
+        """Sleeps until the word is not `seen` any more, is woken for no reason, or so many seconds have passed."""
+        limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        place = self._address + 4 * index
+        failed = self._syscall(self._number, place, _WAIT, seen, ctypes.addressof(limit), None, 0)
+        if failed:
+            number = ctypes.get_errno()
+            if number not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+                raise OSError(number, os.strerror(number))
+
 
 # Takes a rank's numbers, gives every rank's in order.
 Exchange = Callable[[list[int]], list[list[int]]]
@@ -79,8 +147,7 @@ def open_region(exchange: Exchange, rank: int, world_size: int, num_bytes: int) 
     problems = [row[0] for row in exchange([problem])]  # the first rank keeps its descriptor until all have opened it
     if descriptor >= 0:
         os.close(descriptor)
-    _refuse_sizes([row[3] for row in told])
-    _refuse_problems(problems, slot_bytes * world_size)
+    _refuse([row[3] for row in told], problems)
     assert memory is not None
     if slot_bytes >= 1 << 21:
         with contextlib.suppress(OSError):  # the system may forbid it for shared memory
@@ -115,7 +182,7 @@ def place_of_process() -> list[int]:
     """Numbers that are equal for two processes exactly where they can open each other's files: kernel, namespace."""
     try:
         boot = int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:15], 16)
-        return [int(futex.available()), boot, os.stat("/proc/self/ns/pid").st_ino]
+        return [int(has_futexes()), boot, os.stat("/proc/self/ns/pid").st_ino]
     except (OSError, ValueError):
         return [0, 0, 0]
 
@@ -133,20 +200,17 @@ def places() -> list[list[int]]:
     return exchanged(place_of_process())
 
 
-def _refuse_sizes(sizes: list[int]) -> None:
+def _refuse(sizes: list[int], problems: list[int]) -> None:
     if len(set(sizes)) > 1:
         raise CollectiveError(
             given=f"shared memory of {sizes} bytes by rank",
             conflict="every rank asks for the same size",
             remedy="allocate as many elements of the same dtype on every rank",
         )
-
-
-def _refuse_problems(problems: list[int], num_bytes: int) -> None:
     rank = next((r for r, problem in enumerate(problems) if problem), None)
     if rank is not None:
         raise LaunchError(
-            given=f"{num_bytes / 1e6:.1f} MB of memory shared by {len(problems)} ranks",
+            given=f"{sum(sizes) / 1e6:.1f} MB of memory shared by {len(problems)} ranks",
             conflict=f"rank {rank} cannot map it: {os.strerror(max(problems[rank], 0))}",
             remedy='use all_reduce = "native", or let the ranks see each other in /proc and have that memory',
         )

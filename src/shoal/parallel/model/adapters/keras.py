@@ -3,16 +3,19 @@
 A Keras model is an nn.Module, but not one in torch's ways: layers of a Sequential are no submodules, all variables hang
 on the model under names that count how many layers the process has made, what is no weight is a frozen parameter, a
 variable keeps its own reference to its tensor, `module.training` means nothing, and random layers draw from counters
-of their own. `adapt` mends these in place and leaves the model's parameters, layers and mathematics as they are.
+of their own. `adapt` mends these in place and leaves the model's parameters, layers and mathematics as they are. A copy
+of such a model is made here: Keras itself would save and load it again, without what was adapted.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import chain, count
 from typing import Any
 
 import keras
@@ -20,12 +23,12 @@ import torch
 from keras.src.backend.common import global_state
 from keras.src.ops.function import Function
 from keras.src.utils.naming import to_snake_case
+from keras.src.utils.tracking import DotNotTrackScope
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import JobError
 from shoal.numerics.grain_randomness import GrainScope, active_scope
-from shoal.parallel.model.adapters.keras_copies import copied
 from shoal.parallel.model.tensor_slice import Outputs
 
 _INT31 = 2**31 - 1
@@ -90,12 +93,7 @@ def _plain_name(layer: Any) -> str:
 
 def _free(name: str, taken: dict[str, Any]) -> str:
     """The name, or the name with the first free number behind it."""
-    numbered = name
-    number = 0
-    while numbered in taken:
-        number += 1
-        numbered = f"{name}_{number}"
-    return numbered
+    return next(each for each in chain([name], (f"{name}_{number}" for number in count(1))) if each not in taken)
 
 
 def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
@@ -113,12 +111,9 @@ def _hold(layer: Any, children: dict[str, nn.Module]) -> None:
             continue
         name = _free(re.sub(r"\W", "_", variable.name), {**layer._modules, **names})
         names[name] = variable
-        if any(variable is weight for weight in layer._trainable_variables):
-            layer._parameters[name] = variable._value
-            home = layer._parameters
-        else:
-            layer._buffers[name] = variable._value.detach()
-            home = layer._buffers
+        trains = any(variable is weight for weight in layer._trainable_variables)
+        home = layer._parameters if trains else layer._buffers
+        home[name] = variable._value if trains else variable._value.detach()
         if not isinstance(variable, _Held):  # one that two layers share stays with the first
             _hold_in(variable, home, name)
 
@@ -138,21 +133,9 @@ class _Held:
         home, name = self._shoal_home
         home[name] = value
 
-    @property
-    def _dtype(self) -> str:
-        return str(self._value.dtype).removeprefix("torch.")
-
-    @_dtype.setter
-    def _dtype(self, value: Any) -> None:
-        pass
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return tuple(self._value.shape)
-
-    @_shape.setter
-    def _shape(self, value: Any) -> None:
-        pass
+    # What Keras sets them to is the value's own anyway.
+    _dtype = property(lambda self: str(self._value.dtype).removeprefix("torch."), lambda self, value: None)
+    _shape = property(lambda self: tuple(self._value.shape), lambda self, value: None)
 
 
 def _hold_in(variable: Any, home: dict[str, Any], name: str) -> None:
@@ -192,8 +175,7 @@ class _Adapted:
         return isinstance(self, keras.Sequential | Function)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls = self._shoal_calls
-        if calls.depth:
+        if self._shoal_calls.depth:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if kwargs.get("training") is None:
             kwargs["training"] = self.training
@@ -201,8 +183,9 @@ class _Adapted:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
-        """A copy with all layers in it; Keras' own saves the model and loads it again, without what `adapt` did."""
-        return copied(self, memo)
+        """A copy with all layers in it."""
+        with DotNotTrackScope():
+            return _copied(self, memo)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         """A tensor by a parameter's name takes its place, as in any module; Keras' variable stays the attribute."""
@@ -289,11 +272,9 @@ def _by_element() -> frozenset[Any]:
 
 @cache
 def _adapted_class(cls: Any) -> Any:
-    layers, kind = keras.layers, _Adapted
-    if issubclass(cls, layers.BatchNormalization):
-        kind = _BatchNormalization
-    elif issubclass(cls, layers.Dense | layers.Conv2D):
-        kind = _Product
+    layers = keras.layers
+    is_product = issubclass(cls, layers.Dense | layers.Conv2D)
+    kind = _BatchNormalization if issubclass(cls, layers.BatchNormalization) else _Product if is_product else _Adapted
     return type(cls.__name__, (kind, cls), {"__module__": cls.__module__})
 
 
@@ -365,3 +346,51 @@ class _GrainSeeds(keras.random.SeedGenerator):  # type: ignore[misc]
     def next(self, ordered: bool = True) -> Tensor:
         """Two words."""
         return torch.randint(_INT31, (2,))
+
+
+# ------------------------------------------------------------------------------------------------------------- copies
+
+
+def _copied(layer: Any, memo: dict[int, Any]) -> Any:
+    # First as empty shells: layers, their calls in a graph and the symbols between them refer to each other.
+    family = {id(each): each for each in _family(layer)}
+    memo |= {key: object.__new__(type(each)) for key, each in family.items()}
+    kinds = ("_trainable_variables", "_non_trainable_variables")
+    variables = {id(v): v for each in family.values() for kind in kinds for v in getattr(each, kind, ())}
+    memo |= {key: copy.copy(variable) for key, variable in variables.items()}
+    for each in family.values():
+        # Calls from or to what is not copied are the original's history, of which a copy takes no part.
+        nodes = (*each._inbound_nodes, *each._outbound_nodes)
+        memo |= {id(node): node for node in nodes if not _is_within(node, family)}
+    for key, each in family.items():
+        # Keras has wrapped these methods of the original; a copy is built.
+        held = {name: value for name, value in vars(each).items() if name not in ("build", "quantize")}
+        memo[key].__dict__.update({name: copy.deepcopy(value, memo) for name, value in held.items()})
+    for key, variable in variables.items():
+        if hasattr(variable, "_shoal_home"):
+            home, name = variable._shoal_home
+            memo[key].__dict__["_shoal_home"] = memo.get(id(home), home), name
+        else:
+            memo[key].__dict__["_value"] = copy.deepcopy(variable._value, memo)
+    for key in family:
+        tracker: Any = getattr(memo[key], "_tracker", None)
+        for name, (_, store) in tracker.config.items() if tracker is not None else ():
+            tracker.stored_ids[name] = {id(value) for value in store}
+    return memo[id(layer)]
+
+
+def _family(layer: Any) -> list[Any]:
+    """A layer, the layers in it, and the operations of their graphs, which need not be layers."""
+    found = list(layer._flatten_layers())
+    for each in found:  # which grows
+        inner = [value for value in vars(each).values() if isinstance(value, Function)]
+        graphs = [each, *inner] if isinstance(each, Function) else inner
+        for other in (*inner, *(operation for graph in graphs for operation in graph.operations)):
+            if all(other is not known for known in found):
+                found.append(other)
+    return found
+
+
+def _is_within(node: Any, family: dict[int, Any]) -> bool:
+    callers = (symbol._keras_history.operation for symbol in node.input_tensors)
+    return id(node.operation) in family and all(caller is None or id(caller) in family for caller in callers)

@@ -12,10 +12,9 @@ from tests.unit.distributed.collectives.threads import on_ranks
 from torch import Tensor
 
 from shoal.distributed.collectives.base import Collective, Handle
-from shoal.distributed.collectives.compression.codecs import CodecTransport
+from shoal.distributed.collectives.compression.codecs import CodecTransport, _orthogonal, folded_sum
 from shoal.distributed.collectives.compression.compressed_sum import make_codec
-from shoal.distributed.collectives.compression.power_sgd import _orthogonal, folded_sum
-from shoal.plans.accounting.compressed import INT8_LEVELS
+from shoal.plans.accounting.all_reduce import INT8_LEVELS
 from shoal.plans.plan import CompressionSection
 
 SCHEMES = ("bfloat16", "float16", "int8", "topk", "powersgd")

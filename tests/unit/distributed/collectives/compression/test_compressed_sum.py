@@ -14,8 +14,7 @@ from torch import Tensor
 
 from shoal.distributed.collectives.base import Collective, Handle
 from shoal.distributed.collectives.compression.codecs import Codec
-from shoal.distributed.collectives.compression.compressed_sum import Compression
-from shoal.distributed.collectives.compression.guard import HORIZON_STEPS, Comparison, ErrorSums
+from shoal.distributed.collectives.compression.compressed_sum import HORIZON_STEPS, Comparison, Compression, ErrorSums
 from shoal.plans.plan import CompressionSection
 
 SHAPES: list[list[tuple[int, ...]]] = [[(12, 9), (7,)], [(50, 40)]]

@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.distributed.collectives.hierarchical import _divide
-from shoal.distributed.collectives.shared_memory.futex import WORD_MASK, Words, available, is_behind
-from shoal.distributed.collectives.shared_memory.region import open_region
+from shoal.distributed.collectives.shared_memory.region import WORD_MASK, Words, has_futexes, is_behind, open_region
 from shoal.distributed.collectives.shared_memory.staging import cut
 from shoal.errors import CollectiveError, LaunchError
 
-pytestmark = pytest.mark.skipif(not available(), reason="this machine has no futexes")
+pytestmark = pytest.mark.skipif(not has_futexes(), reason="this machine has no futexes")
 
 
 @given(st.integers(0, 5000), st.sampled_from([1, 2, 4, 8]), st.integers(1, 9))

@@ -1,0 +1,154 @@
+"""Export of a checkpoint's weights: safetensors files as Hugging Face lays them out, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.checkpoint.state import raw
+from shoal.checkpoint.tensor_file import tensor_file_head
+from shoal.checkpoint.weights import CheckpointWeights
+from shoal.errors import RunDirectoryError, ShoalError, StorageError
+from shoal.runs.directory import read_json
+
+_METADATA = {"format": "pt"}  # what Transformers asks of a file
+_CONFIGS = ("config.json", "generation_config.json")
+# Files of a tokenizer by the names that Transformers saves them under.
+_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result of an export: files, number of tensors, their bytes, and whether Transformers can build the model."""
+
+    folder: Path
+    files: tuple[str, ...]
+    num_tensors: int
+    num_bytes: int
+    has_config: bool
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """Form of an export: the most bytes of a shard, the dtype of floating-point tensors (None: as trained)."""
+
+    max_shard_bytes: int
+    dtype: torch.dtype | None = None
+
+
+def export(
+    weights: CheckpointWeights,
+    folder: Path,
+    form: ExportFormat,
+    config: Path | None = None,
+    tokenizer: Path | None = None,
+) -> Exported:
+    """Writes weights to a new or empty folder, whole or not at all; tied tensors once.
+
+    `config`: a folder with the files of a Transformers model's configuration. `tokenizer`: one whose files are copied.
+    Raises: RunDirectoryError where the folder has anything, or there is no tokenizer; IntegrityError where the
+    checkpoint is damaged; StorageError where the disk refuses.
+    """
+    _refuse_taken(folder)
+    copied = _tokenizer_files(tokenizer) if tokenizer is not None else []
+    aside = folder.absolute().parent / f".{folder.absolute().name}-{uuid.uuid4().hex[:12]}"
+    try:
+        aside.mkdir(parents=True)
+        found = _write(weights, aside, form)
+        has_config = config is not None and _configure(config, aside, {d for d, _ in found[1]})
+        for file in copied:
+            shutil.copyfile(file, aside / file.name)
+        files = tuple(sorted(path.name for path in aside.iterdir()))
+        aside.replace(folder)
+    except BaseException as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, ShoalError) or not isinstance(error, OSError):
+            raise
+        raise StorageError(
+            given=f"an export to {folder}", conflict=f"it could not be written: {error}", remedy="give another folder"
+        ) from error
+    return Exported(folder, files, len(found[1]), found[0], has_config)
+
+
+def _refuse_taken(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunDirectoryError(
+            given=f"an export to {folder}",
+            conflict="it is a file" if not folder.is_dir() else "it has files, and nothing is overwritten",
+            remedy="give -o a folder that is new or empty",
+        )
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    found = [folder / name for name in _TOKENIZER if (folder / name).is_file()]
+    if not found:
+        raise RunDirectoryError(
+            given=f"--tokenizer {folder}",
+            conflict=f"it has none of {', '.join(_TOKENIZER[:2])} ...",
+            remedy="give a folder that tokenizer.save_pretrained() wrote",
+        )
+    return found
+
+
+def _write(weights: CheckpointWeights, folder: Path, form: ExportFormat) -> tuple[int, list[tuple[torch.dtype, int]]]:
+    """All bytes, and dtype and bytes of each tensor."""
+    dtypes = {key: _dtype(weights.dtype(key), form) for key in sorted(weights.once().values())}
+    sizes = {key: dtype.itemsize * torch.Size(weights.shape(key)).numel() for key, dtype in dtypes.items()}
+    shards = list(_shards(sizes, form.max_shard_bytes))
+    placed: dict[str, str] = {}
+    for number, keys in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        order, header = tensor_file_head({key: (dtypes[key], weights.shape(key)) for key in keys}, _METADATA)
+        with (folder / name).open("xb") as file:
+            file.write(header)
+            for key in order:
+                file.write(raw(weights[key].to(dtypes[key])))
+            file.flush()
+            os.fsync(file.fileno())
+        placed |= dict.fromkeys(keys, name)
+    if len(shards) > 1:
+        document = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
+        text = json.dumps(document, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return sum(sizes.values()), [(dtypes[key], sizes[key]) for key in dtypes]
+
+
+def _dtype(trained: torch.dtype, form: ExportFormat) -> torch.dtype:
+    return form.dtype if form.dtype is not None and trained.is_floating_point else trained
+
+
+def _shards(sizes: dict[str, int], most: int) -> Iterator[Sequence[str]]:
+    """Keys in order, as many in a shard as fit; one that is larger has a shard of its own."""
+    keys: list[str] = []
+    size = 0
+    for key, own in sizes.items():
+        if keys and size + own > most:
+            yield keys
+            keys, size = [], 0
+        keys.append(key)
+        size += own
+    yield keys
+
+
+def _configure(source: Path, folder: Path, dtypes: set[torch.dtype]) -> bool:
+    """Copies the configuration, with the dtype of the weights where they have one; whether there is any."""
+    config = read_json(source / _CONFIGS[0])
+    if config is None:
+        return False
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    if len(floating) == 1:
+        config["dtype"] = str(floating.pop()).removeprefix("torch.")
+    (folder / _CONFIGS[0]).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if (source / _CONFIGS[1]).is_file():
+        shutil.copyfile(source / _CONFIGS[1], folder / _CONFIGS[1])
+    return True

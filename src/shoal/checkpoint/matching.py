@@ -1,0 +1,143 @@
+"""Names of two state dicts side by side: the tensors that both have, and the differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shoal.checkpoint.state_dicts import StoredWeights
+from shoal.errors import CommandError, JobMismatchError
+from shoal.runs.initial_weights import DIFFERENCES, NameRules
+
+MOST_LINES = 20  # of one kind of difference in a message
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of a model with all its names, the whole one's shape, and whether a state dict has it."""
+
+    names: tuple[str, ...]
+    tensor: Tensor
+    shape: tuple[int, ...]
+    persistent: bool
+
+
+@dataclass
+class Matches:
+    """The tensors of a model beside the keys of a source; `wrong` is what no rule allows."""
+
+    pairs: list[tuple[NamedTensor, tuple[str, ...]]] = field(default_factory=list)  # more keys than one: to be equal
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def refuse(self, weights: StoredWeights, rules: NameRules, remedy: Callable[[Collection[str]], str]) -> None:
+        """Raises: JobMismatchError with every difference that is not allowed; `remedy` is given their kinds."""
+        kinds = {"wrong": self.wrong} | {kind: getattr(self, kind) for kind in DIFFERENCES if kind not in rules.allow}
+        kinds = {kind: found for kind, found in kinds.items() if found}
+        if kinds:
+            of = _place(weights)
+            before = {"missing": f"missing in {of}: ", "unexpected": "unexpected, not in the model: "}
+            lines = [line for kind, found in kinds.items() for line in short(found, before.get(kind, ""))]
+            raise JobMismatchError(
+                given=f"{weights.origin} for another model:\n" + "\n".join(lines),
+                conflict=f"{sum(map(len, kinds.values()))} tensors differ; nothing was loaded",
+                remedy=remedy(kinds.keys()),
+            )
+
+
+def short(lines: list[str], before: str = "") -> list[str]:
+    """The first of many lines, and how many more there are."""
+    more = [f"{before}... and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+    return [before + line for line in lines[:MOST_LINES]] + more
+
+
+def named_tensors(
+    model: nn.Module, shape: Callable[[str, Tensor], tuple[int, ...]] = lambda name, tensor: tuple(tensor.shape)
+) -> list[NamedTensor]:
+    """Each parameter and buffer once; `shape` gives that of the whole tensor, by the first of its names."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    saved = {key: value for key, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    for key, value in saved.items():  # a model may give a tensor another key than its name
+        if id(value) in names and key not in names[id(value)]:
+            names[id(value)].append(key)
+    persistent = {id(value) for value in saved.values()}
+    return [
+        NamedTensor(tuple(own), tensors[number], shape(own[0], tensors[number]), number in persistent)
+        for number, own in names.items()
+    ]
+
+
+def match(tensors: Iterable[NamedTensor], weights: StoredWeights, rules: NameRules) -> Matches:
+    """The tensors of a model beside those of a source. Raises: CommandError for a renaming without effect."""
+    tensors, place = list(tensors), _place(weights)
+    keys = _by_name(weights, rules)
+    found = Matches()
+    for one in tensors:
+        there = [name for name in one.names if name in keys]
+        if not there:
+            if one.persistent:
+                found.missing.append(f"{one.names[0]} {list(one.shape)}")
+            continue
+        sources = tuple({weights.names.get(keys[name], keys[name]): keys[name] for name in there}.values())
+        other = next((key for key in sources if weights.shape(key) != one.shape), None)
+        if other is None:
+            found.pairs.append((one, sources))
+        else:
+            shapes = f"{list(weights.shape(other))} in {place}, {list(one.shape)} in the model"
+            found.mismatched.append(f"{there[0]}: {shapes}")
+    mine = {keys[name] for one in tensors for name in one.names if name in keys}
+    have = {weights.names.get(key, key) for key in mine}
+    extra = sorted(key for name, key in weights.once().items() if name not in have)
+    found.unexpected = [f"{key} {list(weights.shape(key))}" for key in extra]
+    found.missing.sort()
+    return found
+
+
+def value_of(weights: StoredWeights, keys: tuple[str, ...]) -> Tensor:
+    """The whole value under keys of which the model makes one tensor. Raises: JobMismatchError where they differ."""
+    value = weights[keys[0]]
+    for key in keys[1:]:
+        if not torch.equal(value, weights[key]):
+            raise JobMismatchError(
+                given=f"{weights.origin} for another model:\n{', '.join(keys)}: one tensor in the model, several in "
+                f"{_place(weights)}",
+                conflict="their values differ; nothing was loaded",
+                remedy="build the model without that tie",
+            )
+    return value
+
+
+def _place(weights: StoredWeights) -> str:
+    return "the checkpoint" if hasattr(weights, "step") else "the file"
+
+
+def _by_name(weights: StoredWeights, rules: NameRules) -> dict[str, str]:
+    """By name in the model the key of the source. Raises: CommandError."""
+    found: dict[str, str] = {}
+    used = set()
+    for key in [*weights, *sorted(weights.all_names - set(weights))]:
+        name, old = rules.renamed(key)
+        used.add(old)
+        if name in found:
+            raise CommandError(
+                given=f"{found[name]} and {key} of {weights.origin}",
+                conflict=f"the renaming makes {name} of both",
+                remedy="write prefixes that leave the names different",
+            )
+        found[name] = key
+    idle = next((f"{old}={new}" for old, new in rules.rename if old not in used), None)
+    if idle is not None:
+        some = ", ".join(list(weights)[:MOST_LINES])
+        raise CommandError(
+            given=f"renaming {idle}", conflict=f"no name there begins so: {some}", remedy="write one of their prefixes"
+        )
+    return found

@@ -1,0 +1,82 @@
+"""Training progress besides tensors, as a checkpoint has it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.data.sample_digest import EMPTY_DIGEST, chain_digest
+from shoal.numerics.precision import LossScale
+from shoal.parallel.base import StepSums
+
+
+@dataclass
+class RunState:
+    """Training progress besides tensors: counters, sums and schedules. The same on all ranks.
+
+    `step` counts finished steps; `digest` is over the ids of all samples read so far; `bad_steps`, with what was found
+    there, are left out when a rollback comes to them again; `server` is what the guard over stale parameters has seen;
+    `grains` is the job's number of them; `best` the best evaluation.
+    Nothing random is here: every draw is a function of seed, step and grain.
+    """
+
+    step: int = 0
+    samples: int = 0
+    digest: str = EMPTY_DIGEST
+    loss: float | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
+    skipped_steps: int = 0
+    bad_streak: int = 0
+    bad_steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    computation: dict[str, Any] | None = None
+    server: dict[str, Any] | None = None
+    grains: int | None = None
+    best: dict[str, Any] | None = None  # step, metric and value of the best evaluation
+
+    def improves(self, watched: tuple[str, bool], metrics: dict[str, float]) -> bool:
+        """Whether this step's metrics are the best; notes them then."""
+        name, largest = watched
+        value, best = metrics.get(name, math.nan), self.best
+        if not math.isfinite(value):
+            return False
+        same = best is not None and (best["metric"], best["largest"]) == watched
+        if best is not None and same and not (value > best["value"] if largest else value < best["value"]):
+            return False
+        self.best = {"step": self.step, "metric": name, "largest": largest, "value": value}
+        return True
+
+    def advance(self, sums: StepSums, skipped: str | None) -> None:
+        """Counts a step of these sums; `skipped` says why its update was left out, as in Update."""
+        self.adapt(skipped)
+        self.count(sums, skipped)
+
+    def adapt(self, skipped: str | None) -> None:
+        """The loss scale after an update."""
+        if skipped in (None, "overflow"):
+            self.loss_scale = self.loss_scale.after(skipped == "overflow")
+
+    def count(self, sums: StepSums, skipped: str | None) -> None:
+        """Counts a step, and its samples."""
+        self.samples += sums.num_samples
+        self.digest = chain_digest(self.digest, sums.digest)
+        self.loss = sums.loss if math.isfinite(sums.loss) else None
+        if skipped is not None:
+            self.skipped_steps += 1
+        elif self.step > max(self.bad_steps, default=-1):  # not while replaying what came before a bad step
+            self.bad_streak = 0
+        self.step += 1
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON value of this state."""
+        now = self.loss_scale
+        scale = {"scale": now.scale, "good_steps": now.good_steps} if now.active else None
+        return {**vars(self), "loss_scale": scale, "bad_steps": dict(self.bad_steps)}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any], loss_scale: LossScale) -> RunState:
+        """From `to_json`; whether the loss scale is dynamic comes from the plan in force."""
+        saved = document["loss_scale"]
+        scale = replace(loss_scale, **saved) if loss_scale.dynamic and saved is not None else loss_scale
+        bad_steps = {int(step): found for step, found in document["bad_steps"].items()}  # JSON has made texts of them
+        return cls(**{**document, "loss_scale": scale, "bad_steps": bad_steps})

@@ -1,0 +1,189 @@
+"""State dicts in files of other programs: safetensors, torch's own, and folders as Hugging Face lays them out."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shoal.checkpoint.tensor_file import DTYPE_NAMES
+from shoal.errors import IntegrityError, RunDirectoryError
+from shoal.runs.directory import read_json
+
+FILE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_SHOWN = 8  # entries of a file in a message
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """Whole tensors under the keys of a state dict, on the CPU; one is read when it is asked for."""
+
+    origin: str  # in words
+
+    @property
+    @abc.abstractmethod
+    def names(self) -> Mapping[str, str]:
+        """By key the name of the tensor: keys that are known to be one tensor have one name."""
+
+    @property
+    def all_names(self) -> set[str]:
+        """The names of all tensors, of buffers that no state dict has too."""
+        return set(self.names.values())
+
+    def once(self) -> dict[str, str]:
+        """By tensor's name one key: the one that training calls it by, else its first."""
+        found: dict[str, str] = {}
+        for key, name in self.names.items():
+            if key == name or name not in found:
+                found[name] = key
+        return found
+
+    @abc.abstractmethod
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a tensor, which is not read."""
+
+    @abc.abstractmethod
+    def dtype(self, key: str) -> torch.dtype:
+        """Dtype of a tensor, which is not read."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.names
+
+
+class SafetensorsWeights(StoredWeights):
+    """Weights in safetensors files, each key in one of them."""
+
+    def __init__(self, origin: str, files: list[Path]) -> None:
+        """Raises: IntegrityError for a file that is none; RunDirectoryError for a key in two files."""
+        self.origin = origin
+        self._files: dict[str, Any] = {}
+        for path in files:
+            try:
+                file: Any = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise unreadable(path, error) from error
+            for key in file.keys():  # noqa: SIM118, since it is no mapping
+                if key in self._files:
+                    raise RunDirectoryError(
+                        given=origin, conflict=f"{key} is in {path.name} and in another file", remedy="remove one"
+                    )
+                self._files[key] = file
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {key: key for key in self._files}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._files
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._files[key].get_slice(key).get_shape())
+
+    def dtype(self, key: str) -> torch.dtype:
+        said = self._files[key].get_slice(key).get_dtype()
+        return _DTYPES[said] if said in _DTYPES else self[key].dtype
+
+    def __getitem__(self, key: str) -> Tensor:
+        found: Tensor = self._files[key].get_tensor(key)
+        return found
+
+
+class TorchWeights(StoredWeights):
+    """Weights in a file of torch.save: a state dict, alone or under one key of a dict."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises: IntegrityError for a file that is none or has more than data; RunDirectoryError for other content."""
+        try:
+            found = _read(path)
+        except Exception as error:  # of damaged and foreign files everything is raised
+            raise unreadable(path, error) from error
+        self.origin = str(path)
+        inner = {key: value for key, value in found.items() if _is_state_dict(value)} if isinstance(found, dict) else {}
+        if not _is_state_dict(found):
+            if len(inner) != 1:
+                has = ", ".join(map(str, list(inner or found)[:_SHOWN])) if isinstance(found, dict) else type(found)
+                raise RunDirectoryError(
+                    given=str(path),
+                    conflict=f"it has {'several state dicts' if inner else 'no state dict of tensors'}: {has}",
+                    remedy="write a file of the model's state_dict() alone",
+                )
+            ((key, found),) = inner.items()
+            self.origin = f"{path}, entry {key}"
+        self._tensors: dict[str, Tensor] = found
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        return {key: key for key in self._tensors}
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._tensors[key].shape)
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._tensors[key].dtype
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._tensors[key].detach()
+
+
+def _read(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError:  # torch's format before 1.6 cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _is_state_dict(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(key, str) and isinstance(item, Tensor) for key, item in value.items())
+    )
+
+
+def state_dict_of(path: Path) -> StoredWeights:
+    """The weights in a file, or in a folder with model.safetensors or an index of shards.
+
+    Raises: RunDirectoryError where there are none; IntegrityError where a file cannot be read, or code would be run.
+    """
+    if path.is_file():
+        return SafetensorsWeights(str(path), [path]) if path.suffix == ".safetensors" else TorchWeights(path)
+    index = path / INDEX_NAME
+    if index.is_file():
+        placed = (read_json(index) or {}).get("weight_map")
+        if not isinstance(placed, dict) or any(Path(str(name)).name != name for name in placed.values()):
+            raise IntegrityError(given=str(index), conflict="it has no weight_map of files beside it", remedy="mend it")
+        found = SafetensorsWeights(str(path), [path / name for name in sorted(set(placed.values()))])
+        if set(found) != set(placed):
+            wrong = sorted(set(found) ^ set(placed))[0]
+            raise IntegrityError(
+                given=str(index), conflict=f"index and files differ in {wrong}", remedy="copy the folder again"
+            )
+        return found
+    if (path / FILE_NAME).is_file():
+        return SafetensorsWeights(str(path), [path / FILE_NAME])
+    raise RunDirectoryError(
+        given=str(path),
+        conflict=f"it has neither checkpoints of a run nor {FILE_NAME} nor {INDEX_NAME}",
+        remedy="give a run, a checkpoint, a folder that save_pretrained() wrote, or a .safetensors or .pt file",
+    )
+
+
+def unreadable(path: Path, error: Exception) -> IntegrityError:
+    """The error for a file that is not what its name says."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return IntegrityError(
+        given=str(path),
+        conflict=f"no state dict can be read from it: {first[:300]}",
+        remedy="give a file of tensors alone: safetensors, or a state_dict() as torch saves it; code is never run",
+    )

@@ -1,0 +1,225 @@
+"""Weights of a checkpoint of any layout, or of another program's file: whole tensors, or a model filled with them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError
+from shoal.checkpoint.matching import match, named_tensors, value_of
+from shoal.checkpoint.state_dicts import FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
+from shoal.checkpoint.store import BEST_NAME, STATE_NAME, SavedCheckpoint, Store, open_folder
+from shoal.errors import IntegrityError, RunDirectoryError
+from shoal.parallel.model.tensor_slice import TensorSlice
+from shoal.runs.initial_weights import NameRules
+
+Step = int | Literal["last", "best"]
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class CheckpointWeights(StoredWeights):
+    """Whole tensors of a checkpoint under the keys of the model's state dict; one is read when it is asked for.
+
+    They are on the CPU, in the dtype that the training kept them in. Each file is checked once, when it is first read.
+    """
+
+    def __init__(self, saved: SavedCheckpoint) -> None:
+        self._saved, self.origin = saved, f"a checkpoint of step {saved.step}"
+        self._entries: dict[str, dict[str, Any]] = saved.document["tensors"]["model"]
+        # A checkpoint without keys is of an earlier version: each tensor has the first of its names.
+        self._names: dict[str, str] = saved.document.get("keys") or {name: name for name in self._entries}
+        self._files: dict[str, Any] = {}
+
+    @property
+    def step(self) -> int:
+        """The step that the checkpoint was taken after."""
+        return self._saved.step
+
+    @property
+    def document(self) -> Mapping[str, Any]:
+        """The training state besides tensors, as JSON."""
+        return self._saved.document
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """By key the name of the tensor: tied keys have one name."""
+        return self._names
+
+    @property
+    def all_names(self) -> set[str]:
+        """The names of all tensors, of buffers that no state dict has too."""
+        return set(self._entries)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a tensor, which is not read."""
+        return tuple(self._entry(key)["shape"])
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Dtype of a tensor, which is not read."""
+        found: torch.dtype = getattr(torch, self._entry(key)["dtype"])
+        return found
+
+    def __getitem__(self, key: str) -> Tensor:
+        """The tensor, whole. Raises: KeyError; IntegrityError where a file that has some of it is damaged."""
+        entry = self._entry(key)
+        try:
+            return self._read(self._names.get(key, key), entry)
+        except (ManifestError, SafetensorError) as error:
+            raise damaged(self._saved.folder, error) from error
+
+    def _entry(self, key: str) -> dict[str, Any]:
+        return self._entries[self._names.get(key, key)]
+
+    def _read(self, name: str, entry: Mapping[str, Any]) -> Tensor:
+        shape, missing = entry["shape"], math.prod(entry["shape"])
+        whole = torch.empty(shape, dtype=getattr(torch, entry["dtype"]))
+        target = TensorSlice.whole(shape)
+        for file, ranges in entry["files"].items():
+            missing -= target.copy(whole, TensorSlice.from_json(shape, ranges), self._file(file).get_tensor(name))
+        if missing:
+            raise ManifestError(f"its files lack some of {name}")
+        return whole
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = safe_open(self._saved.verified(name), framework="pt")
+        return self._files[name]
+
+
+@overload
+def load(
+    source: str | os.PathLike[str],
+    into: None = None,
+    *,
+    step: Step = "last",
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+) -> StoredWeights: ...
+
+
+@overload
+def load(
+    source: str | os.PathLike[str],
+    into: Model,
+    *,
+    step: Step = "last",
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+) -> Model: ...
+
+
+def load(
+    source: str | os.PathLike[str],
+    into: nn.Module | None = None,
+    *,
+    step: Step = "last",
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+) -> nn.Module | StoredWeights:
+    """Weights in the model `into`, which is returned, or as a mapping of whole tensors that are read lazily.
+
+    `source`: a run directory, a directory of checkpoints, one checkpoint, a safetensors file, a file of torch.save, or
+    a folder as Hugging Face lays it out. `step`: of a run the last checkpoint, the best by the metric that the job
+    watches, or the one after step N. `rename`: old prefix -> new prefix of names. Values take the model's dtypes and
+    devices. With `strict` false, tensors that only one side has stay as they are. Needs no process group, GPU or job.
+    Raises: RunDirectoryError where there are no such weights; IntegrityError where they are damaged, or are no data;
+    JobMismatchError with names and shapes where they are of another model. The model is then as it was.
+    """
+    weights = weights_of(Path(source), step)
+    if into is None:
+        return weights
+    rules = NameRules(() if strict else ("missing", "unexpected"), tuple((rename or {}).items()))
+    matches = match(named_tensors(into), weights, rules)
+    matches.wrong = [
+        f"{one.names[0]}: {'on the meta device' if one.tensor.is_meta else 'divided over ranks'} in the model"
+        for one, _ in matches.pairs
+        if one.tensor.is_meta or hasattr(one.tensor, "to_local")
+    ]
+    matches.refuse(weights, rules, _remedy)
+    values = [value_of(weights, keys) for _, keys in matches.pairs]  # all, before the first changes the model
+    with torch.no_grad():
+        for one, _ in matches.pairs:
+            one.tensor.copy_(values.pop(0))
+    return into
+
+
+def _remedy(kinds: Collection[str]) -> str:
+    remedy = "build the model that the run trained"
+    both = not {"wrong", "mismatched"} & set(kinds)
+    return remedy + (", or write strict=False to load only what both have" if both else "")
+
+
+def weights_of(path: Path, step: Step = "last") -> StoredWeights:
+    """The weights of a run or a checkpoint, in a file, or in a folder of another program.
+
+    Raises: RunDirectoryError where there are none; IntegrityError where they are damaged.
+    """
+    if not (path.is_file() or _is_other(path)):
+        return CheckpointWeights(find(path, step))
+    if step != "last":
+        raise RunDirectoryError(
+            given=f"{path} with step {step}", conflict="it is no run, and has no steps", remedy="leave the step out"
+        )
+    return state_dict_of(path)
+
+
+def _is_other(folder: Path) -> bool:
+    """Whether another program wrote a folder: a checkpoint that has lost its manifest is none."""
+    own = any((folder / name).exists() for name in (MANIFEST_NAME, STATE_NAME))
+    return not own and any((folder / name).is_file() for name in (FILE_NAME, INDEX_NAME))
+
+
+def find(path: Path, step: Step = "last") -> SavedCheckpoint:
+    """The checkpoint of a step in a run directory or a directory of checkpoints, or the checkpoint that `path` is.
+
+    Raises: RunDirectoryError where there is none; IntegrityError where it is damaged; nothing is renamed.
+    """
+    folder = path if (path / MANIFEST_NAME).is_file() else _folder_of(path, step)
+    try:
+        found = open_folder(folder)
+    except ManifestError as error:
+        raise damaged(folder, error) from error
+    if folder == path and step != "last" and step != found.step:
+        raise RunDirectoryError(
+            given=f"{path} with step {step}",
+            conflict=f"that is the checkpoint of step {found.step}",
+            remedy="give the run's directory, or leave the step out",
+        )
+    return found
+
+
+def _folder_of(path: Path, step: Step) -> Path:
+    store = Store(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    steps, given = store.steps(), f"{path} with step {step}"
+    if isinstance(step, str) and step not in ("last", "best"):
+        raise RunDirectoryError(given=given, conflict="no such step", remedy='write "last", "best" or a number')
+    if step == "best":
+        if (store.folder / BEST_NAME).is_dir():
+            return store.folder / BEST_NAME
+        conflict, remedy = "no checkpoint is kept as the best", 'write Job(watch="accuracy:max"), say, and train'
+    elif not steps:
+        bad = ", ".join(found.name for found in store.damaged())
+        conflict = f"no checkpoint is there{f' but damaged ones: {bad}' if bad else ''}"
+        remedy = "give the directory of a run that has trained, or one of its checkpoints"
+    elif step == "last":
+        return store.path(steps[-1])
+    elif step in steps:
+        return store.path(int(step))
+    else:
+        conflict = f"there are checkpoints of the steps {', '.join(map(str, steps))}"
+        remedy = f"write one of them, or {steps[-1]} for the last"
+    raise RunDirectoryError(given=given, conflict=conflict, remedy=remedy)
+
+
+def damaged(folder: Path, error: Exception) -> IntegrityError:
+    """The error for a checkpoint that is not what was written."""
+    others = [s for s in Store(folder.parent).steps() if folder.name != Store(folder.parent).path(s).name]
+    other = f"step {others[-1]} has another" if others else "restore it from a copy"
+    return IntegrityError(given=f"the checkpoint {folder}", conflict=f"it is damaged: {error}", remedy=other)

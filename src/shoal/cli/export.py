@@ -1,0 +1,65 @@
+"""The `shoal export` command: weights of a checkpoint in files that other programs read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from shoal.checkpoint.export import ExportFormat
+from shoal.checkpoint.export import export as export_weights
+from shoal.checkpoint.weights import CheckpointWeights, find
+from shoal.cli.options import ExportOptions
+from shoal.errors import CommandError, ExitCode
+from shoal.runs.directory import RunDirectory
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def export(options: ExportOptions) -> ExitCode:
+    """Exports a checkpoint's weights. Raises: ShoalError."""
+    form = ExportFormat(_bytes(options.max_shard_size), getattr(torch, options.dtype) if options.dtype else None)
+    path = Path(options.run)
+    weights = CheckpointWeights(find(path, step_of(options.step)))
+    folder = Path(options.output) if options.output else path / "export"
+    tokenizer = Path(options.tokenizer) if options.tokenizer else None
+    found = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
+    print(f"exported {options.run} step {weights.step}: {found.num_tensors} tensors, {found.num_bytes:,} bytes")
+    for name in found.files:
+        print(f"  {folder / name}")
+    if found.has_config:
+        print("Transformers' from_pretrained reads this folder")
+    return ExitCode.DONE
+
+
+def run_of(path: Path) -> RunDirectory:
+    """The run that a path names, or that the checkpoints or the checkpoint of this path are in."""
+    places = (path, path.absolute().parent, path.absolute().parent.parent)
+    return RunDirectory(next((place for place in places if RunDirectory(place).job.exists()), path))
+
+
+def step_of(text: str) -> int | Literal["last", "best"]:
+    """A step as the command line has it. Raises: CommandError."""
+    if text in ("last", "best"):
+        return "best" if text == "best" else "last"
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    raise CommandError(
+        given=f"--step {text}",
+        conflict="--step takes last, best, or the number of steps after which a checkpoint was taken",
+        remedy="write --step last",
+    )
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)?", text.strip().upper())
+    size = int(float(found[1]) * _UNITS.get(found[2] or "", 2**40)) if found else 0
+    if size < 1:
+        raise CommandError(
+            given=f"--max-shard-size {text}",
+            conflict="--max-shard-size takes a number of bytes, with or without KB, MB, GB, KiB, MiB or GiB",
+            remedy="write --max-shard-size 5GB, say",
+        )
+    return size

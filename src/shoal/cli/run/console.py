@@ -1,0 +1,233 @@
+"""Console output of a training run: settings, progress (a live line in a terminal, lines elsewhere) and result."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.hardware.detect import cores
+from shoal.job import Job
+from shoal.planner.calibrate.comparison import told
+from shoal.plans.plan import Plan, described
+from shoal.runs.job_file import LoadedJob
+from shoal.runs.records import RunRecord, StepRecord
+from shoal.runs.request import RunRequest
+from shoal.runs.version import __version__
+from shoal.training.engine import Engine
+
+
+class Reporter:
+    """Display of a run's progress; this one, of every rank but the first, prints nothing."""
+
+    def note(self, text: str) -> None:
+        """Prints one line that stays."""
+
+    def step(self, record: StepRecord, slowest_rank: int) -> None:
+        """Counts a finished step."""
+
+    def close(self) -> None:
+        """Puts the terminal back as it was."""
+
+
+@dataclass
+class Pace:
+    """Throughput since this call began: steps, samples and seconds; `first` and `last` are step numbers."""
+
+    first: int
+    last: int
+    world_size: int
+    began: float = 0.0
+    samples: int = 0
+
+    def count(self, record: StepRecord) -> float:
+        """Counts a finished step; the time now."""
+        now = time.monotonic()
+        self.began = self.began or now - record.seconds
+        self.samples += record.num_samples
+        return now
+
+    def line(self, record: StepRecord, slowest_rank: int) -> str:
+        """Step, loss, samples per second, time left and the slowest rank."""
+        elapsed = max(1e-9, time.monotonic() - self.began)
+        done = record.step - self.first
+        left = (self.last - record.step) * elapsed / max(1, done)
+        loss = "-" if record.loss is None else f"{record.loss:.4f}"
+        text = (
+            f"step {record.step}/{self.last}  loss {loss}  {self.samples / elapsed:,.0f} samples/s  eta {_clock(left)}"
+        )
+        if self.world_size > 1:
+            text += f"  slowest rank {slowest_rank}"
+        if record.skipped:
+            text += f"  skipped: {record.skipped}"
+        return text
+
+
+class Plain(Reporter):
+    """Progress display for logs: the first step, then a line every two seconds, evaluations and the last step."""
+
+    every_seconds = 2.0
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace, self._next = pace, 0.0
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, record: StepRecord, slowest_rank: int) -> None:
+        now = self._pace.count(record)
+        if now >= self._next or record.step == self._pace.last:
+            self._show(self._pace.line(record, slowest_rank))
+            self._next = now + self.every_seconds
+        if record.metrics:
+            self.note(metrics_line(record))
+
+    def _show(self, line: str) -> None:
+        self.note(line)
+
+
+class Live(Plain):
+    """Progress display of a terminal: one line that changes a few times a second."""
+
+    every_seconds = 0.2
+
+    def __init__(self, pace: Pace) -> None:
+        from rich.console import Console
+        from rich.live import Live as RichLive
+        from rich.text import Text
+
+        super().__init__(pace)
+        self._console, self._make = Console(highlight=False), Text
+        self._live = RichLive(Text(""), console=self._console, auto_refresh=False)
+        self._live.start()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def _show(self, line: str) -> None:
+        self._live.update(self._make(line), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def metrics_line(record: StepRecord) -> str:
+    """An evaluation in words."""
+    values = "  ".join(f"{name} {value:.4f}" for name, value in (record.metrics or {}).items())
+    return f"step {record.step}  evaluation: {values}"
+
+
+def choose_reporter(rank: int, pace: Pace) -> Reporter:
+    """Live in a terminal; plain where there is none, under CI, NO_COLOR or TERM=dumb; silent but on rank 0."""
+    if rank != 0:
+        return Reporter()
+    plain = any(os.environ.get(name) for name in ("CI", "NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    return Plain(pace) if plain or not sys.stdout.isatty() else Live(pace)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def introduce(
+    reporter: Reporter,
+    engine: Engine,
+    loaded: LoadedJob,
+    request: RunRequest,
+    resumed: int | None,
+    *,
+    why_grains: str = "as the job says",
+) -> None:
+    """Prints the settings of a run, and why they were chosen."""
+    job, plan, mesh = loaded.job, engine.plan, engine.mesh
+    device = "cuda" if plan.serves and torch.cuda.is_available() else mesh.device.type  # here a conductor's: a CPU
+    only = ", the workers" if plan.serves and device != mesh.device.type else ""
+    where = f"{plan.num_processes} process{'es' if plan.num_processes > 1 else ''}{only} on {device}"
+    threads = f", {torch.get_num_threads()} thread(s) each of {cores()} cores" if device == "cpu" else ""
+    reporter.note(f"shoal {__version__}: {request.job.path}:{loaded.function} -> {request.out}")
+    asked = "as asked" if request.wishes.devices or request.plan_from_file else "all GPUs, or one process without"
+    reporter.note(f"  devices     {where}{threads} ({asked})")
+    reporter.note(f"  layout      {described(plan)}")
+    for line in _batch(job, plan, why_grains):
+        reporter.note(line)
+    mode = (
+        "exact: grain by grain, one thread, fixed tree"
+        if plan.execution.exact
+        else "fast: fused grains, added up on the servers"
+        if plan.serves
+        else f"fast: fused grains, overlapped sums, {plan.collectives.all_reduce} all-reduce"
+    )
+    reporter.note(f"  summation   {mode}{_compressed(engine)}")
+    if plan.serves:
+        servers = f"{plan.layout.data} worker(s), {plan.server.num_servers} server(s) and a conductor"
+        reporter.note(f"  servers     {servers}; no prediction: the planner knows no servers")
+    scale = f", loss scale {plan.precision.loss_scale}" if plan.precision.loss_scale != "none" else ""
+    reporter.note(f"  precision   parameters {plan.precision.parameters}, compute {plan.precision.compute}{scale}")
+    samples = f"{engine.num_train_samples:,} samples" if engine.num_train_samples else "a stream"
+    reporter.note(
+        f"  data        {samples}, {plan.data.workers} worker process(es) a rank; "
+        f"model of {engine.num_parameters:,} parameters"
+    )
+    for note in (*engine.notes, *engine.sharded_model.division.notes):
+        reporter.note(f"  {note}")
+    if request.steps is not None and request.steps > engine.order.num_steps:
+        reporter.note(
+            f"  length      {request.steps} steps, beyond the job's own {engine.order.num_steps}: "
+            "the schedule stays at its end"
+        )
+    if request.resume:
+        reporter.note(
+            "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
+        )
+    if request.steps is not None and request.steps <= (resumed or 0) < engine.order.num_steps:
+        reporter.note(
+            f"  length      nothing is left to do: the run was told to end after step {request.steps}; "
+            f"--steps {engine.order.num_steps} goes on to the job's own end"
+        )
+
+
+def _batch(job: Job, plan: Plan, why_grains: str) -> tuple[str, str]:
+    share = -(-job.num_grains // plan.divides_step)
+    per = plan.batch.grains_per_microbatch
+    each = f"{job.grain_size} sample{'s' if job.grain_size > 1 else ''} each"
+    return (
+        f"  grains      {job.num_grains} ({each}; {why_grains})",
+        f"  batch       {job.global_batch} samples a step; a rank computes up to {share} grains, {per} at a time "
+        f"({-(-share // per)} microbatch(es))",
+    )
+
+
+def conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:
+    """Prints the result of a run beside its prediction, and how to go on."""
+    values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
+    evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
+    early = result.ended_early
+    of = f" of {early['wanted_steps']}" if early is not None else ""
+    reporter.note(f"{result.status} after step {result.steps}{of}, {result.wall_seconds:.1f} s{evaluated}")
+    if early is not None:
+        reporter.note(
+            f"warning: train_data ended after {early['samples']} of {early['wanted_samples']} samples; its items are "
+            "taken for single samples: a stream of batches is to give them one by one"
+        )
+    if result.prediction is not None and result.prediction["step_seconds"]["measured"]:
+        reporter.note(f"  {told(result.prediction)}")
+    if result.server is not None and result.server.get("warning"):
+        reporter.note(f"warning: {result.server['warning']}")
+    if result.status == "preempted":
+        reporter.note(f"resume with: shoal run {job} --resume --out {out}")
+
+
+def _compressed(engine: Engine) -> str:
+    compression = engine.strategy.compression
+    if compression is None:
+        return ""
+    if compression.fell_back is not None:
+        return f"; {compression.scheme} fell back to uncompressed sums at step {compression.fell_back['step']}"
+    held = " with error feedback" if compression.feedback else ""
+    return f", compressed to {compression.scheme}{held}"

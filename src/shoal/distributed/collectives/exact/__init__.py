@@ -1,1 +1,0 @@
-"""All-reduces whose bits do not depend on the number of ranks."""

@@ -1,0 +1,116 @@
+"""Rendezvous of a run's ranks: an exchange through the store before there is a process group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shoal.errors import LaunchError
+from shoal.launch.environment import Environment
+
+JOIN_TIMEOUT = timedelta(seconds=60)
+_PROGRESS_SECONDS, _LOOK = 5.0, timedelta(seconds=1)
+_LEAVING_SECONDS = 3.0
+_REMEDY = "start every rank once, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+
+
+class JoinLimit:
+    """Time limit of what ranks wait for before a run begins; a line on stderr every 5 s says what is missing."""
+
+    def __init__(self, says: bool) -> None:
+        self._says, self._began = says, time.monotonic()
+        self._next = self._began + _PROGRESS_SECONDS
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time has passed."""
+        return time.monotonic() - self._began >= JOIN_TIMEOUT.total_seconds()
+
+    def tell(self, what: str) -> None:
+        """Prints the line, where one is due."""
+        if self._says and time.monotonic() >= self._next:
+            self._next += _PROGRESS_SECONDS
+            seconds = round(time.monotonic() - self._began)
+            said = f"waiting for {what}, {seconds} s of {JOIN_TIMEOUT.total_seconds():.0f} s"
+            print(said, file=sys.stderr, flush=True)
+
+
+def connect(environment: Environment, once: Callable[[timedelta], Store]) -> Store:
+    """The client's end of rank 0's store, by `once`, which tries for so long. Raises: what it raised last."""
+    waiting = JoinLimit(environment.local_rank == 0)
+    while True:
+        try:
+            return once(timedelta(seconds=_PROGRESS_SECONDS))
+        except (dist.DistError, RuntimeError):
+            if waiting.is_over:
+                raise
+            waiting.tell(f"rank 0's store at {environment.address}:{environment.port}")
+
+
+def meet(store: Store, environment: Environment, host: str, *, number: int = 1) -> None:
+    """Waits until every rank has come. `number`: how many processes have come as this rank, with this one.
+
+    Raises: LaunchError, on every rank that is present, naming who is, where two have come as one rank, where their
+    world sizes differ, or where one has not come within the time limit.
+    """
+    mine = {"rank": environment.rank, "host": host, "pid": os.getpid(), "world_size": environment.world_size}
+    store.set(f"{environment.rank}" if number == 1 else f"{environment.rank} again", json.dumps(mine))
+    store.add("come", 1)
+    if number > 1:
+        first = json.loads(store.get(f"{environment.rank}"))
+        _leave(store, environment, {}, f"{_named(first)} and {_named(mine)} have both come as rank {mine['rank']}")
+    waiting = JoinLimit(environment.rank == 0)
+    keys = [str(rank) for rank in range(environment.world_size)]
+    while True:
+        with contextlib.suppress(dist.DistError):  # not all yet
+            store.wait(keys, _LOOK)
+        present = {int(key): json.loads(store.get(key)) for key in keys if store.check([key])}
+        if store.check(["trouble"]):
+            _leave(store, environment, present, store.get("trouble").decode())
+        other = next((one for one in present.values() if one["world_size"] != environment.world_size), None)
+        if other is not None:
+            _leave(store, environment, present, f"{_sized(other)}, and {_sized(mine)}")
+        if len(present) == environment.world_size:
+            return
+        missing = ", ".join(key for key in keys if int(key) not in present)
+        if waiting.is_over:
+            limit = f"within {JOIN_TIMEOUT.total_seconds():.0f} s"
+            _leave(store, environment, present, f"rank {missing} of {environment.world_size} did not come {limit}")
+        waiting.tell(f"rank {missing} of {environment.world_size} (here are {_all(present)})")
+
+
+def _leave(store: Store, environment: Environment, present: dict[int, dict[str, Any]], why: str) -> None:
+    """Raises: LaunchError; rank 0, which serves the store, once the others could read why."""
+    if not store.check(["trouble"]):
+        store.set("trouble", why)
+    left, deadline = store.add("left", 1), time.monotonic() + _LEAVING_SECONDS
+    while environment.rank == 0 and left < store.add("come", 0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = store.add("left", 0)
+    here = f"; here are {_all(present)}" if present else ""
+    raise LaunchError(
+        given=f"rank {environment.rank} of {environment.world_size} at {environment.address}:{environment.port}",
+        conflict=f"{why}{here}",
+        remedy=_REMEDY,
+    )
+
+
+def _named(one: dict[str, Any]) -> str:
+    return f"process {one['pid']} on {one['host']}"
+
+
+def _sized(one: dict[str, Any]) -> str:
+    return f"rank {one['rank']} ({_named(one)}) was started with WORLD_SIZE={one['world_size']}"
+
+
+def _all(present: dict[int, dict[str, Any]]) -> str:
+    return ", ".join(f"rank {rank} ({_named(one)})" for rank, one in sorted(present.items())[:16])

@@ -1,0 +1,53 @@
+"""Power caps: a device whose clock is held down to draw less than it is sold for."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Final
+
+from shoal.errors import HardwareError
+from shoal.hardware.values import Device
+
+CAP: Final = re.compile(r"(\d+(?:\.\d+)?)\s?W", re.IGNORECASE)
+# Of the limit, what leakage, memory and links draw at any clock.
+_IDLE: Final = 0.2
+# Dynamic power is f V^2 (f the clock, V the voltage), and where boost clocks are V grows a little slower than f: with
+# V ~ f^(2/3), power grows with f^(7/3), and the clock with the power to 3/7.
+_CLOCK: Final = 3 / 7
+_LEAST: Final = 0.3  # of the limit: drivers accept no less on any part of the catalogue
+
+
+def capped(device: Device, watts: float) -> Device:
+    """A device whose power limit is set to so many watts; tensor cores slow down with the clock, and memory does not.
+
+    Whole steps are taken to draw the limit that the device is sold with, as those do that `sustained` was fitted to.
+    Raises: HardwareError where its own limit is not known, or the cap is above it or below what a driver sets.
+    """
+    limit = device.watts
+    if limit is None:
+        raise HardwareError(
+            given=f"{device.name} at {watts:g} W",
+            conflict="the catalogue does not know what this device draws without a cap",
+            remedy=f"write it without a cap, or a file with [device] like = {device.name!r} and its watts",
+        )
+    if not _LEAST * limit <= watts <= limit:
+        raise HardwareError(
+            given=f"{device.name} at {watts:g} W",
+            conflict=f"its own limit is {limit:g} W, and drivers set no less than {_LEAST * limit:g} W",
+            remedy=f"write between {_LEAST * limit:g} and {limit:g} W, as {device.name}@{0.75 * limit:.0f}W",
+        )
+    if watts == limit:
+        return device
+    clock = ((watts / limit - _IDLE) / (1 - _IDLE)) ** _CLOCK
+    said = f"capped at {watts:g} of {limit:g} W: x {clock:.2f} ((P - 0.2 P0) / 0.8 P0) ^ (3/7) (stated)"
+    sources = {key: f"{device.sources.get(key, '')}; {said}" for key in ("sustained", "attention")}
+    return replace(
+        device,
+        name=f"{device.name}@{watts:g}W",
+        watts=watts,
+        sustained=device.sustained * clock,
+        sustained_dtypes={dtype: share * clock for dtype, share in device.sustained_dtypes.items()},
+        attention={kernel: share * clock for kernel, share in device.attention.items()},
+        sources={**device.sources, **sources, "watts": f"given: a cap of {watts:g} W"},
+    )

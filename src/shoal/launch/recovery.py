@@ -1,0 +1,114 @@
+"""Recovery of a run after the loss of a rank: a new start of all ranks or none, the pause before it, its account."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import PeerError, RankLostError, ShoalError
+from shoal.runs.directory import RunDirectory, read_json
+
+# By default so often in a row, without a step that was never trained before.
+MOST = 5
+_LONGEST_PAUSE_SECONDS = 60.0
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGSTOP")
+_DIGITS = re.compile(r"[\d.]+")  # seconds, in sentences that are otherwise the same
+
+
+@dataclass
+class Recovery:
+    """Restarts of one call of `shoal run`: at most `most` in a row that bring no new step and no new checkpoint.
+
+    A second loss of the same rank in the same way after the same step is the job's own doing: there is no third try.
+    Signals that others send are an exception, since two may arrive at the same place.
+    """
+
+    most: int
+    directory: RunDirectory
+    clock: Callable[[], float] = time.time
+    count: int = 0
+    in_vain: int = 0  # in a row
+    _furthest: int = -1
+    _saved: int = -1
+    _before: tuple[Any, ...] | None = None
+    events: Events = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events, self._began = Events(self.directory.events), self.clock()
+
+    def pause(self, error: ShoalError | None, noticed_at: float) -> float | None:
+        """The seconds to wait before the ranks are started again; None where they are not, and `error` says why."""
+        if self.most == 0 or not isinstance(error, RankLostError | PeerError):
+            return None
+        reached = last_step(self.directory.records)
+        same = (error.rank, _DIGITS.sub("", error.conflict.split("\n")[0]), reached)
+        newest = self._newest()
+        self.in_vain = 0 if reached > self._furthest or newest > self._saved else self.in_vain + 1
+        self._furthest, self._saved = max(self._furthest, reached), newest
+        outside = any(name in same[1] for name in _FROM_OUTSIDE)
+        again, self._before = same == self._before and not outside, same
+        reason = None
+        if again:
+            reason = f"it was lost twice in the same way, both times after step {reached}"
+        elif self.in_vain >= self.most:
+            reason = f"{self.in_vain} starts in a row got no further than step {self._furthest}"
+        done = "the run ended: " + reason if reason else f"all ranks start again from step {newest}"
+        self.events.add("lost", error, at=_text(noticed_at), after_step=reached, done=done)
+        if reason is not None:
+            error.remedy = f"{reason}; {error.remedy}"
+            return None
+        self.count += 1
+        return min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self.in_vain - 1)) if self.in_vain else 0.0
+
+    def told(self, error: ShoalError, pause_seconds: float) -> str:
+        """A line about the loss and the new start."""
+        where = f"rank {error.rank} on {error.host}" if error.rank is not None else "a rank"
+        wait = f" in {pause_seconds:.0f} s" if pause_seconds else ""
+        what = error.conflict.split("\n")[0]
+        return f"{where} was lost: {what}; all ranks start again{wait}, from step {self._newest()}"
+
+    def unsaved_seconds(self) -> float:
+        """The seconds since the newest checkpoint, or since this call began."""
+        saved = 0.0
+        with contextlib.suppress(OSError):
+            saved = self.directory.saved.stat().st_mtime
+        return max(0.0, self.clock() - max(saved, self._began))
+
+    def _newest(self) -> int:
+        return int((read_json(self.directory.saved) or {}).get("step", 0))
+
+
+class Events:
+    """Account of what befell a run, in `events.jsonl`: a line each. A disk that refuses is no error."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, kind: str, error: ShoalError | None = None, **more: Any) -> None:
+        """Appends an event, with rank, host and cause where an error says them."""
+        event: dict[str, Any] = {"at": _text(time.time()), "kind": kind}
+        if error is not None:
+            event |= {"rank": error.rank, "host": error.host, "who": error.given, "what": error.conflict}
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**event, **more}) + "\n")
+
+
+def _text(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def last_step(records: Path) -> int:
+    """The step of the last record that is whole; 0 where there is none."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), records.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - (1 << 16)))
+        for line in reversed(file.read().splitlines(keepends=True)):
+            if line.endswith(b"\n"):
+                return int(json.loads(line)["step"])
+    return 0

@@ -1,0 +1,108 @@
+"""Watch of a launcher over its ranks: stopped and stuck ones are found by signs outside of their collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.launch.heartbeat import Reading, read
+
+# Pauses of a few seconds are nothing.
+_LEAST_SECONDS = 5.0
+_TIMES = 3.0
+# A phase that never ended before: a first step compiles, loads and connects.
+_FIRST_SECONDS = 600.0
+_LOOK_SECONDS = 0.25
+# What waits for others, and what may take as long as a disk likes.
+_WAITING, _UNLIMITED = ("exposed_communication",), ("away", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """Rank that is taken for lost although its process lives."""
+
+    rank: int
+    reason: str
+
+
+@dataclass
+class Watch:
+    """Watch over ranks, by their process ids and heartbeat files. `clock`: seconds, that of those files.
+
+    `unsaved` gives the seconds since the run's newest checkpoint: to wait as long as starting again would cost is never
+    more than twice too long, whether the rank would have come back or not.
+    """
+
+    heartbeats: Mapping[int, Path]
+    unsaved: Callable[[], float]
+    clock: Callable[[], float] = time.perf_counter
+    excused: dict[str, float] = field(default_factory=dict)  # by phase, the seconds of an alarm that was raised before
+    _stopped: dict[int, float] = field(default_factory=dict)
+    _looked: float | None = None
+    _since: float = 0.0  # before it this process may have been stopped itself
+
+    def look(self, living: Mapping[int, int]) -> list[Stuck]:
+        """The ranks that are stopped or stuck, of those that live (rank: process id); at most a few times a second."""
+        now = self.clock()
+        if self._looked is not None and now - self._looked < _LOOK_SECONDS:
+            return []
+        passed = now - self._looked if self._looked is not None else 0.0
+        if self._looked is None or passed > 1.0:
+            self._since, passed = now, 0.0
+        self._looked = now
+        for rank in self.heartbeats:
+            stopped = rank in living and _is_stopped(living[rank])
+            self._stopped[rank] = self._stopped.get(rank, 0.0) + passed if stopped else 0.0
+        found = [rank for rank, seconds in self._stopped.items() if seconds > _LEAST_SECONDS]
+        if found:
+            return [Stuck(rank, f"was stopped (SIGSTOP) for {self._stopped[rank]:.0f} s") for rank in found]
+        return self._hung(now, living)
+
+    def _hung(self, now: float, living: Mapping[int, int]) -> list[Stuck]:
+        readings: dict[int, Reading] = {}
+        for rank, path in self.heartbeats.items():
+            with contextlib.suppress(OSError):
+                reading = read(path)
+                if rank in living and reading is not None:
+                    readings[rank] = reading
+        if not readings or len(readings) < len(self.heartbeats):
+            return []  # not all have begun, or one has ended
+        fewest = min(reading.steps for reading in readings.values())
+        behind = {rank: reading for rank, reading in readings.items() if reading.steps == fewest}
+        if any(reading.phase in _UNLIMITED for reading in behind.values()):
+            return []
+        busy = {rank: reading for rank, reading in behind.items() if reading.phase not in _WAITING} or behind
+        if any(now - max(reading.since, self._since) <= self._limit(now, reading) for reading in busy.values()):
+            return []
+        return [Stuck(rank, _reason(now, reading)) for rank, reading in busy.items()]
+
+    def _limit(self, now: float, reading: Reading) -> float:
+        learned = _TIMES * reading.longest if reading.longest else _FIRST_SECONDS
+        lost = self.unsaved() - (now - reading.since)  # the seconds that were trained before it stood still
+        return max(_LEAST_SECONDS, learned, lost, 4.0 * self.excused.get(reading.phase, 0.0))
+
+    def excuse(self, stuck: list[Stuck]) -> None:
+        """Notes an alarm: the same phase may take four times as long from now on, in case that it was only slow."""
+        now = self.clock()
+        for found in stuck:
+            with contextlib.suppress(OSError):
+                reading = read(self.heartbeats[found.rank])
+                if reading is not None:
+                    self.excused[reading.phase] = now - reading.since
+
+
+def _reason(now: float, reading: Reading) -> str:
+    lately = f"the longest of late took {reading.longest:.1f} s" if reading.longest else "none has ended yet"
+    where = f"in {reading.phase} of step {reading.steps} since its start"
+    return f"has been {where} for {now - reading.since:.0f} s; {lately}"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a child is stopped by a signal; a debugger's stop is none."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False

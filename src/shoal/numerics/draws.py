@@ -1,0 +1,210 @@
+"""Random numbers for the rows of several grains: by a generator a grain, or by position in one stream for all of them.
+
+By position they take a few operators for all grains of a forward, which is for jobs of many: a random operation draws
+from one stream of 64-bit words, keyed by (seed, step, operation); a sample's words are at its
+position in the global batch, whichever grains share the forward. The stream is PCG64DXSM (O'Neill, PCG, 2014; numpy's
+next default), which jumps to any position in constant time, and of which numpy keeps the bits from version to version.
+On CPUs alone: decision 0029.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+# Bits of a number in [0, 1) that the dtype holds exactly, so that none is rounded up to 1.
+_DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+class Draws(Protocol):
+    """Source of the words of one random operation after the other."""
+
+    def words(self, rows: int, elements: int) -> Tensor:
+        """32 random bits for each element of each row, int32 [rows, elements], of the next operation."""
+
+
+def words_at(key: int, start: int, rows: int, elements: int) -> Tensor:
+    """32 random bits for each element of the samples from `start` on, int32 [rows, elements]."""
+    per_row = (elements + 1) // 2  # two to a word; half of a row's last one may be left over
+    source = np.random.PCG64DXSM(key)
+    source.advance(start * per_row)
+    drawn = torch.from_numpy(source.random_raw(rows * per_row).view(np.int32))
+    return drawn.view(rows, 2 * per_row)[:, :elements]
+
+
+def fill_kept(noise: Tensor, parts: list[Tensor], keep: float, generators: list[torch.Generator]) -> None:
+    """Fills with ones, at random in the share `keep`, and zeros: each of its `parts` by a generator of its own.
+
+    On the CPU from 32 random bits an element, two to a word: bernoulli_ there makes a double of 64 for each and takes
+    more than twice as long, 5 % of a GPT's step. What need not be done for each part is done once for all.
+    """
+    if not noise.is_cpu:
+        for rows, generator in zip(parts, generators, strict=True):
+            rows.bernoulli_(keep, generator=generator)
+        return
+    counts = [(rows.numel() + 1) // 2 for rows in parts]
+    words = torch.empty(sum(counts), dtype=torch.int64)
+    drawn = words.split(counts)
+    for own, generator in zip(drawn, generators, strict=True):
+        own.random_(-(2**63), None, generator=generator)
+    bits = words.view(torch.int32)
+    if bits.numel() != noise.numel():  # half of a part's last word is left over
+        bits = torch.cat([own.view(torch.int32)[: rows.numel()] for own, rows in zip(drawn, parts, strict=True)])
+    noise.copy_(kept(bits, keep).view_as(noise))
+
+
+def under(generator: torch.Generator, call: Callable[[], Any]) -> Any:
+    """Calls with the device's global generator in the state of `generator`, and puts it back."""
+    device = generator.device
+    own = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+    before = own.get_state()
+    own.set_state(generator.get_state())
+    try:
+        return call()
+    finally:
+        own.set_state(before)
+
+
+def kept(words: Tensor, keep: float) -> Tensor:
+    """Booleans, true in the share `keep`."""
+    return words < min(round(keep * 2**32) - 2**31, 2**31 - 1)
+
+
+def uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers in [0, 1), as many as the dtype holds evenly spaced, of 32 bits at most."""
+    digits = _DIGITS[dtype]
+    return ((words.long() + 2**31) >> (32 - digits)).to(dtype) * 2.0**-digits
+
+
+def normal(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Normal numbers by pairs (Box and Muller, 1958), from an even number of words a row; computed in float64."""
+    numbers = words.double() + (2**31 + 0.5)
+    pairs = (numbers * 2.0**-32).unflatten(1, (-1, 2))
+    radius, angle = (-2.0 * pairs[..., :1].log()).sqrt(), 2.0 * math.pi * pairs[..., 1:]
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], -1).flatten(1).to(dtype)
+
+
+def _filled(draws: Draws, like: Tensor, numbers: Callable[[Tensor, torch.dtype], Tensor]) -> Tensor | None:
+    """New numbers in the shape of a tensor; None where they are not drawn by position."""
+    if like.dtype not in _DIGITS or like.ndim == 0 or like.numel() == 0:
+        return None
+    elements = like[0].numel()
+    words = draws.words(len(like), elements + elements % 2)
+    return numbers(words, like.dtype)[:, :elements].reshape(like.shape)
+
+
+def _in_place(
+    draws: Draws, tensor: Tensor, numbers: Callable[[Tensor, torch.dtype], Tensor], scale: float, shift: float
+) -> Tensor | None:
+    found = _filled(draws, tensor, numbers)
+    return None if found is None else tensor.copy_(found.mul_(scale).add_(shift))
+
+
+def _uniform_(draws: Draws, tensor: Tensor, begin: float = 0.0, end: float = 1.0, **named: float) -> Tensor | None:
+    begin, end = named.get("from", begin), named.get("to", end)
+    return _in_place(draws, tensor, uniform, end - begin, begin)
+
+
+def _normal_(draws: Draws, tensor: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor | None:
+    return _in_place(draws, tensor, normal, std, mean)
+
+
+def _bernoulli_(draws: Draws, tensor: Tensor, p: Any = 0.5) -> Tensor | None:
+    if isinstance(p, Tensor) or tensor.ndim == 0 or tensor.numel() == 0:
+        return None
+    return tensor.copy_(kept(draws.words(len(tensor), tensor[0].numel()), p).view(tensor.shape))
+
+
+def _bernoulli(draws: Draws, input: Tensor) -> Tensor | None:
+    found = _filled(draws, input.detach(), uniform)
+    return None if found is None else (found < input.detach()).to(input.dtype)
+
+
+def _rand_like(draws: Draws, input: Tensor) -> Tensor | None:
+    return _filled(draws, input, uniform)
+
+
+def _randn_like(draws: Draws, input: Tensor) -> Tensor | None:
+    return _filled(draws, input, normal)
+
+
+def _channels(ndim: int) -> Callable[..., Tensor | None]:
+    """Dropout of whole channels, of [N, C, ...] with so many dims."""
+
+    def dropout(draws: Draws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if input.ndim != ndim or not 0.0 < p < 1.0 or inplace or not input.is_floating_point():
+            return None
+        mask = kept(draws.words(*input.shape[:2]), 1.0 - p).view(*input.shape[:2], *[1] * (ndim - 2))
+        return input * mask.to(input.dtype).div_(1.0 - p)
+
+    return dropout
+
+
+def _attention(draws: Draws, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Scaled dot-product attention written out, as torch computes it on CPUs where weights are dropped."""
+    given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+    if given.keys() - {*_ATTENTION, "scale", "enable_gqa"}:
+        return None
+    query, key, value = given["query"], given["key"], given["value"]
+    mask, scale, keep = given.get("attn_mask"), given.get("scale"), 1.0 - given["dropout_p"]
+    if given.get("enable_gqa"):
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    root = math.sqrt(1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = (query * root) @ (key * root).transpose(-2, -1)
+    if given.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    if mask is not None:  # a query that sees no key: torch gives zeros
+        weights = weights.masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    noise = kept(draws.words(len(weights), weights[0].numel()), keep).view(weights.shape).to(weights.dtype)
+    found: Tensor = (weights * noise.div_(keep)) @ value
+    return found
+
+
+# Called with the operation's own arguments; None: nothing was drawn, and each grain is computed by itself.
+AT_ONCE: dict[Any, Callable[..., Tensor | None]] = {
+    Tensor.uniform_: _uniform_,
+    Tensor.normal_: _normal_,
+    Tensor.bernoulli_: _bernoulli_,
+    Tensor.bernoulli: _bernoulli,
+    torch.bernoulli: _bernoulli,
+    torch.rand_like: _rand_like,
+    torch.randn_like: _randn_like,
+    F.dropout1d: _channels(3),
+    F.dropout2d: _channels(4),
+    F.dropout3d: _channels(5),
+    F.scaled_dot_product_attention: _attention,
+}
+SIZED: dict[Any, Callable[[Tensor, torch.dtype], Tensor]] = {torch.rand: uniform, torch.randn: normal}
+
+
+def at_once(draws: Draws, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The result of a random operation for all rows; None where each grain has to be computed by itself."""
+    drawn = AT_ONCE.get(func)
+    if drawn is None or any(isinstance(a, Tensor) and not a.is_cpu for a in (*args, *kwargs.values())):
+        return None
+    try:
+        return drawn(draws, *args, **kwargs)
+    except TypeError:  # arguments that are not known here, such as out= and dtype=
+        return None
+
+
+def of_size(draws: Draws, func: Any, size: Any, options: dict[str, Any]) -> Tensor | None:
+    """`torch.rand` or `torch.randn` of a size whose first number counts the samples; None as `at_once`."""
+    dtype = options.get("dtype") or torch.get_default_dtype()
+    if (
+        func not in SIZED
+        or options.keys() - {"dtype", "device"}
+        or torch.device(options.get("device") or "cpu").type != "cpu"
+    ):
+        return None
+    return _filled(draws, torch.empty(1, dtype=dtype).expand(tuple(size)), SIZED[func])

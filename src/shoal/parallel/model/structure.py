@@ -1,0 +1,233 @@
+"""Structure of a model, without computing anything: repeated blocks, names, classes, shapes and a config."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.plans.legal import ModelFacts
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+# Modules that only hold others, one after the other: a pipeline may cut between what they hold.
+_HOLDERS = (nn.Sequential, nn.ModuleList)
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_LONGEST = ("max_position_embeddings", "n_positions", "n_ctx", "block_size", "max_seq_len")
+_HEAD_WIDTHS = ("head_dim", "head_width", "attention_head_size")
+# A network has up to so many stages (ResNet 4, Swin 4, EfficientNet 7 or 8), each of them with blocks of its own.
+_MOST_STAGES = 8
+# They are called on some of the rows each, and not one after the other.
+_NOT_IN_SEQUENCE = "experts"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Module by its name in the model; `children` [start, stop) where it is only some of a Sequential's."""
+
+    name: str
+    module: nn.Module
+    children: tuple[int, int] | None = None
+
+
+def repeated_blocks(model: nn.Module) -> list[Block]:
+    """The modules that a list, dict or sequence in the model holds at least two of, in order; none within another."""
+    return _repeated("", model, _place=None)
+
+
+def _repeated(name: str, module: nn.Module, _place: str | None) -> list[Block]:
+    children = [(f"{name}.{key}" if name else key, key, child) for key, child in module.named_children()]
+    kinds: Counter[type[nn.Module]] = Counter()
+    if isinstance(module, _CONTAINERS) and _place != _NOT_IN_SEQUENCE:
+        kinds.update(type(child) for _, _, child in children if is_composite(child))
+    found = []
+    for path, key, child in children:
+        inner = _repeated(path, child, key)
+        count = kinds[type(child)]
+        is_stage = isinstance(child, _CONTAINERS) or (count <= _MOST_STAGES and len(inner) > 1)
+        found += inner if count < 2 or (inner and is_stage) else [Block(path, child)]
+    return found
+
+
+def is_composite(module: nn.Module) -> bool:
+    """Whether a module has parameters and is more than one of torch's own layers."""
+    own = bool(list(module.children())) or not type(module).__module__.startswith("torch.nn.")
+    return own and any(True for _ in module.parameters())
+
+
+def parts(model: nn.Module) -> list[Block]:
+    """Parts of a model without repeated blocks, except for the last.
+
+    What comes last is the first that the backward needs: to compute it again saves nothing. Nor does a part of one
+    layer, whose input is kept in any case.
+    """
+    return list(_parts("", model))[:-1]
+
+
+def _parts(name: str, module: nn.Module) -> Iterator[Block]:
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        yield from _segments(name, module)
+        return
+    for key, child in module.named_children():
+        if is_composite(child):
+            path = f"{name}.{key}" if name else key
+            inner = list(_parts(path, child))
+            yield from inner if len(inner) > 1 else [Block(path, child)]
+
+
+def _segments(name: str, sequence: nn.Module) -> Iterator[Block]:
+    """About as many segments as each has layers (Chen et al., arXiv 1604.06174), every one beginning with a layer."""
+    children = list(sequence.children())
+    starts = [i for i, child in enumerate(children) if any(True for _ in child.parameters())]
+    count = max(math.isqrt(len(starts)), 2)
+    if len(starts) < 3:
+        return
+    cuts = [0, *(starts[round(i * len(starts) / count)] for i in range(1, count)), len(children)]
+    for start, stop in itertools.pairwise(cuts):
+        yield Block(f"{name}[{start}:{stop}]", sequence, (start, stop))
+
+
+def facts_of(model: nn.Module, batch: Any = None, *, num_grains: int, grain_size: int) -> ModelFacts:
+    """The facts of a model, whatever device it is on (meta will do), for a job of such grains.
+
+    `batch` is one of the job's, for the length of its sequences; without it only a config may tell the longest.
+    """
+    blocks = tuple(blocks_of(model))
+    heads = math.gcd(*_configured(model, _HEADS)) or _heads_by_width(model)
+    return ModelFacts(
+        num_grains=num_grains,
+        grain_size=grain_size,
+        blocks=blocks,
+        cuts=tuple(cuts_of(model, blocks)),
+        places=tuple(members_of(model)),
+        num_heads=heads,
+        num_kv_heads=math.gcd(*_configured(model, _KV_HEADS)) or heads,
+        widths=tuple(sorted({size for p in model.parameters() if p.ndim >= 2 for size in p.shape[:2]})),
+        sequence=sequence_of(batch, model),
+    )
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """The qualified names of the layers that a pipeline divides, in the order in which the model holds them.
+
+    The modules of one class of which the model's Sequentials and ModuleLists hold the most, over all of these together
+    (a ResNet holds its blocks in four); not those inside of a module that is repeated itself (experts in a block).
+    Where that class has no modules of its own inside (Linear), or there is none, every layer with parameters counts.
+    """
+    held = [(name, type(module)) for name, module in _outermost(model)]
+    kind, count = Counter(kind for _, kind in held).most_common(1)[0] if held else (None, 0)
+    composite = count > 1 and any(
+        any(True for _ in module.children()) for module in model.modules() if type(module) is kind
+    )
+    if composite:
+        return [name for name, found in held if found is kind]
+    return [name for name, module in _flat(model, frozenset()) if any(True for _ in module.parameters())]
+
+
+def members_of(model: nn.Module) -> list[str]:
+    """Members of the model's lists and sequences, before which alone a pipeline cuts it without a split."""
+    return [
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if isinstance(module, _HOLDERS) or getattr(module, "holds_steps", False)
+        for key, _ in module.named_children()
+    ]
+
+
+def cuts_of(model: nn.Module, blocks: Iterable[str]) -> list[str]:
+    """The modules that a stage after the first may begin with, in order: the blocks, and what lies beside them."""
+    ancestors = {name.rsplit(".", n)[0] for name in blocks for n in range(1, name.count(".") + 1)}
+    return [name for name, _ in _flat(model, frozenset(ancestors))][1:]
+
+
+def _flat(module: nn.Module, opened: frozenset[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The model's parts in order, with what containers and `opened` modules hold in their places."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, _HOLDERS) or path in opened:
+            yield from _flat(child, opened, f"{path}.")
+        else:
+            yield path, child
+
+
+def _outermost(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """What containers hold, if it has parameters and is no container; nothing inside of what is held and repeated."""
+    held = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name
+        and isinstance(model.get_submodule(name.rpartition(".")[0]), _HOLDERS)
+        and not isinstance(module, _HOLDERS)
+        and any(True for _ in module.parameters())
+    ]
+    times = Counter(type(module) for _, module in held)
+    outer: list[tuple[str, nn.Module]] = []
+    last = ""
+    for name, module in held:  # in the order of named_modules: what a module holds comes right after it
+        if last and name.startswith(last):
+            continue
+        outer.append((name, module))
+        if times[type(module)] > 1:
+            last = f"{name}."
+    return outer
+
+
+def _configured(model: nn.Module, names: Iterable[str]) -> list[int]:
+    """The numbers of these names in the configs of the model, else in the attributes of its modules.
+
+    Several where layers differ (as Swin's heads do): a degree that is to divide them all divides their gcd.
+    """
+    for holders in (_configs(model), model.modules()):
+        found = [
+            value
+            for holder in holders
+            for value in (getattr(holder, name, None) for name in names)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0
+        ]
+        if found:
+            return found
+    return []
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    config = getattr(model, "config", None)
+    if config is not None:
+        yield config
+        # Models of several parts (vision and text) keep a config for each.
+        nested = vars(config).values() if hasattr(config, "__dict__") else ()
+        yield from (value for value in nested if hasattr(value, "hidden_size"))
+
+
+def _heads_by_width(model: nn.Module) -> int | None:
+    """The heads of attention that states their width: the rows of the first matrix that it applies, over that."""
+    for module in model.modules():
+        width = next((w for name in _HEAD_WIDTHS if isinstance(w := getattr(module, name, None), int) and w > 0), None)
+        rows = next((c.out_features for c in module.children() if isinstance(c, nn.Linear)), None)
+        if width and rows and rows % width == 0:
+            return rows // width
+    return None
+
+
+def sequence_of(batch: Any, model: nn.Module) -> int | None:
+    """The length of a batch's sequences: the second dim of its first tensor of integers [B, T]; else the config's."""
+    for tensor in _tensors(batch):
+        if tensor.ndim == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            return int(tensor.shape[1])
+    return max(_configured(model, _LONGEST), default=None)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, tuple | list):
+        for value in batch:
+            yield from _tensors(value)

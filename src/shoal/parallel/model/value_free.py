@@ -1,0 +1,96 @@
+"""Value-free execution: floating-point tensors have shapes alone, and integers that follow from shapes are computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shoal.numerics.operators import is_random, roles, storage_key, tensors_in
+
+# The largest result that is computed: a mask of 16,384 positions by as many.
+_MOST_BYTES = 1 << 28
+
+
+class IntegerEvaluation(TorchDispatchMode):
+    """Context over a FakeTensorMode that computes operators on integers and booleans which are no fake tensors.
+
+    Masks and positions are made of them, and code looks at these: `mask.all()`, `lengths.max().item()`. What follows
+    depends on shapes or the batch, not on the model's values. Fake stay: random, large and floating-point results, and
+    what is made of fake tensors. An integer tensor that such a one is written into counts as fake from there on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._spoilt: dict[int, Any] = {}  # storages, kept alive so that no other gets their key
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rule = _SHAPES.get(func)
+        if rule is not None:
+            return rule(*args, **kwargs)
+        if not func._schema.is_mutable and any(isinstance(argument, FakeTensor) for argument in args):
+            return func(*args, **kwargs)  # the most there are, without a walk through arguments
+        if not all(map(self._has_values, tensors_in((args, kwargs)))) or is_random(func):
+            return self._fake(func, args, kwargs)
+        try:
+            fake = func(*args, **kwargs)
+        except Exception:  # its result's shape, or what it returns, depends on the values
+            fake = None
+        if any(_is_real(t) or t.untyped_storage().nbytes() > _MOST_BYTES for t in tensors_in(fake)):
+            return fake
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _has_values(self, tensor: Tensor) -> bool:
+        return not (_is_real(tensor) or isinstance(tensor, FakeTensor) or storage_key(tensor) in self._spoilt)
+
+    def _fake(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for tensor in roles(func, args, kwargs)[0]:
+            self._spoilt[storage_key(tensor)] = tensor.untyped_storage()
+        return func(*args, **kwargs)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """Result of `torch.nn.functional.grouped_mm`, whose meta kernel takes bfloat16 alone (torch 2.13)."""
+    if left.ndim == right.ndim == 2:
+        assert offs is not None
+        return left.new_empty(len(offs), left.shape[0], right.shape[1])
+    batch = left.shape[:1] if left.ndim == right.ndim else ()
+    return left.new_empty(*batch, left.shape[-2], right.shape[-1])
+
+
+_SHAPES: dict[Any, Callable[..., Tensor]] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
+@contextlib.contextmanager
+def value_free() -> Iterator[FakeTensorMode]:
+    """A context whose operators run on shapes alone, but for integers; its FakeTensorMode."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, IntegerEvaluation():
+        yield mode
+
+
+def without_values(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Tensor:
+    """A fake tensor of the CPU with a tensor's shape and strides; of a floating-point `dtype` if it has one."""
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if isinstance(tensor, FakeTensor) and wanted == tensor.dtype:
+        return tensor
+    made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted, device="meta")
+    return FakeTensor(mode, made, torch.device("cpu"))
+
+
+def without_reals(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A tensor of a batch on the CPU: a copy of integers, a fake tensor of others."""
+    if _is_real(tensor):
+        return without_values(tensor, mode)
+    with unset_fake_temporarily():
+        return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,164 @@
+"""Terminal output and HTML page of a `shoal plan` result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import rich.table
+from markupsafe import Markup
+from rich.console import Console
+from rich.text import Text
+
+from shoal.planner.answer import words
+from shoal.planner.answer.answer import Answer
+from shoal.plans.plan import described, plan_text
+from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
+
+_BAR, _SHORT_BAR, _WIDE = 30, 16, 110  # the longer bar from so many columns on
+_NUM_REJECTED = 8
+
+
+def show(answer: Answer, console: Console) -> None:
+    """Prints everything that there is to say in the console's width, the answer itself first."""
+    case = answer.question.case
+    console.print(
+        f"{answer.job} on {case.cluster.name}: {case.work.profile.num_parameters:,} parameters, "
+        f"{case.work.profile.flops(case.work.global_batch):.3g} FLOPs a step of {case.work.global_batch} samples",
+        highlight=False,
+        markup=False,
+    )
+    _lines(console, words.grains(answer))
+    console.print()
+    _keys(console, words.key_rows(answer))
+    _table(console, _best(answer), words.BEST_HEAD, words.best_rows(answer), right=set(range(2, 7)))
+    _lines(console, _notes(answer))
+    _bars(console, "A step of the first", words.terms(answer))
+    _bars(console, "Memory of its fullest device", words.memory(answer))
+    _table(console, "By number of devices", words.CURVE_HEAD, words.curve_rows(answer), right={0, 1, 2, 3})
+    _lines(console, [words.verdict(answer)])
+    _table(console, "What would change it", ["change", "step", "effect"], words.change_rows(answer), right={1})
+    lines = words.goodput_lines(answer)
+    if lines:
+        console.print("\n[bold]Failures[/bold]")
+    _lines(console, lines)
+    _table(console, "Why not", ["layout", "reason"], words.rejected_rows(answer, _NUM_REJECTED), right=set())
+    more = len(answer.choice.rejected) - _NUM_REJECTED
+    if more > 0:
+        _lines(console, [f"... and {more} more: --html FILE has them all"])
+
+
+def _best(answer: Answer) -> str:
+    return f"The best on {words.several(answer.chosen.devices, 'device')}"
+
+
+def _notes(answer: Answer) -> list[str]:
+    case = answer.question.case
+    found = [words.summary(answer)]
+    if case.correction:
+        found.append(words.correction(answer))
+    return found + [f"note: {note}" for note in (*case.cluster.notes, *case.work.profile.notes)]
+
+
+def _lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _keys(console: Console, rows: words.Rows) -> None:
+    table = rich.table.Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    console.print(table, highlight=False)
+
+
+def _table(console: Console, title: str, head: list[str], rows: words.Rows, right: set[int]) -> None:
+    if not rows:
+        return
+    console.print(f"\n[bold]{title}[/bold]")
+    table = rich.table.Table(box=None, pad_edge=False, header_style="dim")
+    for place, name in enumerate(head):
+        # Numbers stay whole, where they fit at all, and words give way.
+        least = max(len(row[place]) for row in rows) if place in right else None
+        table.add_column(name, justify="right" if place in right else "left", overflow="fold", min_width=least)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table, highlight=False)
+
+
+def _bars(console: Console, title: str, portions: Sequence[words.Portion]) -> None:
+    """A waterfall: each bar begins where the one before it ends."""
+    console.print(f"\n[bold]{title}[/bold]")
+    table = rich.table.Table(box=None, pad_edge=False, show_header=False)
+    for justify in ("left", "right", "right", "left", "left"):
+        table.add_column(justify=justify)
+    done, length = 0.0, _BAR if console.width >= _WIDE else _SHORT_BAR
+    for portion in portions:
+        start, end = min(round(done * length), length - 1), round((done + portion.share) * length)
+        done += portion.share
+        bar = " " * start + "█" * max(1, end - start)
+        *told, meaning = portion.row
+        table.add_row(*told, bar.ljust(length), f"[dim]{meaning}[/dim]")
+    console.print(table, highlight=False)
+
+
+def page(answer: Answer) -> str:
+    """The page as HTML."""
+    case, chosen = answer.question.case, answer.chosen
+    lead = [
+        *words.grains(answer),
+        f"Chosen: {described(chosen.plan)} on {chosen.devices} of {words.several(case.cluster.num_devices, 'device')}, "
+        f"{words.seconds(chosen.seconds)} a step. {words.verdict(answer)}",
+        f"{case.work.profile.num_parameters:,} parameters; {case.work.global_batch} samples a step. "
+        f"{words.summary(answer)}.",
+        *case.cluster.notes,
+        *case.work.profile.notes,
+    ]
+    parts = [
+        Section("In short", table=Table(["", ""], words.key_rows(answer))),
+        Section(_best(answer), table=Table(words.BEST_HEAD, words.best_rows(answer))),
+        _portions("A step", "Seconds of a step by term", ["term", "time"], words.terms(answer)),
+        _portions(
+            "Memory of the fullest device",
+            "Bytes of the fullest device by category",
+            ["category", "bytes"],
+            words.memory(answer),
+        ),
+        Section(
+            "By number of devices",
+            [words.verdict(answer), *words.hints(answer), "Dashed: throughput growing as the devices."],
+            drawing=_curve(answer),
+            table=Table(words.CURVE_HEAD, words.curve_rows(answer)),
+        ),
+        Section("What would change it", table=Table(["change", "step", "effect"], words.change_rows(answer))),
+    ]
+    failures = words.goodput_lines(answer)
+    if failures:
+        parts.append(Section("Failures", failures))
+    rejected = Table(["layout", "reason"], words.rejected_rows(answer))
+    parts += [Section("Why not", table=rejected, folded=True), Section("The plan", code=plan_text(answer.plan))]
+    return render(Page(f"Plan of {answer.job} on {case.cluster.name}", lead, parts))
+
+
+def _portions(title: str, drawn: str, head: list[str], portions: Sequence[words.Portion]) -> Section:
+    bars = [Bar(portion.name, portion.share, portion.amount) for portion in portions]
+    table = Table([*head, "share", "what it is"], [portion.row for portion in portions])
+    return Section(title, drawing=waterfall(drawn, bars), table=table)
+
+
+def _curve(answer: Answer) -> Markup:
+    batch, chosen = answer.question.case.work.global_batch, answer.chosen.devices
+    spots = [
+        Spot(
+            point.devices,
+            batch / point.best.seconds,
+            f"{words.several(point.devices, 'device')}: {words.seconds(point.best.seconds)} a step, "
+            f"{described(point.best.plan)}",
+            point.devices == chosen,
+        )
+        for point in answer.curve.points
+        if point.best is not None
+    ]
+    series = Series("", spots)
+    return chart("Samples a second by devices", [series], ("devices", "samples a second"), ideal=True)

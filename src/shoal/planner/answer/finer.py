@@ -1,0 +1,97 @@
+"""Search for a number of grains, where a plan is poor, or none fits, because a microbatch is a whole grain at least.
+
+Evaluated, never guessed: the same case is searched once more with one sample a grain. What its best plan needs is the
+number to write: grains as large as its microbatches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shoal.planner.answer.outlook import Case
+from shoal.planner.search.aims import Aim, Limit
+from shoal.planner.search.candidates import Candidate
+from shoal.planner.search.choice import counted, gib
+from shoal.plans.plan import described
+
+# Below this gain in the seconds of a step more grains are not worth a line: they change the run.
+_GAIN = 1.05
+
+
+@dataclass(frozen=True)
+class Finer:
+    """Number of grains to write, and the plan that they allow; `before` is the best with the job's own, if any fits."""
+
+    num_grains: int
+    candidate: Candidate
+    case: Case
+    before: Candidate | None
+
+    @property
+    def cause(self) -> str:
+        """Cause of the lack: the job's own number of grains."""
+        work = self.case.work
+        kept = "from fitting" if self.before is None else "from a better plan"
+        return (
+            f"the number of grains keeps the job {kept}: {work.num_grains} of {work.grain_size} samples, of which a "
+            f"microbatch has at least one whole, and which at most {work.num_grains} replicas share"
+        )
+
+    @property
+    def effect(self) -> str:
+        """Effect of the larger number."""
+        found, work = self.candidate, self.case.work
+        size = -(-work.global_batch // self.num_grains)
+        brings = "fit, at" if self.before is None else "bring"
+        instead = f" instead of {_rate(self.before, work.global_batch)}" if self.before is not None else ""
+        return (
+            f"Job(grains={self.num_grains}): grains of {size} {brings} {_rate(found, work.global_batch)}{instead}, by "
+            f"{described(found.plan)} on {counted(found.devices)}, {gib(found.prediction.peak_bytes)} each; it changes "
+            "the run"
+        )
+
+
+def finer(case: Case, aim: Aim, best: Candidate | None) -> Finer | None:
+    """Number of grains that the best plan lacks (None: none fits); None where grains are not the cause."""
+    work, batch = case.work, case.work.global_batch
+    if work.grain_size == 1 or case.space.max_grains == 1:
+        return None
+    single = _with_grains(case, batch)
+    if best is not None:
+        if best.plan.batch.grains_per_microbatch > 1 and best.place.replicas < work.num_grains:
+            return None  # neither a smaller microbatch nor more replicas are out of reach
+        single = replace(single, space=single.space.at(*sorted({best.devices, case.space.counts[-1]})))
+    limit = Limit() if best is None else Limit(seconds=best.seconds / _GAIN)
+    found = next(single.search().in_order(aim if best is None else Aim(), limit), None)
+    if found is None:
+        return None
+    coarse = _coarsest(case, found)
+    return Finer(*(coarse or (batch, found)), case, best)
+
+
+def _coarsest(case: Case, found: Candidate) -> tuple[int, Candidate] | None:
+    """The same plan with grains of its microbatches' size, where that divides the batch and predicts no slower."""
+    size, batch = found.plan.batch.grains_per_microbatch, case.work.global_batch
+    number = batch // size
+    if size == 1 or batch % size or number < max(found.place.replicas, case.work.num_grains + 1):
+        return None
+    plan = found.plan.model_copy(update={"batch": found.plan.batch.model_copy(update={"grains_per_microbatch": 1})})
+    other = _with_grains(case, number)
+    if other.space.refusal(plan):
+        return None
+    prediction = other.search().predict(plan)
+    if not prediction.fits or prediction.step_seconds > found.seconds * _GAIN:
+        return None
+    return number, Candidate(plan, prediction)
+
+
+def _with_grains(case: Case, number: int) -> Case:
+    size = -(-case.work.global_batch // number)
+    facts = replace(case.space.facts, num_grains=number, grain_size=size)
+    return replace(case, work=replace(case.work, num_grains=number), space=replace(case.space, facts=facts))
+
+
+def _rate(candidate: Candidate, batch: int) -> str:
+    share = candidate.prediction.mfu
+    rate = f"{batch / candidate.seconds:,.0f} samples/s"
+    return rate if share is None else f"{share:.0%} of the peak ({rate})"

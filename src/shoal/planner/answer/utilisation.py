@@ -1,0 +1,71 @@
+"""Utilisation of the device's peak: the shares of a step that are no model FLOPs at that peak, by their cause."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from shoal.planner.answer.answer import Answer
+from shoal.planner.predict.roofline import ITEMSIZE
+from shoal.planner.profile.values import Body, OperationKind
+
+MEMORY_BOUND = "operators that move memory"
+BELOW_PEAK = "products and attention below the peak"
+
+
+def lost_shares(answer: Answer) -> dict[str, float]:
+    """Shares of a step by cause, the largest first; with the share of the peak they sum to 1.
+
+    The term `compute` is told apart by the kind of its operators, in the proportion of the model as a whole.
+    """
+    found = answer.chosen.prediction
+    if found.mfu is None:
+        return {}
+    shares = {name: seconds / found.step_seconds for name, seconds in found.terms.items()}
+    computing = shares.pop("compute")
+    moving = computing * _moving_share(answer)
+    shares[MEMORY_BOUND] = min(moving, computing - found.mfu)
+    shares[BELOW_PEAK] = computing - found.mfu - shares[MEMORY_BOUND]
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def wide_products(answer: Answer) -> tuple[float, str] | None:
+    """Share of the model's FLOPs in float32 where the plan computes in 16 bits, and the operator with most of them.
+
+    Autocast casts a list of operators (docs.pytorch.org/docs/stable/amp.html) and leaves the others as they are.
+    """
+    if ITEMSIZE[answer.chosen.plan.precision.compute] != ITEMSIZE["bfloat16"]:
+        return None
+    wide: dict[str, float] = defaultdict(float)
+    whole = 0.0
+    for unit in answer.question.case.work.profile.units:
+        for operation in unit.body.operations:
+            flops = operation.flops.at(1.0)
+            whole += flops
+            if ITEMSIZE.get(operation.dtype) == ITEMSIZE["float32"]:
+                wide[operation.name] += flops
+    share = sum(wide.values()) / whole if whole else 0.0
+    return (share, max(wide, key=lambda name: wide[name])) if share else None
+
+
+def _moving_share(answer: Answer) -> float:
+    """The part of the operators' seconds that goes to those which only move memory."""
+    case, plan = answer.question.case, answer.chosen.plan
+    predictor = case.predictor
+    computer, share = predictor.staging.costs(plan).computer, predictor.staging.ranks(plan).share
+    by_body: dict[int, dict[OperationKind, float]] = {}
+    total: dict[OperationKind, float] = defaultdict(float)
+
+    def seconds(body: Body) -> dict[OperationKind, float]:
+        found: dict[OperationKind, float] = defaultdict(float)
+        of_body = share.of(body, predictor.program.divides_ends)
+        for operation in computer.operations(body):
+            found[operation.kind] += computer.operation(operation, of_body).seconds
+        return found
+
+    for unit in case.work.profile.units:
+        if id(unit.body) not in by_body:
+            by_body[id(unit.body)] = seconds(unit.body)
+        for kind, value in by_body[id(unit.body)].items():
+            total[kind] += value
+    whole = sum(total.values())
+    return total[OperationKind.MEMORY] / whole if whole else 0.0

@@ -1,0 +1,273 @@
+"""Arguments of a Session: its settings, and the models, optimizers and schedulers to prepare; with their errors."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from shoal.errors import JobError, nearest
+from shoal.job import Job, Progress
+from shoal.parallel.model.adapters import adapted
+from shoal.training.optimizer_step import refuse_optimizer
+
+_PLACES = ("plan", "exact", "precision")
+
+# What other trainers call it, and what to write here.
+_ELSEWHERE = {
+    "accelerator": "nothing: the device is a GPU where torch sees one",
+    "accumulate_grad_batches": "nothing: global_batch is the batch of one update, however it is accumulated",
+    "batch_size": "global_batch, of all processes together",
+    "devices": "torchrun --nproc-per-node N train.py, or a plan",
+    "gradient_accumulation_steps": "nothing: global_batch is the batch of one update, however it is accumulated",
+    "gradient_clip_val": "clip_norm",
+    "max_grad_norm": "clip_norm",
+    "max_steps": "session.steps(dataset, shoal.Steps(N))",
+    "mixed_precision": "precision",
+    "num_processes": "torchrun --nproc-per-node N train.py, or a plan",
+    "split_batches": "global_batch, of all processes together",
+    "strategy": "plan",
+}
+
+# Methods and attributes that other trainers' objects have, and what to write here.
+_METHODS = {
+    "accumulate": "nothing: global_batch is the batch of one update, however it is accumulated",
+    "autocast": "shoal.Session(precision=...): the loop over a step's batches is in its context",
+    "backward": "step.backward(total, weight) for each batch",
+    "clip_gradients": "shoal.Session(clip_norm=...)",
+    "clip_grad_norm_": "shoal.Session(clip_norm=...)",
+    "gather": "step.loss, or session.evaluate(dataset, metrics), which are of all ranks",
+    "gather_for_metrics": "session.evaluate(dataset, metrics)",
+    "is_local_main_process": "session.rank == 0",
+    "is_main_process": "session.rank == 0",
+    "num_processes": "session.world_size",
+    "print": "if session.rank == 0: print(...)",
+    "save": "shoal.Session(checkpoints=...)",
+    "save_state": "shoal.Session(checkpoints=...)",
+    "setup": "session.prepare(model, optimizer)",
+    "unwrap_model": "nothing: prepare gives back the model itself",
+    "wait_for_everyone": "nothing: ranks meet at each step",
+}
+# Wrappers of models by the names of their classes: importing them to ask would load what nobody uses.
+_WRAPPERS = {
+    "DistributedDataParallel": "a Session sums the gradients itself",
+    "DataParallel": "a Session divides the batches over processes itself",
+    "FullyShardedDataParallel": "a Session is given a model that is whole",
+    "FSDPModule": "a Session is given a model that is whole",
+}
+# Packages whose objects wrap what is theirs to prepare.
+_TRAINERS = ("accelerate", "deepspeed", "lightning", "lightning_fabric", "pytorch_lightning", "ignite", "composer")
+
+
+def missing_attribute(name: str) -> AttributeError:
+    """The error for what a Session does not have: with what to write, where another trainer has it."""
+    hint = f"; write {_METHODS[name]}" if name in _METHODS else ""
+    return AttributeError(f"a Session has no {name}{hint}", name=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Numerical settings of a Session; the fields are a Job's, see there. `grains` None: as fits model and dataset.
+
+    `fuse`: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
+    `checkpoints`: a directory for them, or None; `resume`: go on from the newest good one there.
+    """
+
+    global_batch: int
+    grains: int | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    schedule: Callable[[Progress], float] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    shuffle: bool | None = None
+    fuse: bool = True
+    skip_nonfinite: bool = False
+    checkpoints: str | os.PathLike[str] | None = None
+    resume: bool = False
+
+    @classmethod
+    def given(cls, arguments: Mapping[str, Any]) -> Training:
+        """From a Session's keyword arguments. Raises: JobError for one that there is not, or that is missing."""
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in arguments if name not in known]
+        if unknown:
+            hints = [_ELSEWHERE.get(name) for name in unknown]
+            said = [f"for {name} write {hint}" for name, hint in zip(unknown, hints, strict=True) if hint]
+            close = "" if said else nearest(unknown[0], [*_PLACES, *known])
+            raise JobError(
+                given="Session(" + ", ".join(f"{name}={arguments[name]!r:.40}" for name in unknown) + ")",
+                conflict=f"a Session has no argument {', '.join(map(repr, unknown))}{close}",
+                remedy="; ".join([*said, f"the arguments are {', '.join([*_PLACES, *known])}"]),
+            )
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in arguments]
+        if missing:
+            raise JobError(
+                given=f"a Session without {', '.join(missing)}",
+                conflict="the samples of one update define the training, whatever the number of processes",
+                remedy="write shoal.Session(global_batch=256), say",
+            )
+        return cls(**arguments)
+
+    def job(self) -> Job:
+        """The numbers as a Job, which checks them. Raises: JobError."""
+        if self.resume and self.checkpoints is None:
+            raise JobError(
+                given="resume=True without checkpoints",
+                conflict="there is no directory to resume from",
+                remedy='write checkpoints="runs/mine" too, the directory that the first run kept them in',
+            )
+
+        def unused(*_: Any) -> Any:
+            raise AssertionError("a Session's loop computes its own loss")
+
+        own = ("global_batch", "grains", "seed", "clip_norm", "schedule", "collate", "shuffle", "fuse")
+        told = {name: getattr(self, name) for name in own}
+        return Job(model=unused, loss=unused, optimizer=unused, train_data=(), **told)
+
+
+class Prepared:
+    """Arguments of `prepare` so far, in that order."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[LRScheduler] = []
+
+    def take(self, objects: Sequence[Any]) -> tuple[list[Any], list[nn.Module]]:
+        """The same objects, Keras models adapted, and the new models. Raises: JobError for what else there is."""
+        if not objects:
+            raise _refused(
+                "nothing", "prepare() without arguments prepares nothing", "give the model and the optimizer"
+            )
+        taken = [adapted(thing) for thing in objects]
+        for thing in taken:
+            refuse(thing)
+        counts = Counter(map(id, [*self.models, *self.optimizers, *self.schedulers, *taken]))
+        twice = next((thing for thing in taken if counts[id(thing)] > 1), None)
+        if twice is not None:
+            raise _refused(
+                f"the same {type(twice).__name__} twice",
+                "what is prepared is on its device, and has rank 0's values, already",
+                "give each model, optimizer and scheduler once",
+            )
+        models = [thing for thing in taken if isinstance(thing, nn.Module)]
+        self.models += models
+        self.optimizers += [thing for thing in taken if isinstance(thing, Optimizer)]
+        self.schedulers += [thing for thing in taken if isinstance(thing, LRScheduler)]
+        return taken, models
+
+    def root(self) -> nn.Module:
+        """The model, or several as one, whose names then begin with model0, model1 and so on."""
+        if len(self.models) == 1:
+            return self.models[0]
+        return nn.ModuleDict({f"model{number}": model for number, model in enumerate(self.models)})
+
+    def check(self) -> None:
+        """Raises: JobError where something is missing, or has nothing to do with the rest."""
+        if not self.models or not self.optimizers:
+            missing = "the model" if not self.models else "the optimizer"
+            raise JobError(
+                given="session.steps() before session.prepare()" if not self.models else "prepare() of no optimizer",
+                conflict=f"the session does not know {missing}",
+                remedy="write: model, optimizer = session.prepare(model, optimizer)",
+            )
+        self.check_parameters()
+        for scheduler in self.schedulers:
+            if not any(scheduler.optimizer is optimizer for optimizer in self.optimizers):
+                raise _refused(
+                    f"a {type(scheduler).__name__} of an optimizer that is not prepared",
+                    "it changes learning rates that no update of this session reads",
+                    "give prepare() its optimizer too, and build the scheduler from that",
+                )
+
+    def unprepared(self) -> list[str]:
+        """Names of optimizers that a scheduler of torch is built on which was not prepared."""
+        known = {id(scheduler.optimizer) for scheduler in self.schedulers}
+        return [
+            type(optimizer).__name__
+            for optimizer in self.optimizers
+            if id(optimizer) not in known and any("initial_lr" in group for group in optimizer.param_groups)
+        ]
+
+    def check_parameters(self) -> None:
+        """Raises: JobError where an optimizer has parameters of no prepared model, or of another optimizer."""
+        known = {id(p) for model in self.models for p in model.parameters()}
+        homes: dict[int, Optimizer] = {}
+        for optimizer in self.optimizers:
+            kind = type(optimizer).__name__
+            own: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+            strangers = [p for p in own if id(p) not in known]
+            if strangers:
+                raise _refused(
+                    f"{kind} with {len(strangers)} of {len(own)} parameters, the first of shape "
+                    f"{list(strangers[0].shape)}, that belong to no prepared model",
+                    "their gradients would be summed on no rank",
+                    "give prepare() the module that has them (wrap a bare parameter in one), and build the optimizer "
+                    "from the modules that you give",
+                )
+            shared = next((p for p in own if homes.setdefault(id(p), optimizer) is not optimizer), None)
+            if shared is not None:
+                raise _refused(
+                    f"a parameter of shape {list(shared.shape)} in two optimizers, {type(homes[id(shared)]).__name__} "
+                    f"and {kind}",
+                    "a checkpoint keeps one state for each parameter",
+                    "give what is shared an optimizer of its own, and update both in one pass: "
+                    "step.batches(shared_optimizer, optimizer)",
+                )
+
+    def index(self, optimizer: Any) -> int:
+        """Which of the optimizers it is. Raises: JobError."""
+        found = next((number for number, own in enumerate(self.optimizers) if own is optimizer), None)
+        if found is None:
+            raise JobError(
+                given=f"step.batches() with a {type(optimizer).__name__} that was not prepared",
+                conflict="a pass over the batches updates optimizers of this session",
+                remedy="write step.batches(optimizer) with what prepare() has given",
+            )
+        return found
+
+
+def refuse(thing: Any) -> None:
+    """Raises: JobError for what `prepare` does not take, with what to write instead."""
+    name, package = type(thing).__name__, type(thing).__module__.partition(".")[0]
+    bases = {base.__name__ for base in type(thing).__mro__}
+    if package in _TRAINERS:
+        conflict = f"{package} has wrapped it, and would sum gradients or step a second time"
+        raise _refused(f"a {name} of {package}", conflict, "give the object itself, as it was before that")
+    wrapped = next((base for base in _WRAPPERS if base in bases), None)
+    if wrapped is not None:
+        instead = "the module within" if wrapped.startswith("F") else "the module within: model.module"
+        raise _refused(f"a model in {wrapped}", _WRAPPERS[wrapped], f"give {instead}")
+    if "OptimizedModule" in bases:
+        raise _refused(
+            "a model that torch.compile has wrapped",
+            "what belongs to grains (dropout, batch statistics) has to stay outside of the graphs",
+            'give the model itself, and shoal.Plan().with_sections(execution={"compile": "default"}) as the plan',
+        )
+    if isinstance(thing, Optimizer):
+        return refuse_optimizer(thing)
+    if isinstance(thing, nn.Module | LRScheduler):
+        return None
+    if isinstance(thing, DataLoader):
+        conflict = "its batches are of one process, and a step's batches are this rank's part of the global batch"
+        raise _refused("a DataLoader", conflict, "give the DataLoader to session.steps(loader, epochs=3)")
+    if isinstance(thing, Dataset):
+        raise _refused("a dataset", "its order is the steps'", "give it to session.steps(dataset, epochs=3)")
+    if name == "GradScaler":
+        conflict = "a Session scales its losses itself"
+        raise _refused("a GradScaler", conflict, 'leave it out, and write shoal.Session(precision="fp16")')
+    if thing is None:
+        raise _refused("None", "there is nothing to prepare", "leave it out")
+    given = f"a {'class ' + thing.__name__ if isinstance(thing, type) else name}"
+    raise _refused(given, "it is no model, optimizer or scheduler of torch", "give the objects themselves, one by one")
+
+
+def _refused(given: str, conflict: str, remedy: str) -> JobError:
+    return JobError(given=f"session.prepare() of {given}", conflict=conflict, remedy=remedy)

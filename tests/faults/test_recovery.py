@@ -1,0 +1,126 @@
+"""Ranks that are killed, stopped or hang: the command goes on by itself, and the run is the undisturbed one's bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.test_preempted import CHECKPOINTS, JOB, STEPS, assert_same, random_step
+from tests.launching import JOBS, Ended, Gate, Run, run, start
+from tests.sharing import Shared
+from tests.usual import parametrize
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
+
+
+def events(ended: Ended) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ended.out / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def gated(out: Path, gate: Gate, devices: int, **more: str) -> Run:
+    return Run(JOB, out, devices, True, CHECKPOINTS, environment={**gate.environment, **more}, restarts=5)
+
+
+@parametrize(
+    ("devices", "victim", "step"),
+    [(2, 1, 7), (3, 0, 9), (2, 0, 2), (4, 3, STEPS - 1)],
+    ids=["2", "3 rank 0", "2 before a checkpoint", "4 in the last step"],
+    usual=["3 rank 0", "2 before a checkpoint"],
+)
+def test_a_killed_rank(devices: int, victim: int, step: int, undisturbed: Ended, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate", step)
+    with start(gated(tmp_path / "run", gate, devices)) as started:
+        started.until(lambda: gate.reached(devices), "the gate")
+        os.kill(started.workers()[victim], signal.SIGKILL)
+        gate.open()
+        ended = started.wait().expect(0)
+    assert_same(ended, undisturbed)
+    assert ended.result["restarts"] == 1
+    assert f"rank {victim} on " in ended.stderr
+    assert "was lost: it was killed by SIGKILL" in ended.stderr
+    lost, going_on = events(ended)
+    assert (lost["kind"], lost["rank"]) == ("lost", victim)
+    assert "SIGKILL" in lost["what"]
+    assert going_on["kind"] == "going_on"
+    assert going_on["step"] == ended.result["resumed_from"] + 1 <= step + 1
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(undisturbed: Ended, tmp_path: Path) -> None:
+    """Rank after rank, each time further on: no budget runs out while new steps are trained."""
+    gates = [Gate(tmp_path / f"gate-{step}", step) for step in range(1, STEPS, 2)]
+    all_gates = {"TEST_GATE": ";".join(gate.environment["TEST_GATE"] for gate in gates)}
+    with start(Run(JOB, tmp_path / "run", 2, True, CHECKPOINTS, environment=all_gates, restarts=1)) as started:
+        for number, gate in enumerate(gates):
+            started.until(lambda gate=gate: gate.reached(2), f"step {gate.step}")
+            os.kill(started.workers()[number % 2], signal.SIGKILL)
+            gate.open()
+        ended = started.wait().expect(0)
+    assert_same(ended, undisturbed)
+    assert ended.result["restarts"] == len(gates)
+
+
+@parametrize("how", ["stopped", "waits", "holds the GIL"], usual=["stopped"])
+def test_a_rank_that_does_not_go_on(how: str, undisturbed: Ended, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate", random_step(how), "all" if how == "stopped" else "1")
+    more = {"TEST_GIL": "1"} if how == "holds the GIL" else {}
+    with start(gated(tmp_path / "run", gate, 2, **more)) as started:
+        if how == "stopped":
+            started.until(lambda: gate.reached(2), "the gate")
+            os.kill(started.workers()[1], signal.SIGSTOP)
+            gate.open()
+        started.until(lambda: "was lost" in started.output, "the stuck rank's name")
+        gate.open()
+        ended = started.wait().expect(0)
+    assert_same(ended, undisturbed)
+    lost = events(ended)[0]
+    assert lost["rank"] == 1
+    assert ("SIGSTOP" if how == "stopped" else "has been in optimizer") in lost["what"]
+    assert "witness.py" in lost["what"], "its stack, with the line that it hangs in"
+    assert "wait_at_gate" in lost["what"]
+
+
+def test_a_pause_of_two_seconds_is_nothing(undisturbed: Ended, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate", 7)
+    with start(gated(tmp_path / "run", gate, 2)) as started:
+        started.until(lambda: gate.reached(2), "the gate")
+        worker = started.workers()[0]
+        os.kill(worker, signal.SIGSTOP)
+        gate.open()
+        time.sleep(2.0)
+        os.kill(worker, signal.SIGCONT)
+        ended = started.wait().expect(0)
+    assert_same(ended, undisturbed)
+    assert ended.result["restarts"] == 0
+
+
+DYING = """
+import os
+import sys
+sys.path.insert(0, {folder!r})
+import tiny
+
+
+def job():
+    return tiny.mlp(schedule=lambda progress: os._exit(7) if os.environ.get("RANK") == "1" and progress > 0.4 else 1.0)
+"""
+
+
+def test_lost_twice_in_the_same_way_it_ends(tmp_path: Path) -> None:
+    job = tmp_path / "dying.py"
+    job.write_text(DYING.format(folder=str(JOBS)), encoding="utf-8")
+    ended = run(Run(job, tmp_path / "run", 2, arguments=CHECKPOINTS, restarts=5)).expect(69)
+    assert "rank 1" in ended.stderr
+    assert "it ended with code 7 without a word" in ended.stderr
+    assert "lost twice in the same way, both times after step" in ended.stderr
+    assert [event["kind"] for event in events(ended)].count("lost") == 2

@@ -1,0 +1,57 @@
+"""What a run says at its beginning of where it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.cli.run.console import introduce
+from shoal.plans.plan import Plan
+
+
+def said(plan: Plan, label: str = "devices") -> str:
+    notes: list[str] = []
+    job = SimpleNamespace(global_batch=16, num_grains=8, grain_size=2)
+    engine: Any = SimpleNamespace(
+        plan=plan,
+        mesh=SimpleNamespace(device=torch.device("cpu")),
+        strategy=SimpleNamespace(compression=None),
+        notes=(),
+        num_train_samples=100,
+        num_parameters=10,
+        sharded_model=SimpleNamespace(division=SimpleNamespace(notes=())),
+    )
+    wishes = SimpleNamespace(devices=None)
+    request: Any = SimpleNamespace(
+        job=SimpleNamespace(path=Path("job.py")), out=Path("out"), wishes=wishes, plan_from_file=True, steps=None
+    )
+    request.resume = False
+    loaded: Any = SimpleNamespace(job=job, function="job")
+    reporter: Any = SimpleNamespace(note=notes.append)
+    introduce(reporter, engine, loaded, request, None)
+    return next(note for note in notes if note.startswith(f"  {label} "))
+
+
+def test_with_servers_it_is_the_workers_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Plan().with_sections(layout={"data": 2}, server={"mode": "synchronous"})
+    served = served.with_sections(batch={"grains_per_microbatch": 1})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "4 processes on cpu, " in said(served)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "4 processes, the workers on cuda (as asked)" in said(served)
+    assert "1 process on cpu, " in said(Plan().with_sections(batch={"grains_per_microbatch": 1}))
+
+
+def test_the_layout_is_named() -> None:
+    one = {"grains_per_microbatch": 1}
+    assert said(Plan().with_sections(batch=one), "layout") == "  layout      one device"
+    sharded = Plan().with_sections(layout={"data": 2, "shard": 2}, shard={"level": "gradients"}, batch=one)
+    assert said(sharded, "layout") == "  layout      data 2, shard 2, ZeRO-2"
+    served = Plan().with_sections(
+        layout={"data": 3}, server={"mode": "bounded", "staleness": 2, "num_servers": 2}, batch=one
+    )
+    assert said(served, "layout") == "  layout      data 3, bounded (staleness 2) with 2 servers"

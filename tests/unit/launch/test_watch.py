@@ -1,0 +1,115 @@
+"""Which rank is taken for stuck, and after how long; clock and heartbeats are made up, the stopped process is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.launch import heartbeat
+from shoal.launch.watch import Watch
+
+LIVING = {0: os.getpid(), 1: os.getpid()}
+
+
+def says(path: Path, steps: int, phase: str, since: float, longest: float) -> None:
+    """As the rank would write it."""
+    number = heartbeat.PHASES.index(phase)
+    seconds = [longest if place == number else 0.0 for place in range(len(heartbeat.PHASES))]
+    none = [0.0] * len(seconds)
+    path.write_bytes(
+        heartbeat._NOW.pack(steps, number, since) + heartbeat._LONGEST.pack(*seconds) + heartbeat._LONGEST.pack(*none)
+    )
+
+
+Silence = Callable[..., list[tuple[int, float]]]
+
+
+@pytest.fixture
+def alarms(tmp_path: Path) -> Silence:
+    """The ranks of the first alarm and when it came, where both ranks say nothing any more from second 100 on."""
+
+    def alarms(
+        *ranks: tuple[int, str, float], unsaved: float = 0.0, excused: dict[str, float] | None = None
+    ) -> list[tuple[int, float]]:
+        now = [100.0]
+        paths = {rank: tmp_path / f"heartbeat-{rank}" for rank in range(len(ranks))}
+        for rank, (steps, phase, longest) in enumerate(ranks):
+            says(paths[rank], steps, phase, 100.0, longest)
+        watch = Watch(paths, lambda: unsaved + now[0] - 100.0, clock=lambda: now[0], excused=excused or {})
+        while now[0] < 1000.0:
+            found = watch.look(LIVING)
+            if found:
+                return [(stuck.rank, round(now[0] - 100.0)) for stuck in found]
+            now[0] += 0.3
+        return []
+
+    return alarms
+
+
+def test_who_waits_for_others_is_not_blamed(alarms: Silence) -> None:
+    assert alarms((7, "data_wait", 0.01), (7, "exposed_communication", 0.01)) == [(0, 5)]
+    assert alarms((7, "backward", 0.01), (6, "forward", 0.01)) == [(1, 5)], "it is behind"
+
+
+def test_all_that_wait_are_named(alarms: Silence) -> None:
+    assert alarms((7, "exposed_communication", 0.1), (7, "exposed_communication", 0.1)) == [(0, 5), (1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "longest", "more", "after"),
+    [
+        ("forward", 20.0, {}, 60),
+        ("forward", 0.0, {}, 600),  # a first step
+        ("forward", 0.1, {"unsaved": 30.0}, 30),
+        ("forward", 0.1, {"excused": {"forward": 10.0}}, 40),
+    ],
+)
+def test_how_long_is_waited(phase: str, longest: float, more: dict[str, object], after: int, alarms: Silence) -> None:
+    found = alarms((7, phase, longest), (7, "exposed_communication", 0.0), **more)
+    assert found == [(0, pytest.approx(after, abs=1))]
+
+
+@pytest.mark.parametrize("phase", ["away", "checkpoint"])
+def test_a_disk_takes_as_long_as_it_likes(phase: str, alarms: Silence) -> None:
+    assert alarms((7, phase, 0.1), (7, "exposed_communication", 0.1)) == []
+
+
+def test_the_launchers_own_pause_counts_for_nobody(tmp_path: Path) -> None:
+    now = [100.0]
+    paths = {rank: tmp_path / f"heartbeat-{rank}" for rank in range(2)}
+    for path in paths.values():
+        says(path, 7, "forward", 100.0, 0.1)
+    watch = Watch(paths, lambda: 0.0, clock=lambda: now[0])
+    assert watch.look(LIVING) == []
+    now[0] += 60.0
+    assert watch.look(LIVING) == []
+    now[0] += 0.9
+    assert watch.look(LIVING) == []
+
+
+def test_a_stopped_process() -> None:
+    now = [100.0]
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    try:
+        watch = Watch({0: Path("none")}, lambda: 0.0, clock=lambda: now[0])
+        assert watch.look({0: process.pid}) == []
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        for _ in range(19):
+            now[0] += 0.3
+            found = watch.look({0: process.pid})
+        assert [stuck.rank for stuck in found] == [0]
+        assert "SIGSTOP" in found[0].reason
+        os.kill(process.pid, signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+        now[0] += 0.3
+        assert watch.look({0: process.pid}) == []
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,85 @@
+"""Integers that follow from shapes are computed without values; what anything unknown has a part in is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+
+from shoal.parallel.model.value_free import value_free, without_reals, without_values
+
+
+def test_masks_and_positions_have_values() -> None:
+    with value_free():
+        positions = torch.arange(4).expand(2, -1)
+        mask = positions[:, None, :] <= positions[:, :, None]
+        mask[0, 0, 3] = True
+        assert int(positions.max()) == 3
+        assert mask.sum().item() == 21
+        assert (mask.cumsum(-1) == 0).nonzero().tolist() == []
+        assert bool((torch.diff(positions) == 1).all())
+
+
+def test_floats_have_shapes_alone() -> None:
+    with value_free():
+        made = torch.arange(4).float()
+        assert isinstance(made, FakeTensor)
+        with pytest.raises(DataDependentOutputException):
+            made.sum().item()
+
+
+WITHOUT_VALUES: dict[str, Any] = {
+    "random numbers": lambda floats: torch.randint(4, (2,)),
+    "numbers drawn in place": lambda floats: torch.zeros(2, dtype=torch.int64).random_(4),
+    "indices of floats": lambda floats: floats.argmax(-1),
+    "what they are added to": lambda floats: torch.arange(2) + floats.argmax(-1),
+    "what they are written into": lambda floats: torch.zeros(2, dtype=torch.int64).copy_(floats.argmax(-1)),
+    "a view of what they are written into": lambda floats: _written(floats)[:1],
+    "more than memory is spent on": lambda floats: torch.zeros(1 << 26, dtype=torch.int64),
+}
+
+
+def _written(floats: Tensor) -> Tensor:
+    found = torch.zeros(2, dtype=torch.int64)
+    found[floats.argmax()] = 1
+    return found
+
+
+@pytest.mark.parametrize("name", WITHOUT_VALUES)
+def test_what_is_not_known_is_not_read(name: str) -> None:
+    with value_free() as mode, pytest.raises(DataDependentOutputException):
+        WITHOUT_VALUES[name](without_values(torch.ones(2, 3), mode)).sum().item()
+
+
+def test_an_expanded_mask_is_no_memory() -> None:
+    with value_free():
+        mask = torch.ones(1, 1 << 14, 1 << 14, dtype=torch.bool).expand(64, -1, -1)
+        assert not isinstance(mask, FakeTensor)
+
+
+def test_integers_of_a_batch_are_copies() -> None:
+    batch = torch.arange(3)
+    with value_free() as mode:
+        shown = without_reals(batch, mode)
+        assert isinstance(without_reals(torch.ones(3), mode), FakeTensor)
+        shown.zero_()
+    assert batch.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_by_experts_have_shapes(dtype: torch.dtype) -> None:
+    """Of any dtype and width, forward and backward, as the kernels of CPUs take them."""
+    weight, offsets = nn.Parameter(torch.ones(3, 5, 7, dtype=dtype)), torch.tensor([2, 2, 4], dtype=torch.int32)
+    with value_free() as mode:
+        fake = nn.Parameter(without_values(weight, mode))
+        rows = without_values(torch.ones(4, 5, dtype=dtype), mode).requires_grad_()
+        found = F.grouped_mm(rows, fake, offs=offsets)
+        assert found.shape == (4, 7)
+        found.sum().backward()
+        assert fake.grad is not None
+        assert rows.grad is not None
+        assert (fake.grad.shape, rows.grad.shape) == (weight.shape, rows.shape)
