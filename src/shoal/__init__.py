@@ -29,15 +29,21 @@ _HOMES = {
     "verify_session": "shoal.verification",
     "load": "shoal.checkpoint.weights",
     "weights_sha256": "shoal.checkpoint",
+    "Answer": "shoal.planner.answer.answer",
+    "Run": "shoal.cli.finished_run",
+    "plan": "shoal.cli.from_python",
+    "run": "shoal.cli.from_python",
 }
 
 __all__ = [
+    "Answer",
     "Epochs",
     "ExitCode",
     "Job",
     "Layout",
     "Plan",
     "Progress",
+    "Run",
     "RunRecord",
     "Samples",
     "Session",
@@ -50,6 +56,8 @@ __all__ = [
     "cross_entropy",
     "load",
     "mse",
+    "plan",
+    "run",
     "verify",
     "verify_session",
     "warmup_cosine",
@@ -59,9 +67,12 @@ __all__ = [
 if TYPE_CHECKING:
     from shoal.checkpoint import weights_sha256
     from shoal.checkpoint.weights import load
+    from shoal.cli.finished_run import Run
+    from shoal.cli.from_python import plan, run
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.numerics.losses import accuracy, cross_entropy, mse
+    from shoal.planner.answer.answer import Answer
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord
     from shoal.runs.version import __version__

@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from shoal.errors import ExitCode, LaunchError, RankLostError, ShoalError, from_json
 from shoal.launch import heartbeat
 from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
+from shoal.launch.output import OutputRelay
 from shoal.launch.signals import Signals, pausing
 from shoal.launch.watch import Stuck, Watch
 from shoal.runs.directory import read_json
@@ -49,6 +50,7 @@ class LocalRun:
     replaceable: range = range(0)  # ranks that are started again, a few times, where they die without a word
     unsaved: Callable[[], float] = lambda: 0.0  # the seconds since the newest checkpoint
     excused: dict[str, float] = field(default_factory=dict)  # as `Watch`'s, of starts before this one
+    stream: TextIO | None = None  # where rank 0's output goes; None: to this process's own
     lock: int | None = None  # a descriptor that all workers inherit: what it locks is locked until the last is gone
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
@@ -60,6 +62,7 @@ class _Worker:
     report: Path
     log: Path | None
     heartbeat: Path
+    relay: OutputRelay | None = None
     given_up: bool = False  # killed from here, or asked to end, after another had died
     stuck: str | None = None  # why it was killed from here while it lived
 
@@ -118,6 +121,8 @@ def launch(run: LocalRun, signals: Signals | None = None) -> LaunchEnd:
             for worker in workers:
                 worker.process.wait()
                 _keep_log(worker, run.logs)
+                if worker.relay is not None:
+                    worker.relay.close()
 
 
 @contextlib.contextmanager
@@ -164,7 +169,8 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
         **({REQUEST_FILE: str(folder / _REQUEST)} if run.request is not None else {}),
     }
     log = None if rank == 0 else folder / f"log-{rank}.txt"
-    output = None if log is None else log.open("wb")
+    relay = OutputRelay(run.stream) if rank == 0 and run.stream is not None else None
+    output = relay.writer if relay is not None else None if log is None else log.open("wb")
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "shoal", *run.arguments],
@@ -178,7 +184,7 @@ def _start(run: LocalRun, rank: int, listener: socket.socket, folder: Path) -> _
     finally:
         if output is not None:
             output.close()
-    return _Worker(rank, process, report, log, said)
+    return _Worker(rank, process, report, log, said, relay)
 
 
 def _is_well(worker: _Worker) -> bool:

@@ -227,7 +227,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             raise
         unwritten = result.write(record)
         unsaved = outcome.unsaved or unwritten
-        conclude(reporter, record, f"{request.job.path}:{loaded.function}", request.out)
+        conclude(reporter, record, request, loaded.function)
         if unsaved is not None:
             raise unsaved
     finally:
@@ -261,6 +261,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "settings": loaded.settings,
         "code": loaded.code,
         "given": dict(request.job.settings),
+        "by_value": request.job.by_value,
         "stop_after": request.steps,
         **loaded.job.describe(),
         "why_grains": why_grains,
@@ -288,7 +289,17 @@ def _without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:
 
 
 # A resume may change how long and what happens at a bad step; everything else is what was trained.
-_MAY_CHANGE = ("file", "why_grains", "given", "stop_after", "length", "on_nonfinite", "versions", "certificate")
+_MAY_CHANGE = (
+    "file",
+    "by_value",
+    "why_grains",
+    "given",
+    "stop_after",
+    "length",
+    "on_nonfinite",
+    "versions",
+    "certificate",
+)
 
 
 def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
