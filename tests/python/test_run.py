@@ -93,10 +93,10 @@ def test_a_run_as_a_value(tmp_path: Path) -> None:
     earlier = shoal.weights_sha256(shoal.Run("out", own).model(step=2).state_dict()) != run.result["weights_sha256"]
     print(run)
     print(run._repr_html_())
-    print(json.dumps([weights, earlier, [record.step for record in run.records], "torch.distributed" in sys.modules]))
+    print(json.dumps([weights, earlier, [record.step for record in run.records]]))
     """
     ended = done(tmp_path, body)
-    assert told(ended)[:3] == [True, True, [1, 2, 3, 4]]
+    assert told(ended) == [True, True, [1, 2, 3, 4]]
     assert "<shoal.Run 'out': status='completed', steps=4" in ended.stdout
     assert "<th>status</th><td>completed</td>" in ended.stdout
 

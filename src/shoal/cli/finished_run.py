@@ -45,7 +45,7 @@ class Run:
 
     @property
     def job(self) -> Mapping[str, Any]:
-        """What was trained, as far as names and numbers say it: `job.json`."""
+        """Description of the job that was trained, as far as names and numbers go: `job.json`."""
         return read_json(self._files.job) or {}
 
     @property

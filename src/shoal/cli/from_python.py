@@ -68,41 +68,22 @@ def run(
     | `exact` | bit-identical on any number of devices |
     | `precision` | "fp32", "bf16", "bf16-pure" or "fp16" |
     | `out` | the run directory; runs/NAME |
-    | `max_microbatch` | the most samples in one forward |
-    | `workers` | data-loading processes a rank |
+    | `max_microbatch`, `workers` | the most samples in one forward; data-loading processes a rank |
     | `steps` | end after this step; the schedule stays that of the job's own length |
-    | `resume` | go on from the newest good checkpoint in the run directory |
-    | `accept_changes` | with `resume`: go on although the job was changed |
+    | `resume`, `accept_changes` | go on from the newest good checkpoint; although the job was changed |
     | `checkpoint_every` | steps between checkpoints |
     | `require_certificate` | train only what `shoal verify` has verified: its file |
     | `no_telemetry` | no spans and no step records |
     | `max_restarts` | starts of lost ranks in a row that bring nothing new |
     | `init_from` | initial weights: a run, a checkpoint, a file or a folder |
-    | `init_allow` | with `init_from`: tensors that may differ: "missing,unexpected,mismatched" |
-    | `init_rename` | with `init_from`: prefixes of names, old to new |
+    | `init_allow` | with it, tensors that may differ: "missing,unexpected,mismatched" |
+    | `init_rename` | with it, prefixes of names, old to new |
 
-    Each rank is a new interpreter, so that nothing of this process disturbs the run; a job that no file has is handed
-    over by cloudpickle. The main thread takes an interrupt as the command does: a checkpoint is saved, and then the
-    KeyboardInterrupt is raised (SIGTERM: SystemExit with code 75).
+    Each rank is a new interpreter; a job that is in no file is handed over by cloudpickle. An interrupt saves a
+    checkpoint, and is raised then: KeyboardInterrupt, or for SIGTERM SystemExit with code 75.
     Raises: the errors of the command; LaunchError inside of a rank.
     """
-    refuse_rank(os.environ, "shoal.run")
-    values = {name: value for name, value in locals().items() if name in option_names(RunOptions)}
-    values["plan"] = _plan_of(plan)
-    for name in ("out", "require_certificate", "init_from"):
-        values[name] = os.fspath(values[name]) if values[name] is not None else None
-    if isinstance(init_rename, Mapping):
-        init_rename = [f"{old}={new}" for old, new in init_rename.items()]
-    values["init_rename"] = tuple(init_rename)
-    texts = _settings(job, {**(settings or {}), **job_settings}, named=job_settings, call="shoal.run")
-    with tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
-        values |= _target(job, texts, Path(folder))
-        request = requested(options_from(RunOptions, values))
-        with claimed(request) as (request, lock):
-            tell_notes(request)
-            ended = _trained(request, lock, Path(folder))
-    _raise(ended, request)
-    return Run(request.out, None if isinstance(job, str | os.PathLike) else job)
+    return _run(dict(locals()))
 
 
 def plan(
@@ -139,18 +120,27 @@ def plan(
     Nothing is run on the cluster. The job is loaded in this process.
     Raises: the errors of the command.
     """
-    from shoal.cli.plan import answered
+    return _plan(dict(locals()))
 
-    values = {name: value for name, value in locals().items() if name in option_names(PlanOptions)}
-    texts = _settings(job, {**(settings or {}), **job_settings}, named=job_settings, call="shoal.plan")
-    if isinstance(job, str | os.PathLike):
-        values |= {"job": os.fspath(job), "set": tuple(f"{name}={text}" for name, text in texts.items())}
-        return answered(options_from(PlanOptions, values))
-    request = JobRequest(_short(place_of(job)), function_name(job), tuple(texts.items()))
-    name = f"{request.path}:{request.function or 'job'}"
-    with inside_run(os.environ):
-        made, _ = called(job, request)
-    return answered(options_from(PlanOptions, values | {"job": name}), (made, name))
+
+def _run(given: dict[str, Any]) -> Run:
+    """Trains by the arguments of `run`, by name."""
+    refuse_rank(os.environ, "shoal.run")
+    job = given["job"]
+    values = {name: given[name] for name in option_names(RunOptions) if name in given}
+    values["plan"] = _plan_of(given["plan"])
+    for name in ("out", "require_certificate", "init_from"):
+        values[name] = os.fspath(given[name]) if given[name] is not None else None
+    renamed = given["init_rename"]
+    values["init_rename"] = tuple(f"{a}={b}" for a, b in renamed.items()) if isinstance(renamed, Mapping) else renamed
+    texts = _settings("shoal.run", given)
+    with tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
+        request = requested(options_from(RunOptions, values | _target(job, texts, Path(folder))))
+        with claimed(request) as (request, lock):
+            tell_notes(request)
+            ended = _trained(request, lock, Path(folder))
+    _raise(ended, request)
+    return Run(request.out, None if isinstance(job, str | os.PathLike) else job)
 
 
 def _trained(request: RunRequest, lock: DirectoryLock, folder: Path) -> RunEnd:
@@ -163,6 +153,22 @@ def _trained(request: RunRequest, lock: DirectoryLock, folder: Path) -> RunEnd:
                 return RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))
             request = judged_request(request, found)
         return trained(request, lock, signals, stream)
+
+
+def _plan(given: dict[str, Any]) -> Answer:
+    """Answers by the arguments of `plan`, by name."""
+    from shoal.cli.plan import answered
+
+    job = given["job"]
+    values = {name: given[name] for name in option_names(PlanOptions) if name in given}
+    texts = _settings("shoal.plan", given)
+    if isinstance(job, str | os.PathLike):
+        return answered(options_from(PlanOptions, values | _target(job, texts, Path())))
+    request = JobRequest(_short(place_of(job)), function_name(job), tuple(texts.items()))
+    name = f"{request.path}:{request.function or 'job'}"
+    with inside_run(os.environ):
+        made, _ = called(job, request)
+    return answered(options_from(PlanOptions, values | {"job": name}), (made, name))
 
 
 def _target(job: Any, texts: Mapping[str, str], folder: Path) -> dict[str, Any]:
@@ -196,11 +202,12 @@ def _plan_of(given: Any) -> str | Plan | None:
     )
 
 
-def _settings(job: Any, settings: Mapping[str, Any], *, named: Mapping[str, Any], call: str) -> dict[str, str]:
+def _settings(call: str, given: Mapping[str, Any]) -> dict[str, str]:
     """Settings of the job function as `--set` takes them.
 
     Raises: JobError of what is no job; CommandError for a keyword that is no option and no parameter; SettingError.
     """
+    job, named = given["job"], given["job_settings"]
     if isinstance(job, str | os.PathLike):
         path, _, function = os.fspath(job).partition(":")
         known, where = parameters_of(Path(path), function or "job"), os.fspath(job)
@@ -222,7 +229,7 @@ def _settings(job: Any, settings: Mapping[str, Any], *, named: Mapping[str, Any]
             remedy=f"use one of its parameters ({', '.join(known) or 'none'}) or an option of help({call})"
             + "".join(meant(name, [*options, *known]) for name in wrong),
         )
-    return {name: setting_text(name, value) for name, value in settings.items()}
+    return {name: setting_text(name, value) for name, value in {**(given["settings"] or {}), **named}.items()}
 
 
 def _parameters(job: Any) -> list[str]:

@@ -70,7 +70,8 @@ def meant(name: str, known: Sequence[str]) -> str:
     """The keyword of a call from Python that another tool's word means, as a hint to append; or the nearest one."""
     word = name.replace("_", "-").lower()
     for same, words in _SAME.items():
-        found = next((option[2:] for option in same if option[2:] in known), None)
+        own = (option[2:].replace("-", "_") for option in same)
+        found = next((option for option in own if option in known), None)
         if word in words and found is not None:
             return f"; for {name} write {found}="
     return nearest(name, list(known))

@@ -63,14 +63,14 @@ class _Found:
                 self.visit(inner, part)
 
     def _function(self, function: FunctionType, name: str, is_job: bool) -> None:
-        if self._elsewhere(function.__module__):
-            return
+        in_file = self._elsewhere(function.__module__)
         own = function.__qualname__ if function.__name__.isidentifier() else name
-        self._add(own, _digest(function.__code__, is_job))
-        if not is_job:  # those of a job function are settings
-            for part, value in _defaults(function):
-                self.visit(value, f"{own}({part})")
-        for part, value in _used(function):
+        if not in_file:
+            self._add(own, _digest(function.__code__, is_job))
+            if not is_job:  # those of a job function are settings
+                for part, value in _defaults(function):
+                    self.visit(value, f"{own}({part})")
+        for part, value in (*_closed(function), *(() if in_file else _named(function))):
             self.visit(value, f"{own}: {part}" if isinstance(value, _PLAIN) else part)
 
     def _class(self, kind: type) -> None:
@@ -93,9 +93,12 @@ class _Found:
         if name == "__main__" or module is None or file is None:
             return module is not None and name != "__main__"  # those without a file are Python's own
         path = Path(file).resolve()
-        if _is_own(path) and path.name not in self.files:
-            self.files[path.name] = {}
-            self.files |= {path.name if n == JOB_FILE else n: found for n, found in code(path, "").items()}
+        # A package's own file is PACKAGE/__init__.py.
+        depth = module.__name__.count(".") + (2 if path.stem == "__init__" else 1)
+        label = "/".join(path.parts[-depth:])
+        if _is_own(path) and label not in self.files:
+            self.files[label] = {}
+            self.files |= {label if n == JOB_FILE else n: found for n, found in code(path, "").items()}
         return True
 
     def _add(self, name: str, text: str) -> None:
@@ -140,13 +143,17 @@ def _defaults(function: FunctionType) -> Iterator[tuple[str, object]]:
     return ((found.name, found.default) for found in parameters if found.default is not found.empty)
 
 
-def _used(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """The values of a function's closure and of the globals that it names, those of functions inside of it too."""
+def _closed(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The values of a function's closure."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:  # not assigned yet
             continue
+
+
+def _named(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The values of the globals that a function names, or a function inside of it."""
     names = dict.fromkeys(name for inner in _codes(function.__code__) for name in inner.co_names)
     yield from ((name, function.__globals__[name]) for name in names if name in function.__globals__)
 

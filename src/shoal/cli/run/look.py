@@ -24,7 +24,7 @@ _PROGRAM = "import sys, shoal.cli.run.look; shoal.cli.run.look.main(sys.argv[1])
 
 
 def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: TextIO | None) -> dict[str, Any] | None:
-    """What `training.preflight.look` finds, in another process; None where a signal asked to stop.
+    """Result of `training.preflight.look` in another process; None where a signal asked to stop.
 
     Raises: LaunchError where that process dies.
     """

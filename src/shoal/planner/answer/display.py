@@ -112,11 +112,11 @@ def _bars(console: Console, title: str, portions: Sequence[words.Portion]) -> No
 
 
 def text(answer: Answer, width: int = WIDTH) -> str:
-    """All that `show` prints, as plain text."""
-    console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=False)
-    with console.capture() as captured:
-        show(answer, console)
-    return captured.get()
+    """The text that `show` prints, without colours."""
+    file = io.StringIO()
+    console = Console(width=width, file=file, color_system=None, force_terminal=False, force_jupyter=False)
+    show(answer, console)
+    return file.getvalue()
 
 
 def fragment(answer: Answer) -> str:
