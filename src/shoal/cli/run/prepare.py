@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from shoal.cli.options import RunOptions, VerifyOptions
 from shoal.errors import CommandError, ExitCode, ShoalError, from_json
 from shoal.launch.environment import REQUEST_FILE, Environment, joined
 from shoal.launch.signals import Signals, stop_signals
+from shoal.launch.spares import wait_until_needed
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import described, read_plan
@@ -31,6 +33,7 @@ def run(options: RunOptions) -> int:
     environment = joined(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
+        wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
     request = requested(options)
     if environment is not None:
@@ -181,25 +184,25 @@ def _train(request: RunRequest, environment: Environment, *, unprepared: bool = 
 
 def _launched(request: RunRequest, lock: DirectoryLock) -> int:
     """Trains with ranks of this host, which are started again from the newest checkpoint where one was lost."""
-    from shoal.launch.local import LocalRun, launch
+    from shoal.launch.local import launch
+    from shoal.launch.rank_processes import LocalRun
     from shoal.launch.recovery import Recovery
+    from shoal.launch.spares import Spares
 
     recovery, signals = Recovery(request.max_restarts, RunDirectory(request.out)), Signals(impatient=False)
-    excused: dict[str, float] = {}
-    with signals.handled():
+    run = LocalRun(
+        ["run", str(request.job.path)],
+        request.plan.num_processes,
+        request.threads_per_process,
+        request.out / "logs",
+        request=dumped(request),
+        replaceable=request.plan.worker_ranks,
+        unsaved=recovery.unsaved_seconds,
+        lock=lock.descriptor,
+    )
+    with signals.handled(), contextlib.closing(Spares(request.max_restarts > 0)) as spares:
         while True:
-            run = LocalRun(
-                ["run", str(request.job.path)],
-                request.plan.num_processes,
-                request.threads_per_process,
-                request.out / "logs",
-                request=dumped(request),
-                replaceable=request.plan.worker_ranks,
-                unsaved=recovery.unsaved_seconds,
-                excused=excused,
-                lock=lock.descriptor,
-            )
-            code, error, failed_at = launch(run, signals)
+            code, error, failed_at = launch(run, signals, spares)
             pause = recovery.pause(error, failed_at) if not signals.received else None
             if error is None or pause is None:
                 break
@@ -207,6 +210,7 @@ def _launched(request: RunRequest, lock: DirectoryLock) -> int:
             if signals.wait(pause):
                 return int(ExitCode.PREEMPTED)
             request = request.again(recovery.count, failed_at)
+            run = replace(run, request=dumped(request))
     if error is not None:
         tell(request, error)
     return code
