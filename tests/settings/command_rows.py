@@ -127,6 +127,11 @@ RUN_OPTIONS: Table = {
     "--resume: of nothing": Refuses(Call(arguments=("--resume",)), "--resume"),
     "--resume: without it": Refuses(Call(after=KEPT), "holds"),
     "--resume: other settings": Refuses(resumed("--set", "change=seed"), "the run to resume has"),
+    "--resume: a longer job": Says(
+        resumed("--set", "steps=5", "--steps", "5"),
+        "length: 4 steps, 5 steps from here on",
+        resumed("--steps", "4"),
+    ),
     "--resume: another optimizer": Refuses(resumed("--set", "lr=0.5"), "the run to resume has"),
     "--resume: another precision": Says(resumed("--precision", "bf16", "--steps", "4"), "compute bfloat16"),
     "--resume: another mode": Says(resumed("--exact", "--steps", "4"), "exact: grain by grain"),

@@ -24,7 +24,8 @@ from shoal.errors import CommandError, ExitCode
 from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.launch.environment import Environment, inside_run, joined
-from shoal.launch.local import LocalRun, launch
+from shoal.launch.local import launch
+from shoal.launch.rank_processes import LocalRun
 from shoal.plans import Plan
 from shoal.plans.plan import ServerSection, described, read_plan
 from shoal.plans.relaid import relaid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from shoal.cli.run.start import claimed, judged_request, tell_notes, trained
 from shoal.errors import CommandError, ExitCode, ShoalError
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run, joined
 from shoal.launch.signals import Signals, stop_signals
+from shoal.launch.spares import wait_until_needed
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import described, read_plan
@@ -29,6 +31,7 @@ def run(options: RunOptions) -> int:
     environment = joined(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
+        wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
     request = requested(options)
     if environment is not None:

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TextIO
 
 from shoal.errors import ExitCode, ShoalError, from_json
-from shoal.launch.local import LocalRun, launch
+from shoal.launch.local import launch
+from shoal.launch.rank_processes import LocalRun
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
+from shoal.launch.spares import Spares
 from shoal.runs.directory import RunDirectory
 from shoal.runs.directory_lock import DirectoryLock
 from shoal.runs.request import RunRequest, devices_here, dumped, loaded
@@ -61,25 +63,25 @@ def trained(
     `stream`: where rank 0's output goes, if not to this process's own. Handlers of signals are the caller's.
     """
     recovery = Recovery(request.max_restarts, RunDirectory(request.out))
-    excused: dict[str, float] = {}
-    while True:
-        run = LocalRun(
-            ["run", str(request.job.path)],
-            request.plan.num_processes,
-            request.threads_per_process,
-            request.out / "logs",
-            request=dumped(request),
-            replaceable=request.plan.worker_ranks,
-            unsaved=recovery.unsaved_seconds,
-            excused=excused,
-            stream=stream,
-            lock=lock.descriptor,
-        )
-        code, error, failed_at = launch(run, signals)
-        pause = recovery.pause(error, failed_at) if not signals.received else None
-        if error is None or pause is None:
-            return RunEnd(code, error, tuple(signals.received))
-        print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
-        if signals.wait(pause):
-            return RunEnd(int(ExitCode.PREEMPTED), None, tuple(signals.received))
-        request = request.again(recovery.count, failed_at)
+    run = LocalRun(
+        ["run", str(request.job.path)],
+        request.plan.num_processes,
+        request.threads_per_process,
+        request.out / "logs",
+        request=dumped(request),
+        replaceable=request.plan.worker_ranks,
+        unsaved=recovery.unsaved_seconds,
+        stream=stream,
+        lock=lock.descriptor,
+    )
+    with contextlib.closing(Spares(request.max_restarts > 0)) as spares:
+        while True:
+            code, error, failed_at = launch(run, signals, spares)
+            pause = recovery.pause(error, failed_at) if not signals.received else None
+            if error is None or pause is None:
+                return RunEnd(code, error, tuple(signals.received))
+            print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
+            if signals.wait(pause):
+                return RunEnd(int(ExitCode.PREEMPTED), None, tuple(signals.received))
+            request = request.again(recovery.count, failed_at)
+            run = replace(run, request=dumped(request))
