@@ -106,7 +106,7 @@ def test_values_that_are_no_code_are_read_too() -> None:
     assert changed(one, other) == [f"{JOB_FILE}: loss: factor"]
     assert code_of(job(closed(1.0))) == one
     # What a module of this file defines counts with its file.
-    assert "test_object_sources.py" in one
+    assert any(name.endswith("test_object_sources.py") for name in one)
 
 
 def _rated(parameters: Any, lr: float) -> Any:
