@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.launching import JOBS, Ended, Gate, Run, Started, run, start_command
 from tests.sharing import Shared
+
+from shoal.launch.signals import SAME_SECONDS
 
 TINY = JOBS / "tiny.py"
 PATHS = {"PYTHONPATH": str(JOBS)}
@@ -37,10 +40,12 @@ def script(folder: Path, body: str, head: str = SCRIPT) -> Path:
     return path
 
 
-def begin(folder: Path, body: str, environment: dict[str, str] | None = None, head: str = SCRIPT) -> Any:
+def begin(
+    folder: Path, body: str, environment: dict[str, str] | None = None, head: str = SCRIPT, *, fresh: bool = False
+) -> Any:
     """A running program; its runs are in folders of its own."""
     command = [sys.executable, str(script(folder, body, head))]
-    return start_command(command, folder / "run", {**PATHS, **(environment or {})}, cwd=folder)
+    return start_command(command, folder / "run", {**PATHS, **(environment or {})}, cwd=folder, fresh=fresh)
 
 
 def done(folder: Path, body: str, code: int = 0, **more: Any) -> Ended:
@@ -91,12 +96,19 @@ def test_a_run_as_a_value(tmp_path: Path) -> None:
     run = shoal.run(job, out="out", exact=True, steps=4, checkpoint_every=2)
     weights = shoal.weights_sha256(run.model().state_dict()) == run.result["weights_sha256"]
     earlier = shoal.weights_sha256(shoal.Run("out", own).model(step=2).state_dict()) != run.result["weights_sha256"]
+    try:
+        shoal.Run("out").model()
+    except shoal.ShoalError as error:
+        print(error)
     print(run)
     print(run._repr_html_())
     print(json.dumps([weights, earlier, [record.step for record in run.records]]))
     """
     ended = done(tmp_path, body)
     assert told(ended) == [True, True, [1, 2, 3, 4]]
+    assert (
+        "its job was of trains.py, and nothing there builds it now; build it yourself: run.model(into=M" in ended.stdout
+    )
     assert "<shoal.Run 'out': status='completed', steps=4" in ended.stdout
     assert "<th>status</th><td>completed</td>" in ended.stdout
 
@@ -172,6 +184,51 @@ def test_sigterm_ends_the_program_after_a_checkpoint(tmp_path: Path) -> None:
     ended = stopped(tmp_path, signal.SIGTERM, 'shoal.run(own, devices=2, out="out", exact=True)', 75)
     assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "preempted"
     assert "its checkpoint is of step 6" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """While a rank waits, so that no checkpoint could be written."""
+    gate = Gate(tmp_path / "gate", 5)
+    with begin(tmp_path, STOPPED, gate.environment) as started:
+        started.until(lambda: gate.reached(2), "the gate")
+        started.send(signal.SIGINT)
+        time.sleep(2 * SAME_SECONDS)
+        started.send(signal.SIGINT)
+        ended = started.wait().expect(0)
+    assert told(ended) == {}
+    assert "the run was stopped; its checkpoint is of step 4" in ended.stdout
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_the_job_is_looked_at(tmp_path: Path) -> None:
+    head = SCRIPT.replace(
+        "    return tiny",
+        "    import pathlib, time\n    pathlib.Path('loading').touch(); time.sleep(600)\n    return tiny",
+    )
+    body = """
+    try:
+        shoal.run(own, devices=2, out="out")
+    except KeyboardInterrupt as stop:
+        print(stop)
+    """
+    with begin(tmp_path, body, head=head) as started:
+        started.until((tmp_path / "loading").exists, "the job's loading")
+        started.send(signal.SIGINT)
+        ended = started.wait().expect(0)
+    assert "the run was stopped; nothing kept" in ended.stdout
+
+
+@pytest.mark.slow
+def test_from_another_thread(undisturbed: Ended, tmp_path: Path) -> None:
+    """Where Python takes no signals; with worker processes for the data. A fork has only the thread that forked."""
+    body = """
+    from concurrent.futures import ThreadPoolExecutor
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(shoal.run, own, devices=2, exact=True, workers=1).result()
+    print(json.dumps(run.result))
+    """
+    assert told(done(tmp_path, body, fresh=True))["weights_sha256"] == undisturbed.result["weights_sha256"]
 
 
 def test_an_error_is_the_commands(tmp_path: Path) -> None:
