@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from tests.launching import JOBS, Ended, Gate, Run, Started, run, start_command
 from tests.sharing import Shared
+from tests.usual import parametrize
 
 from shoal.launch.signals import SAME_SECONDS
 
@@ -254,16 +255,24 @@ def test_an_error_is_the_commands(tmp_path: Path) -> None:
     assert note == "traceback of the rank: out/errors"
 
 
-def test_inside_of_a_rank(tmp_path: Path) -> None:
-    """A script without its guard, which each rank would run anew; and a call under a launcher."""
+@parametrize(
+    "command",
+    [["bare.py"], ["-m", "shoal", "run", "bare.py"], ["-m", "shoal", "plan", "bare.py"]],
+    ids=["script", "run", "plan"],
+    usual=["script"],
+)
+def test_a_script_without_its_guard(command: list[str], tmp_path: Path) -> None:
+    """Each rank would run it anew."""
     (tmp_path / "bare.py").write_text("import shoal\nfrom tiny import job\nshoal.run('bare.py', devices=2)\n")
-    for command in (["bare.py"], *(["-m", "shoal", *words] for words in (["run", "bare.py"], ["plan", "bare.py"]))):
-        started = start_command([sys.executable, *command], tmp_path / "run", PATHS, cwd=tmp_path)
-        with started as process:
-            ended = process.wait()
-        assert ended.code
-        assert "shoal.run inside of a running job" in ended.stderr
-        assert '`if __name__ == "__main__":`' in " ".join(ended.stderr.split())
+    started = start_command([sys.executable, *command], tmp_path / "run", PATHS, cwd=tmp_path)
+    with started as process:
+        ended = process.wait()
+    assert ended.code
+    assert "shoal.run inside of a running job" in ended.stderr
+    assert '`if __name__ == "__main__":`' in " ".join(ended.stderr.split())
+
+
+def test_under_a_launcher(tmp_path: Path) -> None:
     launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     ended = done(tmp_path, "shoal.run(own)", 1, environment=launched)
     assert "LaunchError: shoal.run under a launcher (RANK=0, WORLD_SIZE=2)" in ended.stderr

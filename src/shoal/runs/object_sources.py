@@ -11,6 +11,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -136,6 +137,21 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
             yield name, repr([inner for inner in value if isinstance(inner, _PLAIN)])
     else:
         yield type(value).__qualname__, type(value)
+        yield from _state(value, name)
+
+
+def _state(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """The attributes of an instance that say what it computes: all of a frozen dataclass, else functions and classes.
+
+    Others may change while the job is the same: counters, caches, data.
+    """
+    kind: Any = type(value)
+    if is_dataclass(kind) and kind.__dataclass_params__.frozen:
+        yield from ((f"{name}.{part.name}", getattr(value, part.name)) for part in fields(kind))
+    else:
+        held = getattr(value, "__dict__", {})
+        code = (FunctionType, MethodType, functools.partial, type)
+        yield from ((f"{name}.{part}", inner) for part, inner in held.items() if isinstance(inner, code))
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, object]]:
