@@ -11,7 +11,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -146,7 +146,7 @@ def _state(value: object, name: str) -> Iterator[tuple[str, object]]:
     Others may change while the job is the same: counters, caches, data.
     """
     kind: Any = type(value)
-    if is_dataclass(kind) and kind.__dataclass_params__.frozen:
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         yield from ((f"{name}.{part.name}", getattr(value, part.name)) for part in fields(kind))
     else:
         held = getattr(value, "__dict__", {})
