@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,8 @@ from shoal.plans.grains import random_key
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan, warn_of
 from shoal.runs.initial_weights import InitialWeights
+from shoal.training.callbacks.base import Callback, RunFacts
+from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
 from shoal.training.default_grains import with_grains
 from shoal.training.evaluation import Evaluator
@@ -84,7 +87,14 @@ class Engine(TrainingParts):
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """The trainer that goes on from `state`, or begins."""
+        self.introduce_callbacks(num_steps, around)
         return Trainer(self, around, state or self.first_state(), num_steps, records)
+
+    def introduce_callbacks(self, num_steps: int, around: Surroundings) -> None:
+        """Tells the callbacks which run they are in, which goes up to `num_steps`."""
+        known = (self.job, self.plan, self.mesh.rank, self.plan.degrees.world_size, num_steps)
+        facts = RunFacts(*known, around.out, around.settings, around.description)
+        self.callbacks.begin(facts, self.sharded_model, lambda: make_model(self.job), around.note)
 
     def first_state(self) -> RunState:
         """Before the first step."""
@@ -104,7 +114,8 @@ class Options:
 
     `checkpoints` is their directory, None for none; `saved` the file that has the newest one's step; `eval_samples` the
     most that an evaluation reads, None for all; `take_workers`: a DataLoader's num_workers becomes data.workers;
-    `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes.
+    `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
+    `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
     """
 
     checkpoints: Path | None = None
@@ -114,6 +125,7 @@ class Options:
     eval_samples: int | None = None
     take_workers: bool = False
     initial_weights: InitialWeights | None = None
+    callbacks: Sequence[Callback] = ()
     observer: Observer = field(default_factory=Observer)
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
@@ -143,7 +155,9 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
     evaluate = pipeline.evaluate if pipeline is not None else None
     store = Store(options.checkpoints, mark=options.saved) if options.checkpoints is not None else None
-    keeper = Keeper(mesh, store, Trained(sharded_model, optimizer, loader, strategy), options.checkpoint_every)
+    callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
+    trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks if len(callbacks) else None)
+    keeper = Keeper(mesh, store, trained, options.checkpoint_every)
     return Engine(
         job=job,
         plan=plan,
@@ -172,6 +186,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
             heartbeat=options.heartbeat,
         ),
         keeper=keeper,
+        callbacks=callbacks,
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
