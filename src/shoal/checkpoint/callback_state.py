@@ -20,6 +20,7 @@ from shoal.parallel.model.tensor_slice import TensorSlice
 
 # The key of a checkpoint's document, the group of its whole tensors, and the beginning of groups cut as parameters are.
 GROUP, _CUT = "callbacks", "callback-"
+AVERAGES = f"{_CUT}EMA"
 
 
 class KeptCallbacks(Protocol):

@@ -126,15 +126,16 @@ class StepRecords:
         metrics, count = self._measured()
         self._evaluated = state.step, metrics, count
         watched = self._parts.job.watched
-        if watched is not None and state.improves(watched, metrics):
+        is_best = watched is not None and state.improves(watched, metrics)
+        if count:
+            self._parts.callbacks.evaluated(state, metrics)  # whose state the checkpoint has then
+        if is_best:
             self._parts.keeper.save_best(state)
         if count and self._waiting is not None:
             self._waiting = self._waiting.evaluated(metrics)
-        if count:
-            self._parts.callbacks.evaluated(state, metrics)
 
     def _measured(self) -> tuple[dict[str, float], int]:
-        """Metrics of the model, and of averaged weights where a callback has them; and samples. Collective: all ranks."""
+        """Metrics of the model and of averaged weights, if any; and samples. Collective: all ranks."""
         parts = self._parts
         metrics, count = parts.evaluator.evaluate(parts.model)
         parts.strategy.rest()

@@ -12,7 +12,6 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.errors import IntegrityError, JobError, StorageError
 from shoal.job import Progress
 from shoal.parallel.base import StepSums
-from shoal.training.callbacks.base import Ending
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.nonfinite import NOBODY, NonFiniteSearch, NonFiniteStep
 from shoal.training.optimizer_step import Update
@@ -61,15 +60,12 @@ class Trainer:
             torn = parts.updater.num_begun != self._num_updates  # model and optimizer are then not those of the state
             parts.keeper.rescue(told, self.state, "the error came in the midst of an update" if torn else None)
             self._records.write()  # the last good step's, of which the other ranks' measures are still to come
-            callbacks.ended(Ending("failed", self.state.step, {}, error=str(told)))
+            callbacks.failed(told)
             raise told from error
         self._records.write(agree(self._mesh, Report(measures=self._measures)))
         outcome = self._records.conclude(self.state, status)
         outcome.ended_by = self._ended_by
-        reason = self._ended_by["reason"] if self._ended_by is not None else None
-        callbacks.ended(Ending(status, self.state.step, outcome.metrics, reason))
-        if len(callbacks):  # what has failed since the last step
-            callbacks.settle(self._mesh, 0)
+        callbacks.conclude(self._mesh, status, outcome.metrics, self._ended_by)
         return outcome
 
     def _steps(self) -> str:
@@ -140,7 +136,9 @@ class Trainer:
             self._records.evaluate(self.state)
         if settled.checkpoint and self.state.step:
             self._parts.keeper.save(self.state)
-        self._ended_by = self._ended_by or settled.end
+        if settled.end is not None and self._ended_by is None:
+            self._ended_by = settled.end
+            self._around.note("{callback} ends the training after step {step}: {reason}".format(**settled.end))
         self._clock.begin()
 
     def _apply(self, computed: ComputedStep) -> bool:

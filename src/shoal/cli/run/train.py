@@ -175,7 +175,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
     if take_part(job, plan, environment):
         return ExitCode.DONE
     with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
-        options = replace(_options(request, Observer()), take_workers=False)
+        options = replace(_options(request, Observer()), take_workers=False, callbacks=tuple(job.callbacks))
         engine = build(job, plan, alone(torch.device("cpu")), options)
         try:
             return _train_built(engine, call, crew)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -127,8 +127,18 @@ class RunControl:
     @property
     def model(self) -> nn.Module:
         """This rank's model, or its part of it; modes and buffers are put back after the hook. Not to be changed."""
+        model = self._held().model
         self._limbs.touched()
-        return self._limbs.sharded_model.model
+        return model
+
+    def _held(self) -> ShardedModel:
+        if self.plan.serves:
+            raise JobError(
+                given=f"a callback that asks for the model, with server.mode = {self.plan.server.mode!r}",
+                conflict="the parameters are on the servers, and this process has those of the last pause",
+                remedy="use a plan without servers, or leave the callback out",
+            )
+        return self._limbs.sharded_model
 
     @property
     def divided(self) -> bool:
@@ -137,19 +147,19 @@ class RunControl:
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and this rank's own memory of each parameter that it has, or of its slice. Not to be changed."""
-        return ((name, local(p)) for name, p in self._limbs.sharded_model.parameters())
+        return ((name, local(p)) for name, p in self._held().parameters())
 
     def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """As `parameters`, of those that are trained."""
-        return ((name, local(p)) for name, p in self._limbs.sharded_model.parameters() if p.requires_grad)
+        return ((name, local(p)) for name, p in self._held().parameters() if p.requires_grad)
 
     def whole_model(self) -> nn.Module | None:
         """A copy of the model with all parameters, in eval mode, on rank 0's CPU; None on the other ranks.
 
         Collective: all ranks, so that every rank's hook has to call it. Rank 0 needs memory for the model.
         """
-        held = self._limbs.sharded_model.tensors()
-        found = dict(whole_tensors(self._limbs.sharded_model, held))
+        held = self._held()
+        found = dict(whole_tensors(held, held.tensors()))
         if self.rank != 0:
             return None
         model = self._limbs.build().cpu()
@@ -197,8 +207,8 @@ class Callback:
     `watches_only`: makes no requests, so that its on_step costs no agreement of the ranks.
     """
 
-    required: ClassVar[bool] | bool = False
-    watches_only: ClassVar[bool] | bool = False
+    required: bool = False
+    watches_only: bool = False
     key: str = ""  # its name in checkpoints and messages, set when a run begins
 
     def on_start(self, run: RunControl) -> None:

@@ -1,4 +1,4 @@
-"""Calls of a run's callbacks: isolated from the training, failures named, and requests followed by all ranks at once."""
+"""Calls of a run's callbacks: isolated from the training, failures named, requests followed by all ranks at once."""
 
 from __future__ import annotations
 
@@ -102,9 +102,18 @@ class CallbackCalls:
         """After a checkpoint was taken."""
         self._call("on_checkpoint", folder)
 
-    def ended(self, ending: Ending) -> None:
-        """At the end."""
-        self._call("on_end", ending)
+    def conclude(self, mesh: Mesh, status: str, metrics: Mapping[str, float], by: Mapping[str, Any] | None) -> None:
+        """At the end of a training that has ended as it should; names what has failed since the last step.
+
+        Collective: all ranks, where there are callbacks. Raises: as `settle`.
+        """
+        if self._callbacks:
+            self._call("on_end", Ending(status, self._state.step, dict(metrics), by["reason"] if by else None))
+            self.settle(mesh, 0)
+
+    def failed(self, error: Exception) -> None:
+        """At the end of a training that has failed."""
+        self._call("on_end", Ending("failed", self._state.step, {}, error=str(as_shoal_error(error))))
 
     def _call(self, hook: str, *arguments: Any) -> None:
         if self._run is None:
@@ -148,9 +157,9 @@ class CallbackCalls:
         return (self._run.asked if self._run is not None else 0) | (FAILED if self._failures else 0)
 
     def settle(self, mesh: Mesh, asked: int) -> Settled:
-        """Follows what any rank's callbacks ask for: the same on all ranks. Collective: all ranks, a JSON gather or two.
+        """What any rank's callbacks ask for, the same on all ranks; switches off those that raised.
 
-        Raises: on every rank, the error of a required callback.
+        Collective: all ranks, a JSON gather, or two. Raises: on every rank, the error of a required callback.
         """
         run = self._run
         reasons = dict(run.reasons) if run is not None else {}

@@ -1,4 +1,4 @@
-"""Callbacks that watch a metric: EarlyStopping ends a run that no longer improves, KeepBest keeps the best checkpoint."""
+"""Callbacks that watch a metric: EarlyStopping ends a run that improves no more, KeepBest keeps the best checkpoint."""
 
 from __future__ import annotations
 
