@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import layouts
 import tiny
 import torch
 
@@ -138,3 +140,12 @@ def others() -> shoal.Job:
 def plain(model: str = "mlp") -> shoal.Job:
     made: shoal.Job = job(model)
     return type(made)(**{**vars(made), "callbacks": ()})
+
+
+def stack(steps: int = 12) -> shoal.Job:
+    """The language model that every axis divides, averaged."""
+    return dataclasses.replace(layouts.stack(steps), callbacks=[shoal.EMA(0.8)])
+
+
+def served(asks: str = "evaluation@2,checkpoint@3,end@6", ema: bool = False) -> shoal.Job:
+    return tiny.mlp(samples=64, steps=24, callbacks=[Told(asks), *([shoal.EMA(0.9)] if ema else [])])

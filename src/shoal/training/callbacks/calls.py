@@ -271,7 +271,7 @@ class _Guard:
 
     def __init__(self, model: ShardedModel) -> None:
         self._model, self._device = model, model.mesh.device
-        self._armed: tuple[list[tuple[nn.Module, bool]], list[tuple[Tensor, Tensor, int]]] | None = None
+        self._armed: tuple[list[tuple[nn.Module, bool]], list[tuple[Tensor, Tensor]]] | None = None
         self._inside = False
 
     def arm(self) -> None:
@@ -279,7 +279,7 @@ class _Guard:
         if not self._inside or self._armed is not None:
             return
         modes = [(module, module.training) for module in self._model.model.modules()]
-        buffers = [(b, b.detach().clone(), b._version) for _, b in self._model.buffers()]
+        buffers = [(b, b.detach().clone()) for _, b in self._model.buffers()]
         self._armed = modes, buffers
 
     def _versions(self) -> dict[str, int]:
@@ -317,6 +317,5 @@ class _Guard:
         for module, training in armed[0]:
             module.training = training
         with torch.no_grad():
-            for buffer, kept, version in armed[1]:
-                if buffer._version != version:
-                    buffer.copy_(kept)
+            for buffer, kept in armed[1]:  # always: torch counts no version where batch statistics are written
+                buffer.copy_(kept)
