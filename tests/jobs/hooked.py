@@ -101,7 +101,9 @@ class Apart(shoal.Callback):
         return {"rank": getattr(self, "rank", None)}
 
 
-def job(model: str = "mlp", steps: int = 24, ema: float = 0.0, stop: int = 0, asks: str = "", busy: bool = False) -> Any:
+def job(
+    model: str = "mlp", steps: int = 24, ema: float = 0.0, stop: int = 0, asks: str = "", busy: bool = False
+) -> Any:
     """The MLP with what is asked for."""
     callbacks: list[Any] = [Told(asks)]
     callbacks += [shoal.EMA(ema)] if ema else []

@@ -159,7 +159,9 @@ def test_averages_in_every_layout(layout: str, alone: Ended, tmp_path: Path) -> 
     other = plan(tmp_path / "other.toml", LAYOUTS["data" if layout == "ZeRO-3" else "ZeRO-3"])
     shutil.copytree(out, tmp_path / "other")
     for folder, again in ((out, ()), (tmp_path / "other", other)):
-        call = Run(f"{JOB}:stack", folder, None, False, (*again, "--resume", "--steps", str(STEPS)), settings, ONE_THREAD)
+        call = Run(
+            f"{JOB}:stack", folder, None, False, (*again, "--resume", "--steps", str(STEPS)), settings, ONE_THREAD
+        )
         ended = run(call).expect(0)
         found, wanted = shoal.load(folder, ema=True), shoal.load(alone.out, ema=True)
         assert found.keys() == wanted.keys()

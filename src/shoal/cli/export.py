@@ -26,7 +26,9 @@ def export(options: ExportOptions) -> ExitCode:
     folder = Path(options.output) if options.output else path / "export"
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
     found = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
-    print(f"exported {options.run} step {weights.step}{', averaged' if options.ema else ''}: {found.num_tensors} tensors, {found.num_bytes:,} bytes")
+    print(
+        f"exported {options.run} step {weights.step}{', averaged' if options.ema else ''}: {found.num_tensors} tensors, {found.num_bytes:,} bytes"
+    )
     for name in found.files:
         print(f"  {folder / name}")
     if found.has_config:

@@ -143,8 +143,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: _refuse_dtypes(sharded_model))
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
-    optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
-    together(mesh, lambda: refuse_on_parts(optimizer, sharded_model))
+    optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model))
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
@@ -154,10 +153,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
     evaluate = pipeline.evaluate if pipeline is not None else None
-    store = Store(options.checkpoints, mark=options.saved) if options.checkpoints is not None else None
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
-    trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks if len(callbacks) else None)
-    keeper = Keeper(mesh, store, trained, options.checkpoint_every)
+    trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None)
     return Engine(
         job=job,
         plan=plan,
@@ -185,7 +182,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
             evaluate=evaluate,
             heartbeat=options.heartbeat,
         ),
-        keeper=keeper,
+        keeper=_keeper(mesh, trained, options),
         callbacks=callbacks,
         clock=clock,
         observer=options.observer,
@@ -193,6 +190,17 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
         taken=taken,
     )
+
+
+def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) -> torch.optim.Optimizer:
+    optimizer = build_optimizer(job.optimizer, parameters)
+    refuse_on_parts(optimizer, sharded_model)
+    return optimizer
+
+
+def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
+    store = Store(options.checkpoints, mark=options.saved) if options.checkpoints is not None else None
+    return Keeper(mesh, store, trained, options.checkpoint_every)
 
 
 def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:

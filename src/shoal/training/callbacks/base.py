@@ -25,7 +25,7 @@ EVALUATE, CHECKPOINT, END, FAILED = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run has ended: `completed`, `preempted` or `failed`; metrics of the last evaluation; why it ended early."""
+    """End of a run: `completed`, `preempted` or `failed`; metrics of the last evaluation; the reason of an early end."""
 
     status: str
     step: int

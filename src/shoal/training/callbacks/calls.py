@@ -157,7 +157,7 @@ class CallbackCalls:
         return (self._run.asked if self._run is not None else 0) | (FAILED if self._failures else 0)
 
     def settle(self, mesh: Mesh, asked: int) -> Settled:
-        """What any rank's callbacks ask for, the same on all ranks; switches off those that raised.
+        """Requests of any rank's callbacks, the same on all ranks; switches off callbacks that raised.
 
         Collective: all ranks, a JSON gather, or two. Raises: on every rank, the error of a required callback.
         """

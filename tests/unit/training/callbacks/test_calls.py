@@ -143,7 +143,7 @@ class Busy(shoal.Callback):
     def _work(self, run: Any) -> None:
         torch.manual_seed(3)
         random.seed(3)
-        np.random.seed(3)  # noqa: NPY002
+        np.random.seed(3)
         model = run.model
         with torch.enable_grad():
             model.train()(X).sum().backward()
@@ -209,7 +209,7 @@ def test_one_that_raises_is_named_and_switched_off(hook: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_one_that_is_required_ends_the_run(hook: str, tmp_path: Path) -> None:
-    with pytest.raises(UserCodeError, match="callback Raises; its .* raised ValueError: no such thing"):
+    with pytest.raises(UserCodeError, match=r"callback Raises; its .* raised ValueError: no such thing"):
         trained(job(Raises(hook, required=True)), tmp_path)
 
 

@@ -82,4 +82,6 @@ def test_refuses_what_says_nothing(settings: dict[str, Any]) -> None:
 
 def test_without_an_evaluation_it_says_so() -> None:
     said = job(shoal.EarlyStopping("loss"), shoal.KeepBest("loss"), eval_data=None).without_effect()
-    assert said == [f"{name} has no effect: there is no eval_data to evaluate" for name in ("EarlyStopping", "KeepBest")]
+    assert said == [
+        f"{name} has no effect: there is no eval_data to evaluate" for name in ("EarlyStopping", "KeepBest")
+    ]
