@@ -26,9 +26,8 @@ def export(options: ExportOptions) -> ExitCode:
     folder = Path(options.output) if options.output else path / "export"
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
     found = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
-    print(
-        f"exported {options.run} step {weights.step}{', averaged' if options.ema else ''}: {found.num_tensors} tensors, {found.num_bytes:,} bytes"
-    )
+    which = f"step {weights.step}{', averaged' if options.ema else ''}"
+    print(f"exported {options.run} {which}: {found.num_tensors} tensors, {found.num_bytes:,} bytes")
     for name in found.files:
         print(f"  {folder / name}")
     if found.has_config:

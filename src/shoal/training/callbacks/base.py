@@ -25,7 +25,7 @@ EVALUATE, CHECKPOINT, END, FAILED = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Ending:
-    """End of a run: `completed`, `preempted` or `failed`; metrics of the last evaluation; the reason of an early end."""
+    """End of a run: `completed`, `preempted` or `failed`; metrics of the last evaluation; why it ended early."""
 
     status: str
     step: int
