@@ -20,6 +20,10 @@ _HOMES = {
     "RunRecord": "shoal.runs.records",
     "ShoalError": "shoal.errors",
     "ExitCode": "shoal.errors",
+    "Callback": "shoal.training.callbacks.base",
+    "EarlyStopping": "shoal.training.callbacks.stopping",
+    "KeepBest": "shoal.training.callbacks.stopping",
+    "EMA": "shoal.training.callbacks.ema",
     "cross_entropy": "shoal.numerics.losses",
     "mse": "shoal.numerics.losses",
     "accuracy": "shoal.numerics.losses",
@@ -36,10 +40,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "EMA",
     "Answer",
+    "Callback",
+    "EarlyStopping",
     "Epochs",
     "ExitCode",
     "Job",
+    "KeepBest",
     "Layout",
     "Plan",
     "Progress",
@@ -76,6 +84,9 @@ if TYPE_CHECKING:
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord
     from shoal.runs.version import __version__
+    from shoal.training.callbacks.base import Callback
+    from shoal.training.callbacks.ema import EMA
+    from shoal.training.callbacks.stopping import EarlyStopping, KeepBest
     from shoal.training.session import Session
     from shoal.verification import Verdict, verify, verify_session
 

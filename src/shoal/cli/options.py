@@ -132,6 +132,7 @@ class ExportOptions:
     run: str = _option(_RUN, "RUN", "run", default=MISSING)
     output: str | None = _option("a new folder (default: RUN/export)", "DIR", "-o", "--output")
     step: str = _option(_STEP, "STEP", default="last")
+    ema: bool = _switch("the averaged weights of a run with the callback EMA")
     max_shard_size: str = _option("the most bytes in a file (default: 5GB)", "SIZE", default="5GB")
     dtype: str | None = _option(
         "convert floating-point tensors (default: as they were trained)", choices=["bfloat16", "float16", "float32"]
@@ -146,6 +147,7 @@ class EvaluateOptions:
     job: str = _job(default=MISSING)
     run: str = _option(_RUN, "RUN", "run", default=MISSING)
     step: str = _option(_STEP, "STEP", default="last")
+    ema: bool = _switch("the averaged weights of a run with the callback EMA")
     devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
     set: tuple[str, ...] = _option(
         "set a parameter of the job function (default: as the run)", "K=V", default=(), action="append"
