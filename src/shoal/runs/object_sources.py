@@ -123,8 +123,11 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     """The objects inside of another that may have code."""
     if isinstance(value, Job):
         told = (*FREE, *value.describe())  # these are compared by themselves
-        fields = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in told)
-        yield from ((part, inner) for part, inner in fields if inner is not None)
+        given = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in told)
+        yield from ((part, inner) for part, inner in given if inner is not None)
+        for number, callback in enumerate(value.callbacks):  # none of them has been called in this process
+            held = getattr(callback, "__dict__", {})
+            yield from ((f"callbacks[{number}].{part}", inner) for part, inner in held.items())
     elif isinstance(value, functools.partial):
         yield from ((name, value.func), (name, value.args), (name, value.keywords))
     elif isinstance(value, MethodType):

@@ -11,6 +11,7 @@ import pytest
 from shoal.job import Epochs, Job, warmup_cosine
 from shoal.runs.job_sources import JOB_FILE, changed
 from shoal.runs.object_sources import code_of
+from shoal.training.callbacks.ema import EMA
 
 TEXT = """
 RATE = 0.1
@@ -90,7 +91,9 @@ def test_what_computes_nothing_is_no_change(name: str, old: str, new: str) -> No
 
 def test_numbers_of_a_job_are_compared_elsewhere() -> None:
     made = namespace(TEXT)["made"]
-    assert code_of(made)[JOB_FILE].keys() == {"Net.forward", "Net.width", "data", "fuse", "loss", "optimizer"}
+    assert code_of(made)[JOB_FILE].keys() == {
+        *("Net.forward", "Net.width", "callbacks", "data", "fuse", "loss", "optimizer")
+    }
 
 
 def test_values_that_are_no_code_are_read_too() -> None:
@@ -125,6 +128,8 @@ def test_state_that_computes() -> None:
 
     short, long = (job(schedule=warmup_cosine(part)) for part in (0.1, 0.2))
     assert differing(short, long) == [f"{JOB_FILE}: schedule.warmup"]
+    slow, fast = (job(callbacks=[EMA(decay)]) for decay in (0.9, 0.99))
+    assert differing(slow, fast) == [f"{JOB_FILE}: callbacks[0].decay"]
     read = Data(len)
     read.reads = 3
     assert differing(job(train_data=Data(len)), job(train_data=read)) == []
