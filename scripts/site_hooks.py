@@ -85,14 +85,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
+    if uri.startswith("coming-from/"):
+        page.meta["hide"] = ["toc"]  # its place goes to two programs side by side
 
     def moved(match: re.Match[str]) -> str:
         link, anchor = match.group(1), match.group(2) or ""
         if "://" in link or link.startswith("mailto:"):
             return match.group(0)
         there = _uri(_target(link, uri))
-        if there == "decisions":
-            there = "decisions/README.md"
+        there = "decisions/README.md" if there == "decisions" else there
         return f"]({posixpath.relpath(there, posixpath.dirname(uri) or '.')}{anchor})"
 
     text = LINK.sub(moved, markdown)
