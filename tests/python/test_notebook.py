@@ -64,8 +64,8 @@ class Kernel:
         return found
 
     def interrupt(self) -> None:
-        """As the button does: SIGINT to the kernel."""
-        os.kill(self.pid, signal.SIGINT)
+        """As the button does: SIGINT to the kernel and its group."""
+        os.killpg(self.pid, signal.SIGINT)
 
     @property
     def pid(self) -> int:
