@@ -7,12 +7,16 @@ import os
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.launching import JOBS, Ended, Gate, Run, Started, run, start_command
 from tests.sharing import Shared
+from tests.usual import parametrize
+
+from shoal.launch.signals import SAME_SECONDS
 
 TINY = JOBS / "tiny.py"
 PATHS = {"PYTHONPATH": str(JOBS)}
@@ -37,10 +41,12 @@ def script(folder: Path, body: str, head: str = SCRIPT) -> Path:
     return path
 
 
-def begin(folder: Path, body: str, environment: dict[str, str] | None = None, head: str = SCRIPT) -> Any:
+def begin(
+    folder: Path, body: str, environment: dict[str, str] | None = None, head: str = SCRIPT, *, fresh: bool = False
+) -> Any:
     """A running program; its runs are in folders of its own."""
     command = [sys.executable, str(script(folder, body, head))]
-    return start_command(command, folder / "run", {**PATHS, **(environment or {})}, cwd=folder)
+    return start_command(command, folder / "run", {**PATHS, **(environment or {})}, cwd=folder, fresh=fresh)
 
 
 def done(folder: Path, body: str, code: int = 0, **more: Any) -> Ended:
@@ -91,12 +97,19 @@ def test_a_run_as_a_value(tmp_path: Path) -> None:
     run = shoal.run(job, out="out", exact=True, steps=4, checkpoint_every=2)
     weights = shoal.weights_sha256(run.model().state_dict()) == run.result["weights_sha256"]
     earlier = shoal.weights_sha256(shoal.Run("out", own).model(step=2).state_dict()) != run.result["weights_sha256"]
+    try:
+        shoal.Run("out").model()
+    except shoal.ShoalError as error:
+        print(error)
     print(run)
     print(run._repr_html_())
     print(json.dumps([weights, earlier, [record.step for record in run.records]]))
     """
     ended = done(tmp_path, body)
     assert told(ended) == [True, True, [1, 2, 3, 4]]
+    assert (
+        "its job was of trains.py, and nothing there builds it now; build it yourself: run.model(into=M" in ended.stdout
+    )
     assert "<shoal.Run 'out': status='completed', steps=4" in ended.stdout
     assert "<th>status</th><td>completed</td>" in ended.stdout
 
@@ -174,6 +187,51 @@ def test_sigterm_ends_the_program_after_a_checkpoint(tmp_path: Path) -> None:
     assert "its checkpoint is of step 6" in ended.stderr
 
 
+@pytest.mark.slow
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """While a rank waits, so that no checkpoint could be written."""
+    gate = Gate(tmp_path / "gate", 5)
+    with begin(tmp_path, STOPPED, gate.environment) as started:
+        started.until(lambda: gate.reached(2), "the gate")
+        started.send(signal.SIGINT)
+        time.sleep(2 * SAME_SECONDS)
+        started.send(signal.SIGINT)
+        ended = started.wait().expect(0)
+    assert told(ended) == {}
+    assert "the run was stopped; its checkpoint is of step 4" in ended.stdout
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_the_job_is_looked_at(tmp_path: Path) -> None:
+    head = SCRIPT.replace(
+        "    return tiny",
+        "    import pathlib, time\n    pathlib.Path('loading').touch(); time.sleep(600)\n    return tiny",
+    )
+    body = """
+    try:
+        shoal.run(own, devices=2, out="out")
+    except KeyboardInterrupt as stop:
+        print(stop)
+    """
+    with begin(tmp_path, body, head=head) as started:
+        started.until((tmp_path / "loading").exists, "the job's loading")
+        started.send(signal.SIGINT)
+        ended = started.wait().expect(0)
+    assert "the run was stopped; nothing kept" in ended.stdout
+
+
+@pytest.mark.slow
+def test_from_another_thread(undisturbed: Ended, tmp_path: Path) -> None:
+    """Where Python takes no signals; with worker processes for the data. A fork has only the thread that forked."""
+    body = """
+    from concurrent.futures import ThreadPoolExecutor
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(shoal.run, own, devices=2, exact=True, workers=1).result()
+    print(json.dumps(run.result))
+    """
+    assert told(done(tmp_path, body, fresh=True))["weights_sha256"] == undisturbed.result["weights_sha256"]
+
+
 def test_an_error_is_the_commands(tmp_path: Path) -> None:
     """Of a job that raises in a rank: the same class, the same three beats."""
     bad = tmp_path / "bad.py"
@@ -197,16 +255,24 @@ def test_an_error_is_the_commands(tmp_path: Path) -> None:
     assert note == "traceback of the rank: out/errors"
 
 
-def test_inside_of_a_rank(tmp_path: Path) -> None:
-    """A script without its guard, which each rank would run anew; and a call under a launcher."""
+@parametrize(
+    "command",
+    [["bare.py"], ["-m", "shoal", "run", "bare.py"], ["-m", "shoal", "plan", "bare.py"]],
+    ids=["script", "run", "plan"],
+    usual=["script"],
+)
+def test_a_script_without_its_guard(command: list[str], tmp_path: Path) -> None:
+    """Each rank would run it anew."""
     (tmp_path / "bare.py").write_text("import shoal\nfrom tiny import job\nshoal.run('bare.py', devices=2)\n")
-    for command in (["bare.py"], *(["-m", "shoal", *words] for words in (["run", "bare.py"], ["plan", "bare.py"]))):
-        started = start_command([sys.executable, *command], tmp_path / "run", PATHS, cwd=tmp_path)
-        with started as process:
-            ended = process.wait()
-        assert ended.code
-        assert "shoal.run inside of a running job" in ended.stderr
-        assert '`if __name__ == "__main__":`' in " ".join(ended.stderr.split())
+    started = start_command([sys.executable, *command], tmp_path / "run", PATHS, cwd=tmp_path)
+    with started as process:
+        ended = process.wait()
+    assert ended.code
+    assert "shoal.run inside of a running job" in ended.stderr
+    assert '`if __name__ == "__main__":`' in " ".join(ended.stderr.split())
+
+
+def test_under_a_launcher(tmp_path: Path) -> None:
     launched = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     ended = done(tmp_path, "shoal.run(own)", 1, environment=launched)
     assert "LaunchError: shoal.run under a launcher (RANK=0, WORLD_SIZE=2)" in ended.stderr

@@ -53,8 +53,10 @@ class Run:
         """The records of all steps, in the order in which they were trained: `records.jsonl`."""
         return list(read_steps(self._files.records)) if self._files.records.exists() else []
 
-    def model(self, into: Any = None, *, step: Step = "last") -> Any:
+    def model(self, into: Any = None, *, step: Step = "last", ema: bool = False) -> Any:
         """The trained model, on the CPU: built as the job builds it, or `into`, with the weights of a checkpoint.
+
+        `ema`: the averaged weights of a run with the callback EMA.
 
         Raises: JobFileError where nothing builds it; otherwise as `shoal.load`.
         """
@@ -64,7 +66,7 @@ class Run:
         if into is None:
             with generators_kept(), inside_run(os.environ):  # initial values are drawn, and overwritten
                 into = self._job().model()
-        return load_weights(self.out, into, step=step)
+        return load_weights(self.out, into, step=step, ema=ema)
 
     def _job(self) -> Any:
         told = self.job

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +18,7 @@ from shoal.cli.run.look import look_aside
 from shoal.cli.run.prepare import requested
 from shoal.cli.run.start import RunEnd, claimed, judged_request, tell_notes, trained
 from shoal.errors import CommandError, ExitCode, JobError
+from shoal.job import Job
 from shoal.launch.environment import inside_run, refuse_rank
 from shoal.launch.output import other_stream
 from shoal.launch.signals import Signals
@@ -30,15 +31,17 @@ from shoal.runs.request import RunRequest
 
 if TYPE_CHECKING:
     from shoal.planner.answer.answer import Answer
+    from shoal.planner.search.candidates import Candidate
 
 PathText = str | os.PathLike[str]
+JobLike = PathText | Job | Callable[..., Any]
 
 
 def run(
-    job: Any,
+    job: JobLike,
     *,
     settings: Mapping[str, Any] | None = None,
-    plan: Any = None,
+    plan: PathText | Plan | Answer | Candidate | None = None,
     devices: int | None = None,
     exact: bool | None = None,
     precision: str | None = None,
@@ -87,7 +90,7 @@ def run(
 
 
 def plan(
-    job: Any,
+    job: JobLike,
     *,
     settings: Mapping[str, Any] | None = None,
     cluster: str = "here",
@@ -157,11 +160,11 @@ def _trained(request: RunRequest, lock: DirectoryLock, folder: Path) -> RunEnd:
 
 def _plan(given: dict[str, Any]) -> Answer:
     """Answers by the arguments of `plan`, by name."""
-    from shoal.cli.plan import answered
-
     job = given["job"]
     values = {name: given[name] for name in option_names(PlanOptions) if name in given}
     texts = _settings("shoal.plan", given)
+    from shoal.cli.plan import answered  # torch
+
     if isinstance(job, str | os.PathLike):
         return answered(options_from(PlanOptions, values | _target(job, texts, Path())))
     request = JobRequest(_short(place_of(job)), function_name(job), tuple(texts.items()))

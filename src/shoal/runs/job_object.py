@@ -61,12 +61,11 @@ def place_of(given: object) -> Path:
     module = importable_module(given)
     if module is not None:
         return Path(str(sys.modules[module].__file__))
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script is not None:
-        return Path(script)
-    notebook = os.environ.get("JPY_SESSION_NAME")
-    if notebook:
-        return Path(notebook)
+    main = vars(sys.modules["__main__"])
+    # The second is VS Code's, the third Jupyter's.
+    named = main.get("__file__") or main.get("__vsc_ipynb_file__") or os.environ.get("JPY_SESSION_NAME")
+    if named:
+        return Path(named)
     return NOTEBOOK if "ipykernel" in sys.modules else INTERPRETER
 
 

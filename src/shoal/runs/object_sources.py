@@ -11,6 +11,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -122,8 +123,11 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     """The objects inside of another that may have code."""
     if isinstance(value, Job):
         told = (*FREE, *value.describe())  # these are compared by themselves
-        fields = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in told)
-        yield from ((part, inner) for part, inner in fields if inner is not None)
+        given = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in told)
+        yield from ((part, inner) for part, inner in given if inner is not None)
+        for number, callback in enumerate(value.callbacks):  # none of them has been called in this process
+            held = getattr(callback, "__dict__", {})
+            yield from ((f"callbacks[{number}].{part}", inner) for part, inner in held.items())
     elif isinstance(value, functools.partial):
         yield from ((name, value.func), (name, value.args), (name, value.keywords))
     elif isinstance(value, MethodType):
@@ -136,6 +140,21 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
             yield name, repr([inner for inner in value if isinstance(inner, _PLAIN)])
     else:
         yield type(value).__qualname__, type(value)
+        yield from _state(value, name)
+
+
+def _state(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """The attributes of an instance that say what it computes: all of a frozen dataclass, else functions and classes.
+
+    Others may change while the job is the same: counters, caches, data.
+    """
+    kind: Any = type(value)
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+        yield from ((f"{name}.{part.name}", getattr(value, part.name)) for part in fields(kind))
+    else:
+        held = getattr(value, "__dict__", {})
+        code = (FunctionType, MethodType, functools.partial, type)
+        yield from ((f"{name}.{part}", inner) for part, inner in held.items() if isinstance(inner, code))
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, object]]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from shoal.job import Epochs, Job
+from shoal.job import Epochs, Job, warmup_cosine
 from shoal.runs.job_sources import JOB_FILE, changed
 from shoal.runs.object_sources import code_of
+from shoal.training.callbacks.ema import EMA
 
 TEXT = """
 RATE = 0.1
@@ -90,7 +91,9 @@ def test_what_computes_nothing_is_no_change(name: str, old: str, new: str) -> No
 
 def test_numbers_of_a_job_are_compared_elsewhere() -> None:
     made = namespace(TEXT)["made"]
-    assert code_of(made)[JOB_FILE].keys() == {"Net.forward", "Net.width", "data", "fuse", "loss", "optimizer"}
+    assert code_of(made)[JOB_FILE].keys() == {
+        *("Net.forward", "Net.width", "callbacks", "data", "fuse", "loss", "optimizer")
+    }
 
 
 def test_values_that_are_no_code_are_read_too() -> None:
@@ -107,6 +110,35 @@ def test_values_that_are_no_code_are_read_too() -> None:
     assert code_of(job(closed(1.0))) == one
     # What a module of this file defines counts with its file.
     assert any(name.endswith("test_object_sources.py") for name in one)
+
+
+def test_state_that_computes() -> None:
+    """A schedule's numbers, a data set's transform; not what may change while the job is the same."""
+
+    class Data:
+        def __init__(self, transform: Any) -> None:
+            self.transform, self.reads = transform, 0
+
+    def job(**changes: Any) -> Job:
+        given: dict[str, Any] = {"model": dict, "loss": print, "optimizer": list, "train_data": [1], "global_batch": 1}
+        return Job(**{**given, **changes})
+
+    def differing(one: Job, other: Job) -> list[str]:
+        return changed(code_of(one), code_of(other))
+
+    short, long = (job(schedule=warmup_cosine(part)) for part in (0.1, 0.2))
+    assert differing(short, long) == [f"{JOB_FILE}: schedule.warmup"]
+    slow, fast = (job(callbacks=[EMA(decay)]) for decay in (0.9, 0.99))
+    assert differing(slow, fast) == [f"{JOB_FILE}: callbacks[0].decay"]
+    read = Data(len)
+    read.reads = 3
+    assert differing(job(train_data=Data(len)), job(train_data=read)) == []
+
+    def scaled(by: int) -> Data:
+        return Data(lambda x: by * x)
+
+    twice, thrice = (job(train_data=scaled(by)) for by in (2, 3))
+    assert differing(twice, thrice) == [f"{JOB_FILE}: train_data.transform: by"]
 
 
 def _rated(parameters: Any, lr: float) -> Any:
