@@ -24,6 +24,8 @@ _HOMES = {
     "EarlyStopping": "shoal.training.callbacks.stopping",
     "KeepBest": "shoal.training.callbacks.stopping",
     "EMA": "shoal.training.callbacks.ema",
+    "Sample": "shoal.training.callbacks.sample",
+    "Schedule": "shoal.training.lr_schedule",
     "cross_entropy": "shoal.numerics.losses",
     "mse": "shoal.numerics.losses",
     "accuracy": "shoal.numerics.losses",
@@ -47,7 +49,9 @@ __all__ = [
     "Plan",
     "Progress",
     "RunRecord",
+    "Sample",
     "Samples",
+    "Schedule",
     "Session",
     "ShoalError",
     "StepRecord",
@@ -75,7 +79,9 @@ if TYPE_CHECKING:
     from shoal.runs.version import __version__
     from shoal.training.callbacks.base import Callback
     from shoal.training.callbacks.ema import EMA
+    from shoal.training.callbacks.sample import Sample
     from shoal.training.callbacks.stopping import EarlyStopping, KeepBest
+    from shoal.training.lr_schedule import Schedule
     from shoal.training.session import Session
     from shoal.verification import Verdict, verify, verify_session
 
