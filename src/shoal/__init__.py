@@ -26,6 +26,7 @@ _HOMES = {
     "EMA": "shoal.training.callbacks.ema",
     "Sample": "shoal.training.callbacks.sample",
     "Schedule": "shoal.training.lr_schedule",
+    "track": "shoal.training.trackers.tracker",
     "cross_entropy": "shoal.numerics.losses",
     "mse": "shoal.numerics.losses",
     "accuracy": "shoal.numerics.losses",
@@ -62,6 +63,7 @@ __all__ = [
     "cross_entropy",
     "load",
     "mse",
+    "track",
     "verify",
     "verify_session",
     "warmup_cosine",
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from shoal.training.callbacks.stopping import EarlyStopping, KeepBest
     from shoal.training.lr_schedule import Schedule
     from shoal.training.session import Session
+    from shoal.training.trackers.tracker import track
     from shoal.verification import Verdict, verify, verify_session
 
 

@@ -166,3 +166,12 @@ def sample_raises() -> shoal.Job:
 
 def served(asks: str = "evaluation@2,checkpoint@3,end@6", ema: bool = False) -> shoal.Job:
     return tiny.mlp(samples=64, steps=24, callbacks=[Told(asks), *([shoal.EMA(0.9)] if ema else [])])
+
+
+def tracked(tracker: str = "trackio", closing_seconds: float = 1.0) -> shoal.Job:
+    """A run that waits little for its tracker."""
+    from shoal.runs.tracking import TrackerName
+    from shoal.training.trackers.tracker import Tracker
+
+    name = TrackerName.parse(tracker, tracker)
+    return tiny.mlp(samples=64, steps=8, callbacks=[Tracker(name, closing_seconds=closing_seconds)])
