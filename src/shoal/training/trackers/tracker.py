@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from shoal.errors import JobError
 from shoal.runs.records import StepRecord
@@ -154,24 +154,27 @@ class _TrackerProcess:
             command = [sys.executable, "-P", "-m", "shoal.training.trackers.child"]
             with self._log.open("a", encoding="utf-8") as log:
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
-                with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as self._process:
-                    self._write(self._process)
-                    said = self._process.stdout.read() if self._process.stdout is not None else ""
-            if self._process.returncode and not self._given_up:
-                self.failure = said.strip()[:300] or f"its process ended with {self._process.returncode}"
+                process = self._process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+            assert process.stdin is not None and process.stdout is not None
+            self._write(process.stdin)
+            with contextlib.suppress(BrokenPipeError):  # of what was written last: why it has ended is on its output
+                process.stdin.close()
+            with process.stdout:
+                said = process.stdout.read()
+            process.wait()
+            if process.returncode and not self._given_up:
+                self.failure = said.strip()[:300] or f"its process ended with {process.returncode}"
         except Exception as error:
             if not self._given_up:
                 self.failure = f"{type(error).__name__}: {error}"
 
-    def _write(self, process: subprocess.Popen[str]) -> None:
+    def _write(self, stdin: IO[str]) -> None:
         entry: dict[str, Any] | None = {"open": self._opening}
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # why it has ended is said on its output
+        with contextlib.suppress(BrokenPipeError):
             while entry is not None:
-                process.stdin.write(json.dumps(entry, default=str) + "\n")
-                process.stdin.flush()
+                stdin.write(json.dumps(entry, default=str) + "\n")
+                stdin.flush()
                 entry = self._queue.get()
-            process.stdin.close()
 
 
 def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
