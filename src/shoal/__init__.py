@@ -36,10 +36,15 @@ _HOMES = {
     "verify_session": "shoal.verification",
     "load": "shoal.checkpoint.weights",
     "weights_sha256": "shoal.checkpoint",
+    "Answer": "shoal.planner.answer.answer",
+    "Run": "shoal.cli.finished_run",
+    "plan": "shoal.cli.from_python",
+    "run": "shoal.cli.from_python",
 }
 
 __all__ = [
     "EMA",
+    "Answer",
     "Callback",
     "EarlyStopping",
     "Epochs",
@@ -49,6 +54,7 @@ __all__ = [
     "Layout",
     "Plan",
     "Progress",
+    "Run",
     "RunRecord",
     "Sample",
     "Samples",
@@ -63,6 +69,8 @@ __all__ = [
     "cross_entropy",
     "load",
     "mse",
+    "plan",
+    "run",
     "track",
     "verify",
     "verify_session",
@@ -73,9 +81,12 @@ __all__ = [
 if TYPE_CHECKING:
     from shoal.checkpoint import weights_sha256
     from shoal.checkpoint.weights import load
+    from shoal.cli.finished_run import Run
+    from shoal.cli.from_python import plan, run
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.numerics.losses import accuracy, cross_entropy, mse
+    from shoal.planner.answer.answer import Answer
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord
     from shoal.runs.version import __version__

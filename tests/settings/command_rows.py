@@ -127,6 +127,11 @@ RUN_OPTIONS: Table = {
     "--resume: of nothing": Refuses(Call(arguments=("--resume",)), "--resume"),
     "--resume: without it": Refuses(Call(after=KEPT), "holds"),
     "--resume: other settings": Refuses(resumed("--set", "change=seed"), "the run to resume has"),
+    "--resume: a longer job": Says(
+        resumed("--set", "steps=5", "--steps", "5"),
+        "length: 4 steps, 5 steps from here on",
+        resumed("--steps", "4"),
+    ),
     "--resume: another optimizer": Refuses(resumed("--set", "lr=0.5"), "the run to resume has"),
     "--resume: another precision": Says(resumed("--precision", "bf16", "--steps", "4"), "compute bfloat16"),
     "--resume: another mode": Says(resumed("--exact", "--steps", "4"), "exact: grain by grain"),
@@ -154,6 +159,7 @@ RUN_OPTIONS: Table = {
     ),
     "--max-restarts": Refuses(PLAIN.with_("--max-restarts", "-1"), "--max-restarts"),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
+    "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
     "--init-from": Acts(
         FROM_ONE, PLAIN.with_("--out", "other", after=KEPT), lambda ended: weights_in(ended.folder / "other")
     ),

@@ -24,8 +24,9 @@ from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode
 from shoal.hardware.detect import cores
 from shoal.job import Job
-from shoal.launch.environment import Environment, joined
-from shoal.launch.local import LocalRun, launch
+from shoal.launch.environment import Environment, inside_run, joined
+from shoal.launch.local import launch
+from shoal.launch.rank_processes import LocalRun
 from shoal.parallel.model.sharded_model import TensorSlices
 from shoal.plans import Plan
 from shoal.plans.plan import ServerSection, described, read_plan
@@ -45,7 +46,8 @@ def evaluate(options: EvaluateOptions) -> ExitCode:
     plan = _plan(Path(options.run), devices)
     if environment is not None or devices == 1:
         at = environment or Environment()
-        return as_rank(at, lambda: _evaluate(options, plan, at))
+        with inside_run(os.environ):
+            return as_rank(at, lambda: _evaluate(options, plan, at))
     find(Path(options.run), step_of(options.step))  # before any rank is started
     logs = run_of(Path(options.run)).path / "logs"
     threads = 1 if plan.execution.exact else max(1, cores() // devices)

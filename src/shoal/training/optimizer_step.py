@@ -176,6 +176,10 @@ class Stepper:
             )
         return multiplier
 
+    def rate(self, progress: Progress) -> float:
+        """The first group's learning rate. Raises: UserCodeError."""
+        return self._rates[0] * self.multiplier(progress)
+
     def set_rates(self, progress: Progress) -> float:
         """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
         if self._scheduled is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shoal.checkpoint.run_state import RunState
+from shoal.cli.run.changes import Lengths, differences, fields_changed
 from shoal.cli.run.console import Pace, choose_reporter, conclude, introduce
 from shoal.cli.run.write_result import Result
 from shoal.data.opened import opened
@@ -23,7 +24,7 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh, alone, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
 from shoal.distributed.worker_process import as_rank
-from shoal.errors import ExitCode, JobMismatchError, RunDirectoryError
+from shoal.errors import ExitCode, RunDirectoryError
 from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.launch.environment import Environment
@@ -36,7 +37,6 @@ from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, read_json, write_file
 from shoal.runs.job_file import LoadedJob, load
-from shoal.runs.job_sources import changed
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
 from shoal.training.callbacks.base import Callback
@@ -58,6 +58,7 @@ class _Call:
     signals: Signals
     notes: tuple[str, ...] = ()
     why_grains: str = "as the job says"
+    unlike: list[str] | None = None  # of a resume with other settings: the fields of the job that these change
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
@@ -75,12 +76,13 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
         try:
             prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
             loaded = _attempt(request)
+            unlike = _compared(request, loaded) if environment.rank == 0 else None
             if request.plan.serves:
-                return _serve(_Call(request, loaded(), signals), environment)
+                return _serve(_Call(request, loaded(), signals, unlike=unlike), environment)
             if environment.world_size == 1:
                 loaded()
             with open_mesh(environment, request.plan.degrees) as mesh:
-                call = _Call(request, together(mesh, loaded), signals)
+                call = _Call(request, together(mesh, loaded), signals, unlike=unlike)
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
@@ -106,6 +108,17 @@ def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
 
         return fail
     return lambda: found
+
+
+def _compared(request: RunRequest, loaded: Callable[[], LoadedJob]) -> list[str] | None:
+    """Fields of the job that a resume's other settings change; None where it cannot be told, or need not."""
+    saved = read_json(RunDirectory(request.out).job) if request.resume and not request.accept_changes else None
+    if not saved:
+        return None
+    try:
+        return fields_changed(request.job, loaded().settings, saved)
+    except (Exception, SystemExit):  # of the job, whose own loading tells it
+        return None
 
 
 def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:
@@ -198,20 +211,24 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     loaded = replace(call.loaded, job=engine.job)  # with its data opened
     description = _describe(loaded, engine, request, call.why_grains)
     saved = read_json(directory.job) if request.resume else None
-    changes = together(mesh, lambda: _changes(saved or {}, description, request.accept_changes))
+    changes = decided_by_rank_0(
+        mesh, list[str], lambda: differences(saved or {}, description, call.unlike, request.accept_changes)
+    )
     description["certificate"] = certificate = together(mesh, lambda: _certified(request, loaded, engine.plan))
     description["initial_weights"] = began = _initial_weights(engine, saved)
     state, complaints = engine.load() if request.resume else (None, [])
     if request.resume and state is None and began is not None and engine.taken is None:
         raise _without_initial_weights(began)
     first = state.step if state else 0
+    course = together(mesh, lambda: Lengths(saved or {}, engine, state, checked=not request.accept_changes))
+    description["lengths"] = course.to_json()
     result = Result(engine, directory.result, request.started_at, certificate, first if request.resume else None, state)
     result.restarts = request.restarts
     num_steps = request.steps or engine.order.num_steps
     reporter = choose_reporter(mesh.rank, Pace(first, num_steps, engine.plan.degrees.world_size))
     try:
         taken = engine.taken if state is None else None  # lost ranks start again with the options of the call
-        for complaint in (*complaints, *changes, *call.notes, *(taken.lines() if taken else ())):
+        for complaint in (*complaints, *changes, *course.lines(), *call.notes, *(taken.lines() if taken else ())):
             reporter.note(complaint)
         together(mesh, lambda: _begin(directory, engine, description) if mesh.rank == 0 else None)
         if taken is not None:  # so that a resume never needs the source
@@ -238,7 +255,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             raise
         unwritten = result.write(record)
         unsaved = outcome.unsaved or unwritten
-        conclude(reporter, record, f"{request.job.path}:{loaded.function}", request.out)
+        conclude(reporter, record, request, loaded.function)
         if unsaved is not None:
             raise unsaved
     finally:
@@ -272,6 +289,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "settings": loaded.settings,
         "code": loaded.code,
         "given": dict(request.job.settings),
+        "by_value": request.job.by_value,
         "stop_after": request.steps,
         **loaded.job.describe(),
         "why_grains": why_grains,
@@ -298,10 +316,6 @@ def _without_initial_weights(began: dict[str, Any]) -> RunDirectoryError:
     )
 
 
-# A resume may change how long and what happens at a bad step; everything else is what was trained.
-_MAY_CHANGE = ("file", "why_grains", "given", "stop_after", "length", "on_nonfinite", "versions", "certificate")
-
-
 def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None:
     """The SHA-256 of the certificate that was demanded. Raises: CertificateError where it is not of this run."""
     if request.certificate is None:
@@ -309,30 +323,6 @@ def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None
     certificate = Certificate.read(request.certificate)
     certificate.check(loaded.describe(), plan.to_mapping(), versions())
     return certificate.sha256
-
-
-def _changes(saved: dict[str, Any], now: dict[str, Any], accepted: bool) -> list[str]:
-    """Sentences about differences from the job that was trained; entries that its version left out are not compared.
-
-    A checkpoint whose tensors have other shapes is refused when it is read. Raises: JobMismatchError for differences
-    that are not `accepted`.
-    """
-    now = json.loads(json.dumps(now))
-    given, held = [], []
-    for name in (n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]):
-        if name == "code":
-            given += [f"another {place}" for place in changed(saved[name], now[name])]
-        else:
-            given.append(f"{name} = {now[name]}")
-            held.append(f"{name} = {saved[name]}")
-    if not given or accepted:
-        return [f"the job was changed, as accepted: {text}" for text in given]
-    raise JobMismatchError(
-        given="\n".join(given),
-        conflict="the run to resume has " + ", ".join(held or ["begun with other code there"]),
-        remedy="resume with the job and settings that the run began with; add --accept-changes where the steps from "
-        "here on are to be computed by the job as it is now; or start anew with another --out",
-    )
 
 
 def _begin(directory: RunDirectory, engine: Engine, description: dict[str, Any]) -> None:

@@ -155,7 +155,8 @@ class _TrackerProcess:
             with self._log.open("a", encoding="utf-8") as log:
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
                 process = self._process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             self._write(process.stdin)
             with contextlib.suppress(BrokenPipeError):  # of what was written last: why it has ended is on its output
                 process.stdin.close()

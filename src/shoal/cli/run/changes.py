@@ -1,0 +1,193 @@
+"""Differences of a resumed run from the run that began: those that are refused, and a length that has changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shoal.checkpoint.run_state import RunState
+from shoal.errors import JobMismatchError
+from shoal.job import Epochs, Length, Progress, Samples, Steps
+from shoal.numerics.isolation import generators_kept
+from shoal.runs.job_file import JobRequest, load
+from shoal.runs.job_sources import changed
+from shoal.training.engine import Engine
+from shoal.training.same_job import differing_fields
+
+# A resume may change how long and what happens at a bad step; everything else is what was trained.
+_MAY_CHANGE = (
+    "file",
+    "by_value",
+    "why_grains",
+    "given",
+    "stop_after",
+    "length",
+    "lengths",
+    "on_nonfinite",
+    "versions",
+    "certificate",
+)
+_FREE_FIELDS = ("length", "on_nonfinite")
+_LENGTHS: dict[str, type[Epochs | Steps | Samples]] = {"epochs": Epochs, "steps": Steps, "samples": Samples}
+_MOST_COMPARED = 1000  # steps of which a schedule's multipliers are compared, evenly spaced
+
+
+def differences(
+    saved: dict[str, Any], now: dict[str, Any], fields_changed: list[str] | None, accepted: bool
+) -> list[str]:
+    """Sentences about differences from the job that was trained; entries that its version left out are not compared.
+
+    A checkpoint whose tensors have other shapes is refused when it is read. `fields_changed` as of the function of that
+    name. Raises: JobMismatchError for differences that are not `accepted`.
+    """
+    now = json.loads(json.dumps(now))
+    given, held, free = [], [], []
+    for name in (n for n in now if n in saved and n not in _MAY_CHANGE and saved[n] != now[n]):
+        if name == "code":
+            given += [f"another {place}" for place in changed(saved[name], now[name])]
+        elif name == "settings":
+            texts = _settings(saved[name], now[name])
+            if fields_changed == []:
+                free = [f"settings: {text}; of the job they change nothing but how long" for text in texts]
+            else:
+                given += [f"the setting {text}" for text in texts]
+                held += [f"another {field}" for field in fields_changed or ()]
+        else:
+            given.append(f"{name} = {now[name]}")
+            held.append(f"{name} = {saved[name]}")
+    if not given or accepted:
+        return [*free, *(f"the job was changed, as accepted: {text}" for text in given)]
+    raise JobMismatchError(
+        given="\n".join(given),
+        conflict="the run to resume has " + ", ".join(held or ["begun with other code or settings"]),
+        remedy="resume with the job and settings that the run began with, or others of its length alone; add "
+        "--accept-changes where the steps from here on are to be computed by the job as it is now; or start anew with "
+        "another --out",
+    )
+
+
+def _settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"{name} = {now.get(name, 'gone')}, was {saved.get(name, 'not there')}"
+        for name in {**saved, **now}
+        if name not in saved or name not in now or saved[name] != now[name]
+    ]
+
+
+def fields_changed(request: JobRequest, settings: dict[str, Any], saved: dict[str, Any]) -> list[str] | None:
+    """Fields of the job, but its length, that other settings than those of a run's job.json change.
+
+    The job function is called once more with each of the two, and the same state of the global generators. None where
+    the settings are the same, or those of the run cannot be set any more.
+    """
+    old: dict[str, Any] = saved.get("settings", {})
+    apart = [name for name in old if name in settings and old[name] != settings[name]]
+    if not apart or set(old) != set(settings):
+        return None
+    given = {**dict(request.settings), **{name: _text(old[name]) for name in apart}}
+    with generators_kept():
+        now = load(request).job
+    with generators_kept():
+        before = load(replace(request, settings=tuple(given.items())))
+    if before.settings != old:
+        return None
+    return [field for field in differing_fields(before.job, now) if field not in _FREE_FIELDS]
+
+
+def _text(value: Any) -> str:
+    """A setting's JSON value as --set takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths that a run has had, and the one that it goes on with. `checked`: whether it must fit what was trained.
+
+    Raises: JobMismatchError where the checkpoint is beyond the new end, or after a short step that was the end.
+    """
+
+    saved: dict[str, Any]
+    engine: Engine
+    state: RunState | None
+    checked: bool = True
+
+    def __post_init__(self) -> None:
+        order, state = self.engine.order, self.state
+        if state is None or not self.checked:
+            return
+        if state.step > order.num_steps and self._changed:
+            raise JobMismatchError(
+                given=f"a length of {_said(self._now, order.num_steps)}",
+                conflict=f"the run has trained {state.step} steps already",
+                remedy=f"give a length of more than {state.step} steps, or that of the run; or start anew with "
+                "another --out",
+            )
+        missed = order.samples_before(state.step) - state.samples
+        if self._changed and missed and self.engine.num_train_samples is not None and state.step < order.num_steps:
+            raise JobMismatchError(
+                given=f"a length of {_said(self._now)}",
+                conflict=f"the run ended with a short step: {missed} samples of step {state.step} were left out, as "
+                f"{_said(self._before)} wanted, and no step would train them now",
+                remedy="begin a new run with these weights: --init-from, and another --out",
+            )
+
+    @property
+    def _now(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.engine.job.describe()["length"]
+        return found
+
+    @property
+    def _before(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.saved.get("length") or self._now
+        return found
+
+    @property
+    def _changed(self) -> bool:
+        return self.state is not None and self._before != self._now
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Entry of job.json: each length with the first step, from 1, that was trained with it in mind."""
+        step = self.state.step if self.state is not None else 0
+        known = self.saved.get("lengths") or [{"from_step": 1, **self._before}]
+        known = [entry for entry in known if entry["from_step"] <= step]
+        last = {name: value for name, value in known[-1].items() if name != "from_step"} if known else None
+        return known if last == self._now else [*known, {"from_step": step + 1, **self._now}]
+
+    def lines(self) -> Iterator[str]:
+        """The change in words: the lengths, and what the schedule makes of it at the next step."""
+        if not self._changed or self.state is None:
+            return
+        step, engine = self.state.step, self.engine
+        before = replace(engine.order, length=_length(self._before)).num_steps
+        now = engine.order.num_steps
+        yield f"length: {_said(self._before, before)}, {_said(self._now, now)} from here on"
+        if engine.job.schedule is None:
+            yield f"learning rate of step {step + 1}: {self._rate(step, now):.6g}; there is no schedule"
+            return
+        rates = f"{self._rate(step, before):.6g} by the old length, {self._rate(step, now):.6g} from here on"
+        every = max(1, step // _MOST_COMPARED)
+        same = all(self._rate(k, before) == self._rate(k, now) for k in range(0, step, every))
+        what = (
+            "the schedule has not depended on the length so far"
+            if same
+            else f"not as {_said(self._now)} at once: the steps so far had the rates of {_said(self._before)}"
+        )
+        yield f"learning rate of step {step + 1}: {rates}; {what}"
+
+    def _rate(self, step: int, num_steps: int) -> float:
+        """The first group's, before `step` (from 0) of so many."""
+        progress = Progress(step, num_steps, self.engine.order.samples_before(step))
+        return self.engine.updater.stepper.rate(progress)
+
+
+def _length(described: dict[str, Any]) -> Length:
+    return _LENGTHS[described["kind"]](described["count"])
+
+
+def _said(length: dict[str, Any], steps: int | None = None) -> str:
+    """A length in words, with its steps where these are given and not said anyhow."""
+    count, kind = length["count"], length["kind"]
+    text = f"{count:.10g} {kind.removesuffix('s') if count == 1 else kind}"
+    return text if steps is None or kind == "steps" else f"{text} ({steps} steps)"
