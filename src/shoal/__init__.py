@@ -28,6 +28,7 @@ _HOMES = {
     "verify": "shoal.verification",
     "verify_session": "shoal.verification",
     "load": "shoal.checkpoint.weights",
+    "from_training_arguments": "shoal.parallel.model.adapters.training_arguments",
     "weights_sha256": "shoal.checkpoint",
 }
 
@@ -48,6 +49,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "cross_entropy",
+    "from_training_arguments",
     "load",
     "mse",
     "verify",
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.numerics.losses import accuracy, cross_entropy, mse
+    from shoal.parallel.model.adapters.training_arguments import from_training_arguments
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord
     from shoal.runs.version import __version__
