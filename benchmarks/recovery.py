@@ -1,10 +1,11 @@
 """Claim: see docs/recovery.md. How long a run of two ranks stands still after one of them was killed.
 
 Repeat with `python -m benchmarks.recovery`: the digits example trains in exact mode with a checkpoint every 10 steps.
-Some steps after each (new) start a rank that is drawn with a seed gets SIGKILL, several times in each run; then the run
-may end. `noticed` is from the signal to the event in events.jsonl, `first new step` from the signal to the next record.
-Runs of `shoal run` and of torchrun (`--max-restarts`, with the same job and `shoal run --resume` as its ranks) take
-turns. Each run's weights and samples are compared with those of an undisturbed one.
+A rank that is drawn with a seed gets SIGKILL some 40 s after the first step, and some 10 s after the first new step of
+each start that follows; then the run may end. `noticed` is from the signal to the event in events.jsonl, `first new
+step` from the signal to the next record. Runs of `shoal run` and of torchrun (`--max-restarts`, with the same job and
+`shoal run --resume` as its ranks) take turns. Each run's weights and samples are compared with those of an undisturbed
+one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-JOB = ["run", "examples/digits.py", "--exact", "--checkpoint-every", "10"]
+EPOCHS = 400
+JOB = ["run", "examples/digits.py", "--exact", "--checkpoint-every", "10", "--set", f"epochs={EPOCHS}"]
 _LIMIT_SECONDS = 120.0
 
 
@@ -40,18 +42,17 @@ def torchrun(devices: int) -> list[str]:
 
 
 def ranks(launcher: int) -> list[int]:
-    """The processes that a launcher has started, and that are ranks."""
-    found = []
-    for pid in subprocess.run(
-        ["pgrep", "-P", str(launcher)], capture_output=True, text=True, check=False
-    ).stdout.split():
+    """The ranks that a launcher has started: of each number the oldest, since younger ones wait for a next start."""
+    found: dict[bytes, int] = {}
+    asked = ["pgrep", "-P", str(launcher)]  # the oldest first
+    for pid in subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split():
         try:
-            variables = Path(f"/proc/{pid}/environ").read_bytes()
+            variables = (b"\0" + Path(f"/proc/{pid}/environ").read_bytes()).split(b"\0")
         except OSError:
             continue
-        if b"\0RANK=" in b"\0" + variables:
-            found.append(int(pid))
-    return found
+        for rank in (text for text in variables if text.startswith(b"RANK=")):
+            found.setdefault(rank, int(pid))
+    return list(found.values())
 
 
 def records(out: Path) -> tuple[int, int]:
@@ -63,15 +64,15 @@ def records(out: Path) -> tuple[int, int]:
     return found.st_ino, found.st_size
 
 
-def until_new(out: Path, before: int, more: int = 0) -> None:
-    """Waits for a record, and so many bytes of them, in another file than before. Raises: TimeoutError."""
+def until_new(out: Path, before: int) -> None:
+    """Waits for a record in another file than before. Raises: TimeoutError."""
     deadline = time.monotonic() + _LIMIT_SECONDS
     begun: tuple[int, int] | None = None
     while time.monotonic() < deadline:
         inode, size = records(out)
         if inode not in (0, before):
             begun = begun or (inode, size)
-            if size > begun[1] + more:
+            if size > begun[1]:
                 return
         time.sleep(0.002)
     raise TimeoutError(f"no new step in {out}")
@@ -87,15 +88,17 @@ def disturbed(tool: str, devices: int, kills: int, drawn: random.Random) -> dict
         if tool == "torchrun":
             first = shoal(*options, "--steps", "1", "--devices", str(devices))
             subprocess.run(first, cwd=ROOT, env=variables, check=True, capture_output=True)
-            command = [*torchrun(devices), *options, "--resume", "--steps", "230"]
+            command = [*torchrun(devices), *options, "--resume", "--steps", str(23 * EPOCHS)]
         else:
             command = shoal(*options, "--devices", str(devices))
         before = records(out)[0]
         with subprocess.Popen(
             command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as run:
-            until_new(out, before, more=drawn.randrange(8000, 25000))
-            for number in range(kills):
+            until_new(out, before)
+            time.sleep(30.0)
+            for _ in range(kills):
+                time.sleep(drawn.uniform(8.0, 12.0))
                 before = records(out)[0]
                 at = time.time()
                 os.kill(drawn.choice(ranks(run.pid)), signal.SIGKILL)
@@ -105,8 +108,6 @@ def disturbed(tool: str, devices: int, kills: int, drawn: random.Random) -> dict
                     lines = (out / "events.jsonl").read_text().splitlines()
                     lost = [json.loads(line) for line in lines if '"lost"' in line]
                     found["noticed"].append(datetime.fromisoformat(lost[-1]["at"]).timestamp() - at)
-                if number + 1 < kills:
-                    until_new(out, before, more=drawn.randrange(8000, 25000))
         found["code"] = run.returncode
         result = json.loads((out / "result.json").read_text())
         found["weights"], found["samples"] = result["weights_sha256"], result["sample_digest"]
@@ -128,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--kills", type=int, default=5, help="in each run")
+    parser.add_argument("--kills", type=int, default=3, help="in each run")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     drawn = random.Random(options.devices)

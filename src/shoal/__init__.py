@@ -20,6 +20,10 @@ _HOMES = {
     "RunRecord": "shoal.runs.records",
     "ShoalError": "shoal.errors",
     "ExitCode": "shoal.errors",
+    "Callback": "shoal.training.callbacks.base",
+    "EarlyStopping": "shoal.training.callbacks.stopping",
+    "KeepBest": "shoal.training.callbacks.stopping",
+    "EMA": "shoal.training.callbacks.ema",
     "cross_entropy": "shoal.numerics.losses",
     "mse": "shoal.numerics.losses",
     "accuracy": "shoal.numerics.losses",
@@ -30,15 +34,25 @@ _HOMES = {
     "load": "shoal.checkpoint.weights",
     "from_training_arguments": "shoal.parallel.model.adapters.training_arguments",
     "weights_sha256": "shoal.checkpoint",
+    "Answer": "shoal.planner.answer.answer",
+    "Run": "shoal.cli.finished_run",
+    "plan": "shoal.cli.from_python",
+    "run": "shoal.cli.from_python",
 }
 
 __all__ = [
+    "EMA",
+    "Answer",
+    "Callback",
+    "EarlyStopping",
     "Epochs",
     "ExitCode",
     "Job",
+    "KeepBest",
     "Layout",
     "Plan",
     "Progress",
+    "Run",
     "RunRecord",
     "Samples",
     "Session",
@@ -52,6 +66,8 @@ __all__ = [
     "from_training_arguments",
     "load",
     "mse",
+    "plan",
+    "run",
     "verify",
     "verify_session",
     "warmup_cosine",
@@ -61,13 +77,19 @@ __all__ = [
 if TYPE_CHECKING:
     from shoal.checkpoint import weights_sha256
     from shoal.checkpoint.weights import load
+    from shoal.cli.finished_run import Run
+    from shoal.cli.from_python import plan, run
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.numerics.losses import accuracy, cross_entropy, mse
     from shoal.parallel.model.adapters.training_arguments import from_training_arguments
+    from shoal.planner.answer.answer import Answer
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord
     from shoal.runs.version import __version__
+    from shoal.training.callbacks.base import Callback
+    from shoal.training.callbacks.ema import EMA
+    from shoal.training.callbacks.stopping import EarlyStopping, KeepBest
     from shoal.training.session import Session
     from shoal.verification import Verdict, verify, verify_session
 

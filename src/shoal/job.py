@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -105,6 +105,7 @@ class Job:
     fuse: whether neighbouring grains may share a forward; False for losses that compare the samples of a batch.
     watch: "accuracy:max" or "loss:min", say: after each evaluation that is better than all before it the checkpoint is
         kept as checkpoints/best.
+    callbacks: hooks into a run, each a shoal.Callback; every process makes its own by loading the job file.
     Raises: JobError with every mistake at once.
     """
 
@@ -125,9 +126,10 @@ class Job:
     on_nonfinite: Literal["skip", "rollback", "stop"] = "stop"
     fuse: bool = True
     watch: str | None = None
+    callbacks: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        mistakes = [m for check in (_callables, _numbers, _others) for m in check(self)]
+        mistakes = [m for check in (_callables, _numbers, _hooks, _others) for m in check(self)]
         if mistakes:
             raise JobError(
                 given="Job(" + ", ".join(g for g, _, _ in mistakes) + ")",
@@ -154,8 +156,20 @@ class Job:
     @property
     def watched(self) -> tuple[str, bool] | None:
         """The metric that decides which checkpoint is the best, and whether the largest is; None for none."""
-        name, _, best = (self.watch or "").rpartition(":")
-        return (name, best == "max") if self.watch is not None else None
+        watch = next(iter(self._watches()), None)
+        name, _, best = (watch or "").rpartition(":")
+        return (name, best == "max") if watch is not None else None
+
+    def _watches(self) -> list[str]:
+        """What `watch` says, and callbacks that say the same, as KeepBest does."""
+        said = [self.watch, *(getattr(callback, "watch", None) for callback in self.callbacks)]
+        return list(dict.fromkeys(watch for watch in said if watch is not None))
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Names of what an evaluation gives: the loss, the job's metrics, and those that callbacks add."""
+        own = ("loss", *self.metrics)
+        return own + tuple(name for callback in self.callbacks for name in callback.metric_names(own))
 
     def without_effect(self) -> list[str]:
         """The settings that have no effect, a sentence each."""
@@ -165,6 +179,9 @@ class Job:
             found.append(f"metrics ({names}) have no effect: there is no eval_data to evaluate")
         if self.watch is not None and self.eval_data is None:
             found.append(f"watch = {self.watch!r} has no effect: there is no eval_data to evaluate")
+        if self.eval_data is None:
+            watching = [type(c).__name__ for c in self.callbacks if getattr(c, "metric", None) is not None]
+            found += [f"{name} has no effect: there is no eval_data to evaluate" for name in watching]
         if self.grains is not None and self.grains > self.global_batch:
             batch = self.global_batch
             found.append(f"grains = {self.grains}: no effect beyond {batch}, since a step has {batch} samples")
@@ -239,12 +256,31 @@ def _numbers(job: Job) -> Iterator[Mistake]:
         yield f"length={job.length!r}", "a length is a positive number", "write shoal.Steps(1000), say"
 
 
+_HOOKS = ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end", "state_dict", "metric_names", "mistakes")
+
+
+def _hooks(job: Job) -> Iterator[Mistake]:
+    if not isinstance(job.callbacks, Sequence):
+        yield f"callbacks={job.callbacks!r:.60}", "callbacks are a list", "write callbacks=[shoal.EMA(0.999)], say"
+        return
+    for number, callback in enumerate(job.callbacks):
+        if isinstance(callback, type) or not all(callable(getattr(callback, hook, None)) for hook in _HOOKS):
+            what = f"callbacks[{number}]={callback!r:.60}"
+            yield what, "a callback is an object with hooks", "derive its class from shoal.Callback, and give an object"
+        elif isinstance(job.metrics, Mapping):
+            yield from callback.mistakes(job)
+    if len(job._watches()) > 1:
+        said = " and ".join(map(repr, job._watches()))
+        yield f"watch={said}", "one metric decides which checkpoint is the best", "keep one of watch and KeepBest"
+
+
 def _others(job: Job) -> Iterator[Mistake]:
     if job.train_data is None:
         yield "train_data=None", "a step needs samples", "give a dataset or a function that returns one"
     if job.on_nonfinite not in ("skip", "rollback", "stop"):
         yield f"on_nonfinite={job.on_nonfinite!r}", "the policies are skip, rollback and stop", 'write "stop", say'
-    known = ["loss", *job.metrics] if isinstance(job.metrics, Mapping) else ["loss"]
+    usable = isinstance(job.metrics, Mapping) and not any(_hooks(job))
+    known = list(job.metric_names) if usable else ["loss"]
     if job.watch is not None and job.watch not in [f"{name}:{best}" for name in known for best in ("min", "max")]:
         wanted = f"a metric ({', '.join(known)}) and which is best, min or max"
         yield f"watch={job.watch!r:.60}", f"watch names {wanted}", f'write watch="{known[-1]}:max", say'

@@ -41,27 +41,27 @@ COMPILED = (
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
 )
-# Every case that a strategy can run, with the axis that the strategy is about; what most people use and exact mode are
-# axes of their own.
+USED_MOST = ("DataParallel", "ExactDataParallel")
+# Every case that a strategy can run, with the axis that the strategy is about.
 ROWS = [
-    (name, strategy if strategy in ("DataParallel", "ExactDataParallel") else use.axis, strategy)
+    (name, strategy if strategy in USED_MOST else "others", use.axis, strategy)
     for name, case in CASES.items()
     for strategy, use in STRATEGIES.items()
     if applies(case, use) and (not use.cases or name in use.cases)
 ]
-# Every run takes each case on each axis once, and on some of them each strategy.
-USUAL = pairs([row for row in ROWS if not CASES[row[0]].slow], [(0, 1), (1, 2)])
+# Every run takes each case with each of those that most people use and with one of the others, and so each strategy.
+USUAL = pairs([row for row in ROWS if not CASES[row[0]].slow], [(0, 1), (2, 3)])
 
 
 # torch: "FSDP does not support non-contiguous parameters yet"; said as an error of shoal's own, which it should not be.
 NOT_YET = pytest.mark.xfail(raises=InternalError, strict=True, reason="fully_shard takes contiguous parameters only")
 
 
-def marks(row: tuple[str, str, str], last: bool) -> tuple[pytest.MarkDecorator, ...]:
+def marks(row: tuple[str, str, str, str], last: bool) -> tuple[pytest.MarkDecorator, ...]:
     """Slow are compiled cases, those that are not usual, and all numbers of ranks but the last."""
     if CASES[row[0]].slow:
         return COMPILED
-    known = (NOT_YET,) if row[0] == "strided gradients" and STRATEGIES[row[2]].kind == "FullySharded" else ()
+    known = (NOT_YET,) if row[0] == "strided gradients" and STRATEGIES[row[3]].kind == "FullySharded" else ()
     return known if row in USUAL and last else (SLOW, *known)
 
 
@@ -73,12 +73,12 @@ RUNS = [
     pytest.param(
         CASES[row[0]],
         ranks,
-        STRATEGIES[row[2]],
-        id=f"{row[0]}-{ranks}-{row[2]}",
-        marks=marks(row, ranks == numbers_of_ranks(CASES[row[0]], STRATEGIES[row[2]])[-1]),
+        STRATEGIES[row[3]],
+        id=f"{row[0]}-{ranks}-{row[3]}",
+        marks=marks(row, ranks == numbers_of_ranks(CASES[row[0]], STRATEGIES[row[3]])[-1]),
     )
     for row in ROWS
-    for ranks in numbers_of_ranks(CASES[row[0]], STRATEGIES[row[2]])
+    for ranks in numbers_of_ranks(CASES[row[0]], STRATEGIES[row[3]])
 ]
 
 

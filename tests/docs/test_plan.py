@@ -13,6 +13,8 @@ import pytest
 from tests.docs.test_readme import ROOT, blocks
 from tests.forks import run
 
+PAGE = (ROOT / "docs" / "plan.md").read_text()
+
 
 def shoal(folder: Path, *words: str, at: Path | None = None) -> str:
     """What a command prints; it runs in `at`, or in the folder that has its cache."""
@@ -41,9 +43,9 @@ def alike(shown: list[str], told: list[str]) -> bool:
 
 
 @pytest.mark.timeout(150)  # a process that imports torch
-def test_the_readme_shows_what_is_printed(tmp_path: Path) -> None:
+def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
     """Line after line, and "..." where some are left out; numbers as the catalogue has them at the time."""
-    sample = next(block for block in blocks("console") if "shoal plan" in block).splitlines()
+    sample = next(block for block in blocks("console", PAGE) if "shoal plan" in block).splitlines()
     words = sample[0].removeprefix("$ shoal ").split()
     told = iter([tokens(line) for line in shoal(tmp_path, *words, at=ROOT).splitlines()])
     for line in sample[1:]:

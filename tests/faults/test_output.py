@@ -39,7 +39,7 @@ def assert_completed(out: Path) -> None:
 CASES = [(1, "| head -n 1"), (2, "| head -n 1"), (2, "> /dev/full"), (1, ">&-")]
 
 
-@parametrize(("devices", "to"), CASES, ids=["pipe-1", "pipe-2", "full-2", "closed-1"], rare=["pipe-1"])
+@parametrize(("devices", "to"), CASES, ids=["pipe-1", "pipe-2", "full-2", "closed-1"], rare=["pipe-1", "pipe-2"])
 def test_stdout_and_stderr_take_no_more(devices: int, to: str, tmp_path: Path) -> None:
     job, out, code = tmp_path / "printing.py", tmp_path / "run", tmp_path / "code"
     job.write_text(PRINTING.format(folder=str(JOBS)), encoding="utf-8")

@@ -90,6 +90,41 @@ def test_a_rank_that_does_not_go_on(how: str, undisturbed: Ended, tmp_path: Path
     assert "wait_at_gate" in lost["what"]
 
 
+AT_ONCE = (
+    "import shoal.launch.spares as s; s.AFTER_SECONDS = 0.0; from shoal.cli.main import main; raise SystemExit(main())"
+)
+
+
+def test_ranks_that_waited_take_the_places(undisturbed: Ended, tmp_path: Path) -> None:
+    """Of all ranks, also where one of those that waited had died itself; whoever waits at the end is gone with it."""
+    gates = [Gate(tmp_path / f"gate-{step}", step) for step in (7, 9)]
+    wanted = gated(tmp_path / "run", gates[0], 2, TEST_GATE=";".join(gate.environment["TEST_GATE"] for gate in gates))
+    wanted.launcher = ("-c", AT_ONCE)
+    with start(wanted) as started:
+
+        def waiting() -> dict[int, int]:
+            found = {pid: v for pid, v in started.processes().items() if "SHOAL_GATE_FD" in v}
+            return {int(v["RANK"]): pid for pid, v in found.items()}
+
+        started.until(lambda: gates[0].reached(2), "the gate")
+        started.until(lambda: len(waiting()) == 2, "processes that wait")
+        first = waiting()
+        trained = {
+            pid: v for pid, v in started.processes().items() if v.get("RANK") == "0" and pid not in first.values()
+        }
+        os.kill(first[1], signal.SIGKILL)
+        os.kill(next(iter(trained)), signal.SIGKILL)
+        gates[0].open()
+        started.until(lambda: gates[1].reached(2), "the next gate")
+        assert first[0] in started.processes()
+        assert first[1] not in started.processes()
+        assert not [v for v in started.processes().values() if v.get("RANK") == "0" and "SHOAL_GATE_FD" not in v]
+        gates[1].open()
+        ended = started.wait().expect(0)
+    assert_same(ended, undisturbed)
+    assert ended.result["restarts"] == 1
+
+
 def test_a_pause_of_two_seconds_is_nothing(undisturbed: Ended, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate", 7)
     with start(gated(tmp_path / "run", gate, 2)) as started:

@@ -11,14 +11,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-RANK = os.environ.get("RANK", "0")
+
+def rank() -> str:
+    """The number of this rank, as text; asked each time, since a fork may become another."""
+    return os.environ.get("RANK", "0")
 
 
 def log_ids(kind: str, ids: Tensor) -> None:
     """Appends the ids to $TEST_IDS/KIND-RANK.txt."""
     folder = os.environ.get("TEST_IDS")
     if folder:
-        with Path(folder, f"{kind}-{RANK}.txt").open("a", encoding="utf-8") as file:
+        with Path(folder, f"{kind}-{rank()}.txt").open("a", encoding="utf-8") as file:
             file.write("".join(f"{i}\n" for i in ids.flatten().tolist()))
 
 
@@ -35,9 +38,9 @@ def wait_at_gate(step: int) -> None:
     """
     for text in filter(None, os.environ.get("TEST_GATE", "").split(";")):
         folder, at, ranks = text.rsplit(":", 2)
-        if step != int(at) or ranks not in ("all", RANK):
+        if step != int(at) or ranks not in ("all", rank()):
             continue
-        Path(folder, f"reached-{RANK}").touch()
+        Path(folder, f"reached-{rank()}").touch()
         if os.environ.get("TEST_GIL") and not Path(folder, "open").exists():
             ctypes.PyDLL(None).sleep(600)  # a call of C that keeps every other thread of Python from running
         while not Path(folder, "open").exists():

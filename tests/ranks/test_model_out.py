@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.launching import EXAMPLES, JOBS, Ended, Run, newest_checkpoint, run, spoil, start_command
 from tests.ranks.test_relayout import ONE_THREAD, plan
+from tests.usual import SLOW, parametrize
 
 import shoal
 from shoal.errors import IntegrityError
@@ -29,7 +30,10 @@ LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+USUAL = ("ZeRO-3", "tensor")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in USUAL else SLOW) for name in LAYOUTS])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     """Four steps of the language model on two processes, with a checkpoint at each."""
     folder = tmp_path_factory.mktemp("run")
@@ -128,7 +132,9 @@ def test_exports_one_copy_of_each_tensor(trained: Ended, tmp_path: Path) -> None
 TINY = {"layers": 2, "width": 32, "heads": 2, "block": 16, "steps": 2, "batch": 8}
 
 
-@pytest.mark.parametrize(("name", "layout"), [("gpt2", "ZeRO-3"), ("llama", "tensor"), ("bert", "pipeline")])
+@parametrize(
+    ("name", "layout"), [("gpt2", "ZeRO-3"), ("llama", "tensor"), ("bert", "pipeline")], usual=["llama-tensor"]
+)
 def test_transformers_reads_the_folder(name: str, layout: str, tmp_path: Path) -> None:
     """From the run's directory alone, with configuration and tokenizer, to the logits of the trained weights."""
     transformers = pytest.importorskip("transformers")
@@ -175,7 +181,11 @@ def test_evaluates_what_the_run_has_evaluated(trained: Ended, tmp_path: Path) ->
 # --------------------------------------------------------------------------------------------------- another number
 
 
-@pytest.mark.parametrize(("layout", "devices"), [("ZeRO-3", 1), ("ZeRO-3", 3), ("tensor", 1), ("pipeline", 1)])
+@parametrize(
+    ("layout", "devices"),
+    [("ZeRO-3", 1), ("ZeRO-3", 3), ("tensor", 1), ("pipeline", 1)],
+    usual=["ZeRO-3-3", "pipeline-1"],
+)
 def test_resumes_on_another_number_of_devices(layout: str, devices: int, tmp_path: Path) -> None:
     """With --devices alone; the run says how its layout changes, and its steps are those of an undisturbed run."""
     arguments = plan(tmp_path / "plan.toml", LAYOUTS[layout])
@@ -199,7 +209,7 @@ WATCHED = f"{JOBS / 'layouts.py'}:watched"
 EVERY = ("--checkpoint-every", "2")
 
 
-@pytest.mark.parametrize("layout", ["data", "ZeRO-3", "pipeline", "servers"])
+@parametrize("layout", ["data", "ZeRO-3", "pipeline", "servers"], usual=["ZeRO-3"])
 def test_the_best_checkpoint_stays(layout: str, tmp_path: Path) -> None:
     """Beyond the three newest and across a resume; its weights are those of a run that ends at its step."""
     arguments = (*plan(tmp_path / "plan.toml", LAYOUTS[layout]), *EVERY)

@@ -344,11 +344,16 @@ def content(ended: Ended) -> Any:
 
 EXPORTED = export("-o", "found")
 
+AVERAGED_RUN = KEPT.with_("--set", "change=callbacks")
+AVERAGED = export("-o", "found", "--ema", after=AVERAGED_RUN)
+
 EXPORT_OPTIONS: Table = {
     "run": Refuses(Call("export", ("gone",), job=None), "no checkpoint is there"),
     "--output": Acts(EXPORTED, export(), lambda ended: (ended.folder / "found/model.safetensors").exists(), True),
     "--output: a folder with files": Refuses(export("-o", "out"), "nothing is overwritten"),
     "--step": Acts(export("-o", "found", "--step", "1"), EXPORTED, content),
+    "--ema": Acts(AVERAGED, export("-o", "found", after=AVERAGED_RUN), content),
+    "--ema: of a run without": Refuses(export("--ema"), "no average of the weights is there"),
     "--step: best of none": Refuses(export("--step", "best"), "no checkpoint is kept as the best"),
     "--step: of none": Refuses(export("--step", "7"), "there are checkpoints of the steps 1, 2"),
     "--step: in words": Refuses(export("--step", "first"), "--step takes last, best, or the number"),
@@ -387,6 +392,8 @@ EVALUATE_OPTIONS: Table = {
     "job": Refuses(evaluate(job="gpt"), "a checkpoint of another model"),
     "run": Refuses(evaluate(after=None), "no checkpoint is there"),
     "--step": Acts(evaluate("--step", "1"), EVALUATED, said),
+    "--ema": Acts(evaluate("--ema", after=AVERAGED_RUN), evaluate(after=AVERAGED_RUN), said),
+    "--ema: of a run without": Refuses(evaluate("--ema"), "no average of the weights is there"),
     "--devices": Acts(evaluate("--devices", "2"), EVALUATED, lambda ended: "data 2" in ended.said, True),
     "--devices: too many": Refuses(evaluate("--devices", "9"), "9 data ranks for a job of grains=8"),
     "--set": Acts(evaluate("--set", "change=eval_data"), EVALUATED, lambda ended: "11 samples" in ended.said, True),

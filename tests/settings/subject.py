@@ -141,6 +141,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rollback": {"train_data": poisoned, "on_nonfinite": "rollback"},
     "fuse": {"fuse": False},
     "watch": {"watch": "accuracy:max"},
+    "callbacks": {"callbacks": [shoal.EMA(0.5)]},
+    "callbacks: best": {"callbacks": [shoal.KeepBest("accuracy", mode="max")]},
+    "callbacks: no object": {"callbacks": [shoal.EMA]},
+    "callbacks: of nothing": {"callbacks": [shoal.EarlyStopping()], "eval_data": None, "metrics": {}},
     "watch nothing": {"watch": "loss:min", "eval_data": None, "metrics": {}},
     "watch another": {"watch": "perplexity:min"},
     "images": {

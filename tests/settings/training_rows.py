@@ -87,6 +87,12 @@ JOB: Table = {
         changed("fuse"),
     ),
     "watch": Acts(changed("watch"), PLAIN, lambda ended: (ended.out / "checkpoints/best").is_dir(), True),
+    "callbacks": Acts(changed("callbacks"), PLAIN, metrics, ["accuracy", "ema_accuracy", "ema_loss", "loss"]),
+    "callbacks: the best": Acts(
+        changed("callbacks: best"), PLAIN, lambda ended: (ended.out / "checkpoints/best").is_dir(), True
+    ),
+    "callbacks: no object": Refuses(changed("callbacks: no object"), "a callback is an object with hooks"),
+    "callbacks: nothing to evaluate": Says(changed("callbacks: of nothing"), "EarlyStopping has no effect", NO_DATA),
     "watch: nothing to evaluate": Says(changed("watch nothing"), "watch = 'loss:min' has no effect", NO_DATA),
     "watch: no such metric": Refuses(changed("watch another"), "watch names a metric (loss, accuracy)"),
     "fuse: with a pipeline": Acts(

@@ -76,3 +76,16 @@ def test_memory_of_the_host_is_not_that_of_the_program_that_started_this_one() -
     held = np.ones(2**27)  # 1 GiB
     found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert 2**26 < int(found.stdout) < held.nbytes
+
+
+def test_a_call_from_python_needs_torch_for_nothing_but_its_job(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    job.write_text("def job(lr: float = 0.1): ...\n", encoding="utf-8")
+    code = (
+        "import sys, shoal\nfor call in (shoal.run, shoal.plan):\n"
+        f"    try: call({str(job)!r}, devcies=2)\n    except shoal.ShoalError as error: print(error)\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.count("devcies is no option of shoal.") == 2
+    assert found.stdout.splitlines()[-1] == "[]"

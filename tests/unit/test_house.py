@@ -127,6 +127,10 @@ def _is_constant(node: ast.expr | None, value: object) -> bool:
     return isinstance(node, ast.Constant) and node.value is value
 
 
+# The one pickle: a job object on its way from a program to the ranks that it starts, docs/decisions/0031.
+PICKLES_FOR_ITS_OWN_PROCESSES = {"src/shoal/runs/job_object.py: imports cloudpickle"}
+
+
 def unsafe_imports(source: str) -> list[str]:
     return [
         f"line {line}: imports {home}"
@@ -219,7 +223,8 @@ def _modules() -> list[Path]:
 def test_package_keeps(rule: Rule) -> None:
     assert _modules()
     found = [f"{path.relative_to(ROOT)}: {text}" for path in _modules() for text in rule(path.read_text("utf-8"))]
-    assert found == []
+    allowed = PICKLES_FOR_ITS_OWN_PROCESSES if rule is unsafe_imports else set()
+    assert {re.sub(r"line \d+: ", "", text) for text in found} == allowed
 
 
 @pytest.mark.parametrize(("rule", "source"), VIOLATIONS)

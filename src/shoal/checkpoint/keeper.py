@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from shoal.checkpoint.callback_state import GROUP as CALLBACKS
+from shoal.checkpoint.callback_state import CallbackState, KeptCallbacks
+from shoal.checkpoint.callback_state import restore as restore_callbacks
 from shoal.checkpoint.error_feedback_state import GROUP, CompressedState, left_behind
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import described, fill, index, refuse_other_model, share, write_together
@@ -97,13 +100,17 @@ class AlsoKept(Protocol):
 
 @dataclass(frozen=True)
 class Trained:
-    """Model, optimizer, loader and strategy, whose state a checkpoint saves. `schedulers` of a loop of one's own."""
+    """Model, optimizer, loader, strategy and callbacks, whose state a checkpoint saves.
+
+    `schedulers` of a loop of one's own.
+    """
 
     sharded_model: ShardedModel
     optimizer: torch.optim.Optimizer
     loader: Loader
     strategy: Strategy
     schedulers: AlsoKept | None = None
+    callbacks: KeptCallbacks | None = None
 
 
 class Keeper:
@@ -141,6 +148,8 @@ class Keeper:
         if state.step != self._newest:
             self._start(state)
             self._newest = state.step
+            if self._trained.callbacks is not None:
+                self._trained.callbacks.saved(self._store.path(state.step))
         if wait:
             self._confirm(self._store)
 
@@ -203,15 +212,24 @@ class Keeper:
             )
 
     def _start(self, state: RunState) -> None:
-        document = self._document(state, self._mesh.gather_json(self._trained.loader.state()))
+        hooked, callbacks = self._hooked(), self._trained.callbacks
+        digests = hooked.digests() if hooked is not None else None
+        told = self._mesh.gather_json([self._trained.loader.state(), digests])
+        if callbacks is not None:
+            callbacks.differ([own for _, own in told])
+        document = self._document(state, [place for place, _ in told], hooked)
         best = state.best is not None and state.best["step"] == state.step
         compressed = self._compressed
         if compressed is not None:
             document[GROUP] = compressed.document()
         if self._is_divided(compressed):
-            self._write_together(Snapshot(state.step, {}, document, best))
+            self._write_together(Snapshot(state.step, {}, document, best), hooked)
         else:
-            together(self._mesh, lambda: self._hand_over(Snapshot(state.step, {}, document, best)))
+            together(self._mesh, lambda: self._hand_over(Snapshot(state.step, {}, document, best), hooked))
+
+    def _hooked(self) -> CallbackState | None:
+        callbacks, model = self._trained.callbacks, self._trained.sharded_model
+        return together(self._mesh, lambda: CallbackState.of(callbacks, model)) if callbacks is not None else None
 
     def _is_divided(self, compressed: CompressedState | None) -> bool:
         """Whether a checkpoint needs more than rank 0 has."""
@@ -227,18 +245,22 @@ class Keeper:
         if self._writer is None:
             return "rank 0 has the state"
         if state.step != self._newest:
-            self._hand_over(Snapshot(state.step, {}, self._document(state, [places])))
+            callbacks = self._trained.callbacks
+            hooked = CallbackState.of(callbacks, self._trained.sharded_model) if callbacks is not None else None
+            self._hand_over(Snapshot(state.step, {}, self._document(state, [places], hooked)), hooked)
             self._newest = state.step
         self._writer.wait()
         return str(self._writer.failure) if self._writer.failure is not None else None
 
-    def _document(self, state: RunState, streams: list[Any]) -> dict[str, Any]:
+    def _document(self, state: RunState, streams: list[Any], hooked: CallbackState | None) -> dict[str, Any]:
         document = {"run": state.to_json(), "world_size": self._mesh.world_size, "streams": streams}
+        if hooked is not None:
+            document[CALLBACKS] = hooked.document
         document["keys"] = self._trained.sharded_model.key_names()
         schedulers = self._trained.schedulers
         return document if schedulers is None else {**document, "schedulers": schedulers.state()}
 
-    def _held(self, copy: bool) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
+    def _held(self, copy: bool, hooked: CallbackState | None) -> tuple[dict[str, TensorSlices], dict[str, Any]]:
         """This rank's tensors by group, the optimizer's as copies or themselves, and the optimizer's document."""
         sharded_model = self._trained.sharded_model
         tensors, document = optimizer_state(self._trained.optimizer, sharded_model.model, copy)
@@ -246,25 +268,27 @@ class Keeper:
         compressed = self._compressed
         if compressed is not None and compressed.compression.carries:
             held[GROUP] = compressed.held()
-        return held, document
+        return held | (hooked.tensors if hooked is not None else {}), document
 
-    def _hand_over(self, empty: Snapshot) -> None:
+    def _hand_over(self, empty: Snapshot, hooked: CallbackState | None) -> None:
         """The snapshot with what rank 0 holds, which is everything, to the thread that writes."""
         if self._writer is None:
             return
-        held, optimizer = self._held(copy=True)
+        held, optimizer = self._held(copy=True, hooked=hooked)
         written = index([described(held)])
         document = {**empty.document, "optimizer": optimizer, "tensors": written}
         content = dict(share(held, written, 0, 1))
-        # The optimizer's are copies already; the model's will change while the thread writes.
-        content["model"] = {name: tensor.clone() for name, tensor in content["model"].items()}
+        # The optimizer's are copies already; the model's and the callbacks' will change while the thread writes.
+        for group in ("model", *(hooked.tensors if hooked is not None else ())):
+            content[group] = {name: tensor.clone() for name, tensor in content[group].items()}
         self._writer.write(replace(empty, tensors=content, document=document))
 
-    def _write_together(self, empty: Snapshot) -> None:
+    def _write_together(self, empty: Snapshot, hooked: CallbackState | None) -> None:
         """Each rank writes what it is the first to hold, so that none ever has the whole. Collective: all ranks."""
         assert self._store is not None
         began = time.monotonic()
-        held, optimizer = together(self._mesh, lambda: self._held(copy=False))  # nothing changes while it is written
+        # Nothing changes while it is written.
+        held, optimizer = together(self._mesh, lambda: self._held(copy=False, hooked=hooked))
         document = {**empty.document, "optimizer": merged_optimizers(self._mesh.gather_json(optimizer))}
         failure = write_together(self._mesh, self._store, replace(empty, document=document), held)
         if self._writer is not None:
@@ -344,6 +368,8 @@ class Keeper:
         trained.loader.restore(document["streams"])
         if trained.schedulers is not None:
             trained.schedulers.restore(document.get("schedulers", []))
+        if trained.callbacks is not None:
+            self._notes = self._notes + restore_callbacks(saved, trained.callbacks, sharded_model)
         self._newest = saved.step
         if self._writer is not None:
             self._writer.failure = None  # that of a snapshot that is no longer the newest

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from shoal.checkpoint.callback_state import AVERAGES
 from shoal.checkpoint.manifest import MANIFEST_NAME, ManifestError
 from shoal.checkpoint.matching import match, named_tensors, value_of
 from shoal.checkpoint.state_dicts import FILE_NAME, INDEX_NAME, StoredWeights, state_dict_of
@@ -28,11 +29,15 @@ class CheckpointWeights(StoredWeights):
     """Whole tensors of a checkpoint under the keys of the model's state dict; one is read when it is asked for.
 
     They are on the CPU, in the dtype that the training kept them in. Each file is checked once, when it is first read.
+    `ema`: averaged by the callback EMA, of what that averages.
     """
 
-    def __init__(self, saved: SavedCheckpoint) -> None:
-        self._saved, self.origin = saved, f"a checkpoint of step {saved.step}"
-        self._entries: dict[str, dict[str, Any]] = saved.document["tensors"]["model"]
+    def __init__(self, saved: SavedCheckpoint, *, ema: bool = False) -> None:
+        """Raises: RunDirectoryError where averaged weights are asked for and the run has none."""
+        self._saved, self.origin = saved, f"a checkpoint of step {saved.step}{', averaged' if ema else ''}"
+        self._entries: dict[str, dict[str, Any]] = dict(saved.document["tensors"]["model"])
+        if ema:
+            self._entries |= averages(saved)
         # A checkpoint without keys is of an earlier version: each tensor has the first of its names.
         self._names: dict[str, str] = saved.document.get("keys") or {name: name for name in self._entries}
         self._files: dict[str, Any] = {}
@@ -101,6 +106,7 @@ def load(
     step: Step = "last",
     strict: bool = True,
     rename: Mapping[str, str] | None = None,
+    ema: bool = False,
 ) -> StoredWeights: ...
 
 
@@ -112,6 +118,7 @@ def load(
     step: Step = "last",
     strict: bool = True,
     rename: Mapping[str, str] | None = None,
+    ema: bool = False,
 ) -> Model: ...
 
 
@@ -122,17 +129,19 @@ def load(
     step: Step = "last",
     strict: bool = True,
     rename: Mapping[str, str] | None = None,
+    ema: bool = False,
 ) -> nn.Module | StoredWeights:
     """Weights in the model `into`, which is returned, or as a mapping of whole tensors that are read lazily.
 
     `source`: a run directory, a directory of checkpoints, one checkpoint, a safetensors file, a file of torch.save, or
     a folder as Hugging Face lays it out. `step`: of a run the last checkpoint, the best by the metric that the job
     watches, or the one after step N. `rename`: old prefix -> new prefix of names. Values take the model's dtypes and
-    devices. With `strict` false, tensors that only one side has stay as they are. Needs no process group, GPU or job.
+    devices. With `strict` false, tensors that only one side has stay as they are. `ema`: the averaged weights of a run
+    with the callback EMA. Needs no process group, GPU or job.
     Raises: RunDirectoryError where there are no such weights; IntegrityError where they are damaged, or are no data;
     JobMismatchError with names and shapes where they are of another model. The model is then as it was.
     """
-    weights = weights_of(Path(source), step)
+    weights = weights_of(Path(source), step, ema=ema)
     if into is None:
         return weights
     rules = NameRules(() if strict else ("missing", "unexpected"), tuple((rename or {}).items()))
@@ -156,18 +165,36 @@ def _remedy(kinds: Collection[str]) -> str:
     return remedy + (", or write strict=False to load only what both have" if both else "")
 
 
-def weights_of(path: Path, step: Step = "last") -> StoredWeights:
-    """The weights of a run or a checkpoint, in a file, or in a folder of another program.
+def weights_of(path: Path, step: Step = "last", *, ema: bool = False) -> StoredWeights:
+    """The weights of a run or a checkpoint, averaged where `ema` says so; or in a file or folder of another program.
 
     Raises: RunDirectoryError where there are none; IntegrityError where they are damaged.
     """
     if not (path.is_file() or _is_other(path)):
-        return CheckpointWeights(find(path, step))
+        return CheckpointWeights(find(path, step), ema=ema)
+    if ema:
+        raise _no_average(path)
     if step != "last":
         raise RunDirectoryError(
             given=f"{path} with step {step}", conflict="it is no run, and has no steps", remedy="leave the step out"
         )
     return state_dict_of(path)
+
+
+def averages(saved: SavedCheckpoint) -> dict[str, dict[str, Any]]:
+    """Entries of the averaged weights of a checkpoint. Raises: RunDirectoryError where it has none."""
+    found: dict[str, dict[str, Any]] | None = saved.document["tensors"].get(AVERAGES)
+    if found is None:
+        raise _no_average(saved.folder)
+    return found
+
+
+def _no_average(path: Path) -> RunDirectoryError:
+    return RunDirectoryError(
+        given=f"{path} with averaged weights",
+        conflict="no average of the weights is there",
+        remedy="train with Job(callbacks=[shoal.EMA(0.999)]), or leave ema out",
+    )
 
 
 def _is_other(folder: Path) -> bool:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.callback_state import AVERAGES
 from shoal.checkpoint.manifest import ManifestError
 from shoal.checkpoint.pieces import fill, refuse_other_model
 from shoal.checkpoint.store import SavedCheckpoint
-from shoal.checkpoint.weights import damaged, find
+from shoal.checkpoint.weights import averages, damaged, find
 from shoal.cli.export import run_of, step_of
 from shoal.cli.options import EvaluateOptions
 from shoal.data.opened import opened
@@ -23,8 +24,10 @@ from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode
 from shoal.hardware.detect import cores
 from shoal.job import Job
-from shoal.launch.environment import Environment, joined
-from shoal.launch.local import LocalRun, launch
+from shoal.launch.environment import Environment, inside_run, joined
+from shoal.launch.local import launch
+from shoal.launch.rank_processes import LocalRun
+from shoal.parallel.model.sharded_model import TensorSlices
 from shoal.plans import Plan
 from shoal.plans.plan import ServerSection, described, read_plan
 from shoal.plans.relaid import relaid
@@ -43,7 +46,8 @@ def evaluate(options: EvaluateOptions) -> ExitCode:
     plan = _plan(Path(options.run), devices)
     if environment is not None or devices == 1:
         at = environment or Environment()
-        return as_rank(at, lambda: _evaluate(options, plan, at))
+        with inside_run(os.environ):
+            return as_rank(at, lambda: _evaluate(options, plan, at))
     find(Path(options.run), step_of(options.step))  # before any rank is started
     logs = run_of(Path(options.run)).path / "logs"
     threads = 1 if plan.execution.exact else max(1, cores() // devices)
@@ -56,7 +60,7 @@ def evaluate(options: EvaluateOptions) -> ExitCode:
 def _arguments(options: EvaluateOptions, devices: int) -> list[str]:
     settings = [text for setting in options.set for text in ("--set", setting)]
     own = ["evaluate", options.job, options.run, "--step", options.step, "--devices", str(devices), *settings]
-    return [*own, "--json"] if options.json else own
+    return [*own, *(["--ema"] if options.ema else []), *(["--json"] if options.json else [])]
 
 
 def _plan(run: Path, devices: int) -> Plan:
@@ -108,7 +112,7 @@ def _evaluated(mesh: Mesh, found: Judged, loaded: LoadedJob, options: EvaluateOp
         def take_up() -> None:
             held = engine.sharded_model.tensors()
             refuse_other_model(saved, held, engine.sharded_model.absent())
-            _fill(saved, held)
+            _fill(saved, held, options.ema)
 
         together(mesh, take_up)
         metrics, count = engine.evaluator.evaluate(engine.model)
@@ -118,9 +122,11 @@ def _evaluated(mesh: Mesh, found: Judged, loaded: LoadedJob, options: EvaluateOp
     return {"run": options.run, "step": saved.step, "samples": count, "metrics": metrics}
 
 
-def _fill(saved: SavedCheckpoint, held: Any) -> None:
+def _fill(saved: SavedCheckpoint, held: TensorSlices, ema: bool) -> None:
+    averaged = averages(saved) if ema else {}
     try:
         fill(saved, "model", held)
+        fill(saved, AVERAGES, {name: target for name, target in held.items() if name in averaged})
     except ManifestError as error:
         raise damaged(saved.folder, error) from error
 

@@ -22,11 +22,12 @@ def export(options: ExportOptions) -> ExitCode:
     """Exports a checkpoint's weights. Raises: ShoalError."""
     form = ExportFormat(_bytes(options.max_shard_size), getattr(torch, options.dtype) if options.dtype else None)
     path = Path(options.run)
-    weights = CheckpointWeights(find(path, step_of(options.step)))
+    weights = CheckpointWeights(find(path, step_of(options.step)), ema=options.ema)
     folder = Path(options.output) if options.output else path / "export"
     tokenizer = Path(options.tokenizer) if options.tokenizer else None
     found = export_weights(weights, folder, form, config=run_of(path).model, tokenizer=tokenizer)
-    print(f"exported {options.run} step {weights.step}: {found.num_tensors} tensors, {found.num_bytes:,} bytes")
+    which = f"step {weights.step}{', averaged' if options.ema else ''}"
+    print(f"exported {options.run} {which}: {found.num_tensors} tensors, {found.num_bytes:,} bytes")
     for name in found.files:
         print(f"  {folder / name}")
     if found.has_config:

@@ -66,6 +66,17 @@ def hints(command: str | None, options: Mapping[str, Sequence[str]], given: Sequ
     return "".join(dict.fromkeys(_of(command, options, given, number) for number in words))
 
 
+def meant(name: str, known: Sequence[str]) -> str:
+    """The keyword of a call from Python that another tool's word means, as a hint to append; or the nearest one."""
+    word = name.replace("_", "-").lower()
+    for same, words in _SAME.items():
+        own = (option[2:].replace("-", "_") for option in same)
+        found = next((option for option in own if option in known), None)
+        if word in words and found is not None:
+            return f"; for {name} write {found}="
+    return nearest(name, list(known))
+
+
 def _of(command: str, options: Mapping[str, Sequence[str]], given: Sequence[str], number: int) -> str:
     option, equals, value = given[number].partition("=")
     if not equals:

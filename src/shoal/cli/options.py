@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shoal.errors import CommandError
+
+if TYPE_CHECKING:
+    from shoal.plans import Plan
+    from shoal.runs.job_file import JobRequest
 
 T = TypeVar("T")
 
@@ -38,9 +43,9 @@ _SET = ("set a parameter of the job function", "K=V")
 class TrainingOptions:
     """Options that name a training and its devices."""
 
-    job: str = _job(default=MISSING)
+    job: str | JobRequest = _job(default=MISSING)  # noqa: RUF009  (a field, as the others)
     started_at: float = field(default_factory=time.time)  # of the command: no option
-    plan: str | None = _option("a plan (TOML); what it leaves out is filled in", "FILE")
+    plan: str | Plan | None = _option("a plan (TOML); what it leaves out is filled in", "FILE")  # noqa: RUF009
     devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
     exact: bool | None = _switch("bit-identical on any number of devices", default=None)
     precision: str | None = _option(*_PRECISION)
@@ -107,10 +112,10 @@ class PlanOptions:
     batch: int | None = _option("of hf:DIR, sequences of a step", "N", least=1)
     precision: str | None = _option(*_PRECISION)
     set: tuple[str, ...] = _option(*_SET, default=(), action="append")
-    mtbf: str | None = _option("hours between failures of one device, on average", "HOURS")
-    price: str | None = _option("US dollars of a device-hour (default: the catalogue's)", "DOLLARS")
-    tokens: str | None = _option("the job's length in tokens, such as 1e12, for its time and cost", "N")
-    samples: str | None = _option("the job's length in samples", "N")
+    mtbf: str | float | None = _option("hours between failures of one device, on average", "HOURS")
+    price: str | float | None = _option("US dollars of a device-hour (default: the catalogue's)", "DOLLARS")
+    tokens: str | float | None = _option("the job's length in tokens, such as 1e12, for its time and cost", "N")
+    samples: str | float | None = _option("the job's length in samples", "N")
     output: str | None = _option("write the plan, for shoal run --plan", "FILE", "-o", "--output")
     html: str | None = _option("write a page with the curve, the waterfalls and every reason", "FILE")
     learn: tuple[str, ...] | None = _option("correct the predictions by what these runs took", "RUNDIR", nargs="+")
@@ -127,6 +132,7 @@ class ExportOptions:
     run: str = _option(_RUN, "RUN", "run", default=MISSING)
     output: str | None = _option("a new folder (default: RUN/export)", "DIR", "-o", "--output")
     step: str = _option(_STEP, "STEP", default="last")
+    ema: bool = _switch("the averaged weights of a run with the callback EMA")
     max_shard_size: str = _option("the most bytes in a file (default: 5GB)", "SIZE", default="5GB")
     dtype: str | None = _option(
         "convert floating-point tensors (default: as they were trained)", choices=["bfloat16", "float16", "float32"]
@@ -141,6 +147,7 @@ class EvaluateOptions:
     job: str = _job(default=MISSING)
     run: str = _option(_RUN, "RUN", "run", default=MISSING)
     step: str = _option(_STEP, "STEP", default="last")
+    ema: bool = _switch("the averaged weights of a run with the callback EMA")
     devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
     set: tuple[str, ...] = _option(
         "set a parameter of the job function (default: as the run)", "K=V", default=(), action="append"
@@ -183,19 +190,33 @@ def add_options(parser: argparse.ArgumentParser, kind: Any) -> None:
 def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
     """Parsed arguments as a kind of options. Raises: CommandError for what is no whole number where one is meant."""
     values = {}
+    for name in option_names(kind):
+        value = getattr(parsed, name)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return options_from(kind, values)
+
+
+def option_names(kind: Any) -> tuple[str, ...]:
+    """Names of a kind's options, in their order."""
+    return tuple(option.name for option in _options(kind))
+
+
+def options_from(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Values by name as a kind of options. Raises: CommandError as `options_of`."""
+    checked = dict(values)
     for option in _options(kind):
-        value, least = getattr(parsed, option.name), option.metadata["least"]
-        value = tuple(value) if isinstance(value, list) else value
-        values[option.name] = value if least is None else _integer(option.name, value, least)
-    return kind(**values)
+        least = option.metadata["least"]
+        if least is not None and option.name in checked:
+            checked[option.name] = _integer(option.name, checked[option.name], least)
+    return kind(**checked)
 
 
 def _integer(name: str, text: Any, least: int) -> int | None:
     if text is None:
         return None
     try:
-        value = int(text)
-    except ValueError:
+        value = least - 1 if isinstance(text, bool | float) else int(text)
+    except (TypeError, ValueError):
         value = least - 1
     if value < least:
         flag = f"--{name.replace('_', '-')}"

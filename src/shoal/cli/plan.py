@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -9,23 +10,20 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
-
 from shoal.cli.options import PlanOptions
 from shoal.errors import CommandError, ExitCode
 from shoal.hardware import cluster as find_cluster
 from shoal.job import Job
-from shoal.planner.answer.answer import answer, question
-from shoal.planner.answer.display import page, show
+from shoal.launch.environment import inside_run
+from shoal.planner.answer.answer import Answer, answer, question
+from shoal.planner.answer.display import console_of_width, show
 from shoal.planner.calibrate.lessons import learn_from
 from shoal.planner.configured_job import PREFIX, configured_job
 from shoal.planner.search.aims import parse
-from shoal.plans.plan import Plan, plan_text
+from shoal.plans.plan import Plan
 from shoal.plans.resolve import Wishes, apply_wishes
-from shoal.runs.directory import write_file
 from shoal.runs.job_file import load, parse_target
 
-_WIDTH = 80  # of what is not written to a terminal
 _QUIET_SECONDS, _BETWEEN_SECONDS = 2.0, 0.2
 _STEPS = 64  # of a search, between two looks at the clock
 
@@ -65,7 +63,26 @@ def plan(options: PlanOptions) -> ExitCode:
         _refuse_beside_learn(options, options.learn)
         learn_from(options.learn)
         return ExitCode.DONE
-    if options.job is None:
+    for text in (options.output, options.html):
+        _refuse_folder(text)
+    found = answered(options)
+    show(found, console_of_width())
+    if options.output:
+        found.write(options.output)
+        trained = "JOBFILE" if str(options.job).startswith(PREFIX) else options.job
+        print(f"\nplan written: shoal run {trained} --plan {options.output}")
+    if options.html:
+        found.write_html(options.html)
+        print(f"page written: {options.html}")
+    return ExitCode.DONE
+
+
+def answered(options: PlanOptions, given: tuple[Job, str] | None = None) -> Answer:
+    """The answer to the question in the options, about the job and the name that are `given` where it is of no file.
+
+    Raises: ShoalError where there is no answer.
+    """
+    if options.job is None and given is None:
         raise CommandError(
             given="shoal plan without a JOBFILE",
             conflict="there is nothing to plan",
@@ -82,33 +99,22 @@ def plan(options: PlanOptions) -> ExitCode:
             conflict="each of them is the length of the job",
             remedy="write one of them",
         )
-    for text in (options.output, options.html):
-        _refuse_folder(text)
-    job, name, precision = _loaded(options, options.job)
+    job, name, precision = _loaded(options, given)
     base = apply_wishes(Plan(), Wishes(precision=precision), from_file=False)
     asked = question(job, base, options.cluster, options.max_devices)
     asked = asked.of_length(tokens=tokens, samples=samples).at_price(dollars)
     progress = SearchProgress(sys.stderr, time.monotonic)
     asked = replace(asked, case=replace(asked.case, watch=progress.step))
     try:
-        found = answer(asked, aim, name, hours, time.perf_counter)
+        return answer(asked, aim, name, hours, time.perf_counter)
     finally:
         progress.end()
-    console = Console()
-    show(found, console if console.is_terminal else Console(width=_WIDTH))
-    if options.output:
-        write_file(Path(options.output), plan_text(found.plan))
-        trained = "JOBFILE" if options.job.startswith(PREFIX) else options.job
-        print(f"\nplan written: shoal run {trained} --plan {options.output}")
-    if options.html:
-        write_file(Path(options.html), page(found))
-        print(f"page written: {options.html}")
-    return ExitCode.DONE
 
 
-def _loaded(options: PlanOptions, target: str) -> tuple[Job, str, str | None]:
+def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, str, str | None]:
     """The job, its name, and its precision: of a configuration bfloat16 on GPUs, where none is asked for."""
-    if target.startswith(PREFIX):
+    target = given[1] if given is not None else str(options.job)
+    if given is None and target.startswith(PREFIX):
         if options.set:
             raise CommandError(
                 given=f"--set {options.set[0]} with {target}",
@@ -126,8 +132,11 @@ def _loaded(options: PlanOptions, target: str) -> tuple[Job, str, str | None]:
                 conflict=f"{flag} is for a configuration, hf:DIR: a job file says its own",
                 remedy="write --set NAME=VALUE for a parameter of the job function",
             )
+    if given is not None:
+        return *given, options.precision
     request = parse_target(target, options.set)
-    loaded = load(request)
+    with inside_run(os.environ):
+        loaded = load(request)
     return loaded.job, f"{request.path}:{loaded.function}", options.precision
 
 
@@ -143,12 +152,12 @@ def _refuse_beside_learn(options: PlanOptions, learn: Sequence[str]) -> None:
         )
 
 
-def _above_zero(flag: str, text: str | None, unit: str, example: str) -> float | None:
+def _above_zero(flag: str, text: str | float | None, unit: str, example: str) -> float | None:
     if text is None:
         return None
     try:
         value = float(text)
-    except ValueError:
+    except (TypeError, ValueError):
         value = 0.0
     if not 0.0 < value < float("inf"):
         raise CommandError(

@@ -16,30 +16,38 @@ from shoal.runs.records import SPANS, Spread
 from shoal.runs.request import dumped, loaded
 
 T = TypeVar("T")
-_FLAGS = ("has_data", "error", "stop", "checkpoint")
+_FLAGS = ("has_data", "error", "stop", "checkpoint", "asked")
 _MEASURES = (*SPANS, "step_seconds", "memory_bytes")
 _STEP, _EXPOSED = _MEASURES.index("step_seconds"), _MEASURES.index("exposed_communication")
 
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's contribution at the start of a step; `measures` are of the step before."""
+    """One rank's contribution at the start of a step; `measures` are of the step before.
+
+    `asked`: bits of what its callbacks ask for, below 2^24.
+    """
 
     has_data: bool = False
     error: bool = False
     stop: bool = False
     checkpoint: bool = False
+    asked: int = 0
     measures: tuple[float, ...] = (0.0,) * len(_MEASURES)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Common state of all ranks: whether any has data, failed, or was asked to stop; rank 0 calls for checkpoints."""
+    """Common state of all ranks: whether any has data, failed, or was asked to stop; rank 0 calls for checkpoints.
+
+    `asked`: the bits that any rank's callbacks have set.
+    """
 
     any_data: bool
     any_error: bool
     stop: bool
     checkpoint: bool
+    asked: int
     spreads: dict[str, Spread]
 
     @property
@@ -54,12 +62,12 @@ def measures(spans: dict[str, float], step_seconds: float, memory_bytes: int) ->
 
 
 def to_row(report: Report) -> list[float]:
-    """The report as 14 numbers, small enough for float32 (memory in bytes is rounded)."""
+    """The report as 15 numbers, small enough for float32 (memory in bytes is rounded)."""
     return [*(float(getattr(report, name)) for name in _FLAGS), *report.measures]
 
 
 def agree(mesh: Mesh, report: Report) -> Agreement:
-    """Collective: all ranks, one all-gather of 14 numbers a rank."""
+    """Collective: all ranks, one all-gather of 15 numbers a rank."""
     if mesh.world_size == 1:
         return _own(report)
     return from_rows(mesh.all_gather(to_row(report)))
@@ -70,19 +78,20 @@ def _own(report: Report) -> Agreement:
     busy = report.measures[_STEP] - report.measures[_EXPOSED]
     named = zip((*_MEASURES, "busy_seconds"), (*report.measures, busy), strict=True)
     spreads = {name: Spread(value, value, 0) for name, value in named}
-    return Agreement(report.has_data, report.error, report.stop, report.checkpoint, spreads)
+    return Agreement(report.has_data, report.error, report.stop, report.checkpoint, report.asked, spreads)
 
 
 def from_rows(table: npt.NDArray[np.float64]) -> Agreement:
-    """The agreement, from the rows of all ranks, [world_size, 14]."""
-    has_data, error, stop, _ = np.any(table[:, : len(_FLAGS)] > 0, axis=0).tolist()
+    """The agreement, from the rows of all ranks, [world_size, 15]."""
+    has_data, error, stop, *_ = np.any(table[:, : len(_FLAGS)] > 0, axis=0).tolist()
+    asked = int(np.bitwise_or.reduce(table[:, _FLAGS.index("asked")].astype(np.int64)))
     measured = table[:, len(_FLAGS) :]
     # Who computes longest waits least: a slow rank shows in its own work, everywhere else as communication.
     busy = measured[:, _STEP] - measured[:, _EXPOSED]
     measured = np.column_stack([measured, busy])
     columns = zip(measured.min(0).tolist(), measured.max(0).tolist(), measured.argmax(0).tolist(), strict=True)
     spreads = {name: Spread(*column) for name, column in zip((*_MEASURES, "busy_seconds"), columns, strict=True)}
-    return Agreement(has_data, error, stop, bool(table[0, _FLAGS.index("checkpoint")]), spreads)
+    return Agreement(has_data, error, stop, bool(table[0, _FLAGS.index("checkpoint")]), asked, spreads)
 
 
 def raise_together(mesh: Mesh, error: ShoalError | None) -> None:

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 from shoal.errors import LaunchError
 
+GATE_FD = "SHOAL_GATE_FD"  # a pipe on which a spare process waits until it is needed
 LISTEN_FD = "SHOAL_LISTEN_FD"  # a socket bound and listening for rank 0, inherited from the local launcher
 REPORT_FILE = "SHOAL_REPORT_FILE"  # where a worker writes how it ended, for the local launcher
 LAUNCHER_PID = "SHOAL_LAUNCHER_PID"  # the local launcher, without which a worker must not live on
 RUN_KEY = "SHOAL_RUN_KEY"  # a secret of this run, with which its processes prove to each other that they are of it
 LOCK_FD = "SHOAL_RUN_LOCK_FD"  # the lock of the run directory, inherited from the local launcher
+INSIDE = "SHOAL_INSIDE_RUN"  # set while this process runs a job's code: is its only rank, or looks at it
 REQUEST_FILE = "SHOAL_REQUEST_FILE"  # the run request that the local launcher hands over to a worker
+
+
+@contextlib.contextmanager
+def inside_run(variables: MutableMapping[str, str]) -> Iterator[None]:
+    """A context in which the variables say that this process runs a job's code."""
+    before = variables.get(INSIDE)
+    variables[INSIDE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del variables[INSIDE]
+
+
+def refuse_rank(variables: Mapping[str, str], call: str) -> None:
+    """Raises: LaunchError where a process that starts ranks is a rank itself, or one of a launcher's processes."""
+    launched = joined(variables)
+    if launched is None and INSIDE not in variables:
+        return
+    own = INSIDE in variables or LAUNCHER_PID in variables
+    which = "" if launched is None else f" (RANK={launched.rank}, WORLD_SIZE={launched.world_size})"
+    raise LaunchError(
+        given=f"{call} inside of a running job{which}" if own else f"{call} under a launcher{which}",
+        conflict="it starts its ranks itself, all on this host, and this process is one of a run's already",
+        remedy='call it where no job\'s code runs: below `if __name__ == "__main__":` of a file that has a job'
+        if own
+        else "call it once and without the launcher; or start the command with it: torchrun ... -m shoal run JOBFILE",
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -63,13 +64,21 @@ class Signals:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """A context in which they are noted and end nothing."""
+        """A context in which they are noted and end nothing; in another than the main thread they stay as they are."""
+        if not _in_main_thread():
+            yield
+            return
         before = {n: signal.signal(n, self._handle) for n in stop_signals()}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _in_main_thread() -> bool:
+    """Whether this thread may set handlers."""
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
@@ -81,7 +90,7 @@ def pausing(tell: Callable[[int], None]) -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGSTOP)
         tell(signal.SIGCONT)
 
-    if signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN:
+    if signal.getsignal(signal.SIGTSTP) is signal.SIG_IGN or not _in_main_thread():
         yield
         return
     before = signal.signal(signal.SIGTSTP, handle)

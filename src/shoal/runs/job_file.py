@@ -21,23 +21,33 @@ from pydantic import PydanticUserError, TypeAdapter, ValidationError
 from shoal.errors import JobFileError, SettingError, ShoalError, nearest
 from shoal.job import Job
 from shoal.plans.grains import FEW_GRAINS
+from shoal.runs.job_object import HandedJob
 from shoal.runs.job_sources import code, sources
 from shoal.runs.remedies import remedy
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Source of a job: a file, a function in it, and its settings as text."""
+    """Source of a job: a file, a function in it, and its settings as text.
+
+    Of a job that is given as an object, `handed` is how it gets to ranks, and `path` is told, not loaded.
+    """
 
     path: Path
     function: str | None = None
     settings: tuple[tuple[str, str], ...] = ()
+    handed: HandedJob | None = None
 
     @property
     def name(self) -> str:
         """A short name for the run: the file's, and the function's where it is not `job`."""
         extra = f"-{self.function}" if self.function and self.function != "job" else ""
         return self.path.stem + extra
+
+    @property
+    def by_value(self) -> bool:
+        """Whether the job is an object that no file tells of, so that it is handed over whole."""
+        return self.handed is not None and self.handed.module is None
 
 
 @dataclass(frozen=True)
@@ -115,29 +125,62 @@ def load(request: JobRequest) -> LoadedJob:
     Raises: JobFileError, SettingError, JobError.
     """
     with _without_devices():
-        return _loaded(request)
+        if request.handed is not None:
+            return _load_handed(request, request.handed)
+        function_name, function = _find(_execute(request.path), request)
+        job, settings = called(function, request)
+        return _of_file(request, function_name, job, settings)
 
 
-def _loaded(request: JobRequest) -> LoadedJob:
-    module = _execute(request.path)
-    function_name, function = _find(module, request)
-    values = parse_settings(function, dict(request.settings), where=f"{request.path}:{function_name}")
+def _load_handed(request: JobRequest, handed: HandedJob) -> LoadedJob:
     try:
-        job = function(**values)
+        given = handed.fetch(request.function)
     except ShoalError:
         raise
     except Exception as error:
-        raise _raised(f"{request.path}:{function_name}", error) from error
+        raise _raised(str(request.path), error) from error
+    job, settings = called(given, request)
+    if handed.module is not None:
+        return _of_file(request, str(request.function), job, settings)
+    digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
+    return LoadedJob(job, request.function or "job", settings, digest, handed.code)
+
+
+def _of_file(request: JobRequest, function: str, job: Job, settings: dict[str, Any]) -> LoadedJob:
+    digest = hashlib.sha256(request.path.read_bytes()).hexdigest()
+    return LoadedJob(job, function, settings, digest, code(request.path, function))
+
+
+def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
+    """The Job that a job function returns, with its complete settings; a Job is itself, and has none.
+
+    Raises: JobFileError, SettingError, JobError.
+    """
+    where = f"{request.path}:{request.function or 'job'}"
+    if isinstance(given, Job):
+        if request.settings:
+            raise SettingError(
+                given=", ".join(f"--set {name}={text}" for name, text in request.settings),
+                conflict="a Job is complete: settings are the parameters of a function that makes one",
+                remedy="give the job function, without calling it",
+            )
+        return given, {}
+    values = parse_settings(given, dict(request.settings), where)
+    try:
+        job = given(**values)
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise _raised(where, error) from error
     if not isinstance(job, Job):
         raise JobFileError(
-            given=f"{request.path}:{function_name} returned {type(job).__name__}",
+            given=f"{where} returned {type(job).__name__}",
             conflict="a job function returns a shoal.Job",
             remedy="end the function with: return shoal.Job(...)",
         )
-    complete = {name: p.default for name, p in inspect.signature(function).parameters.items()} | values
-    settings = json.loads(json.dumps(complete, default=str))
-    digest = hashlib.sha256(request.path.read_bytes()).hexdigest()
-    return LoadedJob(job, function_name, settings, digest, code(request.path, function_name))
+    complete = {name: p.default for name, p in inspect.signature(given).parameters.items()} | values
+    settings: dict[str, Any] = json.loads(json.dumps(complete, default=str))
+    return job, settings
 
 
 def _execute(path: Path) -> Any:
@@ -216,6 +259,24 @@ def parse_settings(function: Callable[..., Any], texts: dict[str, str], where: s
         given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
         raise SettingError(given=given, conflict=conflict, remedy=remedy)
     return values
+
+
+def setting_text(name: str, value: Any) -> str:
+    """A value of Python as a text that `parse_settings` takes. Raises: SettingError where it has none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if value is None:
+        return "none"
+    try:
+        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
+    except (TypeError, ValueError):
+        raise SettingError(
+            given=f"{name}={value!r:.80}",
+            conflict=f"a setting is a number, a text, a list or a dict, and no {type(value).__name__}",
+            remedy="make that in the job function, or in a function that calls it: shoal.run(lambda: job(...))",
+        ) from None
 
 
 def _structured(text: str, wanted: Any) -> Any:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 JOB_FILE = "the job file"
 _REST = "(other lines)"
 # Arguments of Job that a resume may change.
-_FREE = ("length", "on_nonfinite")
+FREE = ("length", "on_nonfinite")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -62,11 +62,16 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _digests(tree: ast.Module, function: str | None) -> dict[str, str]:
-    parts: dict[str, list[str]] = {}
+    parts: dict[str, list[ast.stmt]] = {}
     for node in tree.body:
-        name = node.name if isinstance(node, _DEFINITIONS) else _REST
-        parts.setdefault(name, []).append(ast.dump(_bare(node, name == function)))
-    return {name: hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16] for name, texts in parts.items()}
+        parts.setdefault(node.name if isinstance(node, _DEFINITIONS) else _REST, []).append(node)
+    return {name: digest_of(nodes, is_job=name == function) for name, nodes in parts.items()}
+
+
+def digest_of(nodes: Sequence[ast.AST], *, is_job: bool = False) -> str:
+    """Digest of what statements, or expressions, compute; without the defaults of a job function's parameters."""
+    texts = [ast.dump(_bare(node, is_job)) for node in nodes]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def _bare(node: ast.AST, is_job: bool) -> ast.AST:
@@ -76,7 +81,7 @@ def _bare(node: ast.AST, is_job: bool) -> ast.AST:
         node.args.defaults, node.args.kw_defaults = [], []
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call) and getattr(inner.func, "attr", getattr(inner.func, "id", None)) == "Job":
-            inner.keywords = [keyword for keyword in inner.keywords if keyword.arg not in _FREE]
+            inner.keywords = [keyword for keyword in inner.keywords if keyword.arg not in FREE]
         body = getattr(inner, "body", None)
         if isinstance(inner, _DEFINITIONS) and isinstance(body, list) and _is_text(body[0]):
             inner.body = body[1:] or [ast.Pass()]

@@ -102,6 +102,7 @@ class RunRecord:
     restarts: int = 0  # of this call's ranks, after one was lost
     skipped_steps: int = 0
     ended_early: dict[str, int] | None = None  # a stream that gave less than the run's length wanted
+    ended_by: dict[str, Any] | None = None  # the callback that asked for the end, its reason and the step
     error: dict[str, Any] | None = None
     versions: dict[str, str] = field(default_factory=dict)
     certificate: str | None = None  # the SHA-256 of the certificate that the run demanded

@@ -152,8 +152,8 @@ class RunRequest:
         layout = self.plan.degrees
         if layout.shares_grains > 1 or self.plan.serves:
             return True
-        ranks = layout.divides_grains
-        return ranks > 1 and ranks > (least_grains(self.job.path) or 0)
+        ranks, job = layout.divides_grains, self.job
+        return ranks > 1 and (job.by_value or ranks > (least_grains(job.path) or 0))
 
     @property
     def threads_per_process(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,8 @@ from shoal.plans.grains import random_key
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import CompletePlan, warn_of
 from shoal.runs.initial_weights import InitialWeights
+from shoal.training.callbacks.base import Callback, RunFacts
+from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
 from shoal.training.default_grains import with_grains
 from shoal.training.evaluation import Evaluator
@@ -84,7 +87,14 @@ class Engine(TrainingParts):
 
     def trainer(self, state: RunState | None, num_steps: int, around: Surroundings, records: RecordWriter) -> Trainer:
         """The trainer that goes on from `state`, or begins."""
+        self.introduce_callbacks(num_steps, around)
         return Trainer(self, around, state or self.first_state(), num_steps, records)
+
+    def introduce_callbacks(self, num_steps: int, around: Surroundings) -> None:
+        """Tells the callbacks which run they are in, which goes up to `num_steps`."""
+        known = (self.job, self.plan, self.mesh.rank, self.plan.degrees.world_size, num_steps)
+        facts = RunFacts(*known, around.out, around.settings, around.description)
+        self.callbacks.begin(facts, self.sharded_model, lambda: make_model(self.job), around.note)
 
     def first_state(self) -> RunState:
         """Before the first step."""
@@ -104,7 +114,8 @@ class Options:
 
     `checkpoints` is their directory, None for none; `saved` the file that has the newest one's step; `eval_samples` the
     most that an evaluation reads, None for all; `take_workers`: a DataLoader's num_workers becomes data.workers;
-    `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes.
+    `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
+    `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
     """
 
     checkpoints: Path | None = None
@@ -114,6 +125,7 @@ class Options:
     eval_samples: int | None = None
     take_workers: bool = False
     initial_weights: InitialWeights | None = None
+    callbacks: Sequence[Callback] = ()
     observer: Observer = field(default_factory=Observer)
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
@@ -131,8 +143,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: _refuse_dtypes(sharded_model))
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
-    optimizer = together(mesh, lambda: build_optimizer(job.optimizer, parameters))
-    together(mesh, lambda: refuse_on_parts(optimizer, sharded_model))
+    optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model))
     clock = StepClock(mesh.device, options.telemetry, options.heartbeat)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
@@ -142,8 +153,8 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
     evaluate = pipeline.evaluate if pipeline is not None else None
-    store = Store(options.checkpoints, mark=options.saved) if options.checkpoints is not None else None
-    keeper = Keeper(mesh, store, Trained(sharded_model, optimizer, loader, strategy), options.checkpoint_every)
+    callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
+    trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None)
     return Engine(
         job=job,
         plan=plan,
@@ -171,13 +182,25 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
             evaluate=evaluate,
             heartbeat=options.heartbeat,
         ),
-        keeper=keeper,
+        keeper=_keeper(mesh, trained, options),
+        callbacks=callbacks,
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
         notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
         taken=taken,
     )
+
+
+def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) -> torch.optim.Optimizer:
+    optimizer = build_optimizer(job.optimizer, parameters)
+    refuse_on_parts(optimizer, sharded_model)
+    return optimizer
+
+
+def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
+    store = Store(options.checkpoints, mark=options.saved) if options.checkpoints is not None else None
+    return Keeper(mesh, store, trained, options.checkpoint_every)
 
 
 def _judge(data: Opened, plan: Plan, mesh: Mesh) -> None:

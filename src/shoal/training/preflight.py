@@ -99,6 +99,7 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         "shoal": __version__,
         "torch": torch.__version__,
         "job": loaded.job.describe(),
+        "callbacks": [type(callback).__name__ for callback in loaded.job.callbacks],
         "settings": loaded.settings,
         "code": loaded.code,
         "plan": request.plan.to_mapping(),

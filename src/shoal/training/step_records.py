@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,8 @@ from shoal.errors import StorageError
 from shoal.job import Job
 from shoal.parallel.base import StepSums
 from shoal.runs.records import StepRecord
+from shoal.training.callbacks.calls import CallbackCalls
+from shoal.training.callbacks.ema import PREFIX
 from shoal.training.evaluation import Evaluator
 from shoal.training.forward_backward import StepParts
 from shoal.training.optimizer_step import Parameters, Update, Updater
@@ -37,20 +40,30 @@ class TrainingParts(StepParts):
     order: Order
     evaluator: Evaluator
     keeper: Keeper
+    callbacks: CallbackCalls
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Callbacks of a training: a line for people, a finished step, and whether a stop was requested."""
+    """Functions around a training: a line for people, a finished step, whether a stop was requested; and its files.
+
+    `out`: the run directory; `settings` of the job function; `description`: the content of job.json.
+    """
 
     note: Callable[[str], None]
     on_step: Callable[[StepRecord, int], None]
     stop_requested: Callable[[], bool]
+    out: Path | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Outcome:
-    """Result of a training: completed or preempted, after which state; `unsaved` where that was not written."""
+    """Result of a training: completed or preempted, after which state; `unsaved` where that was not written.
+
+    `ended_by`: the callback that asked for the end, and why.
+    """
 
     status: str
     state: RunState
@@ -58,6 +71,7 @@ class Outcome:
     eval_samples: int
     step_seconds: list[float] = field(default_factory=list)
     unsaved: StorageError | None = None
+    ended_by: dict[str, Any] | None = None
 
 
 class StepRecords:
@@ -109,14 +123,33 @@ class StepRecords:
 
     def evaluate(self, state: RunState) -> None:
         """Evaluates the model, outside the step's time. Collective: all ranks."""
-        metrics, count = self._parts.evaluator.evaluate(self._parts.model)
-        self._parts.strategy.rest()
+        metrics, count = self._measured()
         self._evaluated = state.step, metrics, count
         watched = self._parts.job.watched
-        if watched is not None and state.improves(watched, metrics):
+        is_best = watched is not None and state.improves(watched, metrics)
+        if count:
+            self._parts.callbacks.evaluated(state, metrics)  # whose state the checkpoint has then
+        if is_best:
             self._parts.keeper.save_best(state)
         if count and self._waiting is not None:
             self._waiting = self._waiting.evaluated(metrics)
+
+    def _measured(self) -> tuple[dict[str, float], int]:
+        """Metrics of the model and of averaged weights, if any; and samples. Collective: all ranks."""
+        parts = self._parts
+        metrics, count = parts.evaluator.evaluate(parts.model)
+        parts.strategy.rest()
+        average = parts.callbacks.average
+        if average is not None and count:
+            with average.in_place():
+                found, _ = parts.evaluator.evaluate(parts.model)
+                parts.strategy.rest()
+            metrics |= {f"{PREFIX}{name}": value for name, value in found.items()}
+        return metrics, count
+
+    def is_evaluated(self, state: RunState) -> bool:
+        """Whether the model was evaluated after the state's step."""
+        return self._evaluated is not None and self._evaluated[0] == state.step
 
     def write(self, agreement: Agreement | None = None) -> None:
         """Writes the record that waits, with what all ranks have measured where they agree on that."""
@@ -134,7 +167,7 @@ class StepRecords:
         unsaved = self._save(state)
         if status != "completed":
             return Outcome(status, state, {}, 0, self._step_seconds, unsaved)
-        if self._evaluated is None or self._evaluated[0] != state.step:
+        if not self.is_evaluated(state):
             try:
                 self.evaluate(state)
                 unsaved = unsaved or self._save(state)  # anew, where it is the best

@@ -40,6 +40,7 @@ class Trainer:
         self._computation: MicrobatchPolicy | None = None  # that of which the state has the JSON value
         self._measures: tuple[float, ...] = Report().measures
         self._num_updates = parts.updater.num_begun  # those that the state counts
+        self._ended_by: dict[str, Any] | None = None
         self._go_back(state.step)
 
     def train(self) -> Outcome:
@@ -47,8 +48,9 @@ class Trainer:
 
         Raises: ShoalError, on every rank: its own where it failed, else a PeerError that names who did.
         """
-        parts = self._parts
+        parts, callbacks = self._parts, self._parts.callbacks
         parts.model.train()
+        callbacks.start(self.state)
         if parts.job.on_nonfinite == "rollback" and self.state.step == 0:
             parts.keeper.save(self.state, wait=True)
         try:
@@ -58,9 +60,13 @@ class Trainer:
             torn = parts.updater.num_begun != self._num_updates  # model and optimizer are then not those of the state
             parts.keeper.rescue(told, self.state, "the error came in the midst of an update" if torn else None)
             self._records.write()  # the last good step's, of which the other ranks' measures are still to come
+            callbacks.failed(told)
             raise told from error
         self._records.write(agree(self._mesh, Report(measures=self._measures)))
-        return self._records.conclude(self.state, status)
+        outcome = self._records.conclude(self.state, status)
+        outcome.ended_by = self._ended_by
+        callbacks.conclude(self._mesh, status, outcome.metrics, self._ended_by)
+        return outcome
 
     def _steps(self) -> str:
         """All the steps that are left, or until a stop: completed or preempted."""
@@ -71,6 +77,8 @@ class Trainer:
             self._clock.begin()
             fetched = fetched or self._runner.fetch(self.state.step)
             agreement = self._agree(fetched, agreement)
+            if self._ended_by is not None:
+                return "completed"
             if agreement.stop:
                 return "preempted"
             if not agreement.any_data:
@@ -95,7 +103,8 @@ class Trainer:
 
     def _report(self, fetched: FetchedStep | None, step: int) -> Report:
         has_data, error = fetched is not None and fetched.data is not None, fetched is not None and bool(fetched.error)
-        return Report(has_data, error, self._around.stop_requested(), self._parts.keeper.due(step), self._measures)
+        stop, due = self._around.stop_requested(), self._parts.keeper.due(step)
+        return Report(has_data, error, stop, due, self._parts.callbacks.asked, self._measures)
 
     def _agreed_with(self, computed: ComputedStep) -> Agreement | None:
         """What all agree on about the next step, where that came with the sums of the one in hand."""
@@ -103,18 +112,34 @@ class Trainer:
             return None
         agreement = from_rows(computed.sums.rows)
         self._records.write(agreement)
+        self._parts.callbacks.unagreed |= bool(agreement.asked)  # which comes again, and is heeded then
         return None if agreement.spreads["step_seconds"].max > _LONG_STEP_SECONDS else agreement
 
     def _agree(self, fetched: FetchedStep, agreement: Agreement | None) -> Agreement:
         """What all agree on before a step: it came with the last step's sums, or is asked for now."""
         self._clock.mark("exposed_communication")
-        if agreement is None:
+        while agreement is None or self._parts.callbacks.unagreed:
+            self._parts.callbacks.unagreed = False
             agreement = agree(self._mesh, self._report(fetched, self.state.step))
+            if agreement.asked:
+                self._heed(agreement.asked)
             self._records.write(agreement)
         if agreement.any_error:
             raise_together(self._mesh, fetched.error)
         self._clock.mark("other")
         return agreement
+
+    def _heed(self, asked: int) -> None:
+        """Does what callbacks of any rank ask for, before the next step. Collective: all ranks. Raises: as `settle`."""
+        settled = self._parts.callbacks.settle(self._mesh, asked)
+        if settled.evaluate and self.state.step and not self._records.is_evaluated(self.state):
+            self._records.evaluate(self.state)
+        if settled.checkpoint and self.state.step:
+            self._parts.keeper.save(self.state)
+        if settled.end is not None and self._ended_by is None:
+            self._ended_by = settled.end
+            self._around.note("{callback} ends the training after step {step}: {reason}".format(**settled.end))
+        self._clock.begin()
 
     def _apply(self, computed: ComputedStep) -> bool:
         """From the sums, which are the same on every rank, to the next state; False: back to an earlier one."""
@@ -198,5 +223,6 @@ class Trainer:
             compression=sums.compared and {**sums.compared.to_json(), "fell_back": said is not None},
         )
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
+        parts.callbacks.stepped(state, record)
         if self._records.ends_epoch(state):
             self._records.evaluate(state)

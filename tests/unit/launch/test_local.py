@@ -10,7 +10,8 @@ import pytest
 
 from shoal.errors import ExitCode
 from shoal.launch import local
-from shoal.launch.local import _watch, _Worker
+from shoal.launch.local import _watch
+from shoal.launch.rank_processes import RankProcess
 from shoal.launch.signals import Signals
 from shoal.launch.watch import Watch
 
@@ -36,7 +37,7 @@ class Process:
             self.ends = self.clock[0] + self.saves
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, saves: float | None) -> tuple[_Worker, _Worker]:
+def watched(monkeypatch: pytest.MonkeyPatch, saves: float | None) -> tuple[RankProcess, RankProcess]:
     """Rank 0 and a worker that is well, after the other worker has died for good."""
     clock = [0.0]
 
@@ -45,7 +46,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, saves: float | None) -> tuple[_Work
 
     monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     processes = Process(clock, saves=saves), Process(clock, code=-9), Process(clock)
-    workers = [_Worker(rank, process, Path("none"), None, Path("none")) for rank, process in enumerate(processes)]  # type: ignore[arg-type]
+    workers = [RankProcess(rank, process, Path("none"), None, Path("none")) for rank, process in enumerate(processes)]  # type: ignore[arg-type]
     _watch(workers, Signals(impatient=False), range(1, 3), lambda worker: False, Watch({}, lambda: 0.0))
     return workers[0], workers[2]
 

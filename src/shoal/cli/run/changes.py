@@ -19,6 +19,7 @@ from shoal.training.same_job import differing_fields
 # A resume may change how long and what happens at a bad step; everything else is what was trained.
 _MAY_CHANGE = (
     "file",
+    "by_value",
     "why_grains",
     "given",
     "stop_after",

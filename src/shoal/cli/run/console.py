@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -203,7 +202,7 @@ def _batch(job: Job, plan: Plan, why_grains: str) -> tuple[str, str]:
     )
 
 
-def conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None:
+def conclude(reporter: Reporter, result: RunRecord, request: RunRequest, function: str) -> None:
     """Prints the result of a run beside its prediction, and how to go on."""
     values = "  ".join(f"{name} {value:.4f}" for name, value in result.metrics.items())
     evaluated = f"  {values}  ({result.eval_samples} samples evaluated)" if values else ""
@@ -220,7 +219,9 @@ def conclude(reporter: Reporter, result: RunRecord, job: str, out: Path) -> None
     if result.server is not None and result.server.get("warning"):
         reporter.note(f"warning: {result.server['warning']}")
     if result.status == "preempted":
-        reporter.note(f"resume with: shoal run {job} --resume --out {out}")
+        command = f"shoal run {request.job.path}:{function} --resume --out {request.out}"
+        call = f"shoal.run({function}, resume=True, out={str(request.out)!r})"
+        reporter.note(f"resume with: {command if request.job.handed is None else call}")
 
 
 def _compressed(engine: Engine) -> str:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shoal.cli.options import RunOptions, VerifyOptions
-from shoal.errors import CommandError, ExitCode, ShoalError, from_json
-from shoal.launch.environment import REQUEST_FILE, Environment, joined
+from shoal.cli.run.start import claimed, judged_request, tell_notes, trained
+from shoal.errors import CommandError, ExitCode, ShoalError
+from shoal.launch.environment import REQUEST_FILE, Environment, inside_run, joined
 from shoal.launch.signals import Signals, stop_signals
+from shoal.launch.spares import wait_until_needed
 from shoal.plans import Plan
 from shoal.plans.legal import World, other_world, refuse
 from shoal.plans.plan import described, read_plan
 from shoal.plans.resolve import Wishes, apply_wishes
 from shoal.runs.directory import RunDirectory, default_directory, read_json
-from shoal.runs.directory_lock import DirectoryLock
 from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
-from shoal.runs.request import RunRequest, devices_here, dumped, loaded
+from shoal.runs.request import RunRequest, loaded
 
 
 def run(options: RunOptions) -> int:
@@ -31,6 +31,7 @@ def run(options: RunOptions) -> int:
     environment = joined(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
+        wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
     request = requested(options)
     if environment is not None:
@@ -40,26 +41,30 @@ def run(options: RunOptions) -> int:
             request = request.with_own_sums()
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
         return _train(request, environment, unprepared=True)
-    with _claimed(request) as (request, lock):
+    with claimed(request) as (request, lock):
         if request.plan.num_processes == 1:
-            return _train(request, Environment())
-        for note in request.notes():
-            print(f"note: {note}", file=sys.stderr)
+            with inside_run(os.environ):
+                return _train(request, Environment())
+        tell_notes(request)
         try:
-            return _launched(looked_at(request) if request.needs_look else request, lock)
+            request, signals = looked_at(request) if request.needs_look else request, Signals(impatient=False)
+            with signals.handled():
+                ended = trained(request, lock, signals)
         except ShoalError as error:
             return tell(request, error)
+        return tell(request, ended.error, ended.code) if ended.error is not None else ended.code
 
 
 def verify(options: VerifyOptions) -> int:
     """Verifies the run that `shoal run` would train with these options."""
-    with _claimed(requested(RunOptions(**vars(options), no_telemetry=True), suffix="-verify")) as (request, _):
+    with claimed(requested(RunOptions(**vars(options), no_telemetry=True), suffix="-verify")) as (request, _):
         from shoal.cli.verify import verify  # torch: its import serves the child that looks at the job too
 
         # In order: the traces are removed.
         handlers = {number: signal.signal(number, _leave) for number in stop_signals()}
         try:
-            return verify(looked_at(request), options.steps)
+            with inside_run(os.environ):
+                return verify(looked_at(request), options.steps)
         except ShoalError as error:
             tell(request, error)
             return int(ExitCode.USER)  # whatever it was: 1 says that the run diverged
@@ -74,22 +79,14 @@ def _leave(number: int, frame: object) -> NoReturn:
     raise SystemExit(ExitCode.INTERRUPTED)
 
 
-@contextlib.contextmanager
-def _claimed(request: RunRequest) -> Iterator[tuple[RunRequest, DirectoryLock]]:
-    """A request for ranks on this host, its plan judged by itself and its directory taken for the context."""
-    request = request.with_devices(devices_here()).with_own_sums()
-    request.check_plan()
-    with request.claim() as lock:
-        yield replace(request, out=lock.folder), lock
-
-
 def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     """The request in options; `suffix` of the directory's name where none is given.
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
     wishes = Wishes(options.devices, options.exact, options.precision, options.workers, options.max_microbatch)
-    job, steps = parse_target(options.job, options.set), options.steps
+    steps = options.steps
+    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
     name = job.name + suffix
     out = Path(options.out) if options.out else default_directory(name, options.resume)
     kept = RunDirectory(out)
@@ -107,7 +104,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     if options.resume:
         job, steps = _resumed(kept, job, steps)
     resumed_plan = options.resume and not options.plan and kept.plan.exists()
-    plan = read_plan(kept.plan) if resumed_plan else read_plan(Path(options.plan)) if options.plan else Plan()
+    plan = read_plan(kept.plan) if resumed_plan else _plan_of(options.plan)
     says_workers = wishes.workers is not None or "workers" in plan.data.model_fields_set
     if resumed_plan and options.exact and not plan.execution.exact:
         plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
@@ -136,6 +133,10 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     )
 
 
+def _plan_of(given: str | Plan | None) -> Plan:
+    return given if isinstance(given, Plan) else read_plan(Path(given)) if given else Plan()
+
+
 def _resumed(directory: RunDirectory, job: JobRequest, steps: int | None) -> tuple[JobRequest, int | None]:
     """The settings and the last step of the run that is resumed, where this call does not say."""
     saved = read_json(directory.job)
@@ -152,23 +153,19 @@ def looked_at(request: RunRequest) -> RunRequest:
     def work() -> dict[str, Any]:
         from shoal.training.preflight import look
 
-        return look(request)
+        with inside_run(os.environ):
+            return look(request)
 
-    found = in_child(work)
-    if "error" not in found:
-        return loaded(RunRequest, found["request"])
-    error = from_json(found["error"])
-    RunDirectory(request.out).keep_traceback("launcher", error)
-    raise error
+    return judged_request(request, in_child(work))
 
 
-def tell(request: RunRequest, error: ShoalError) -> int:
+def tell(request: RunRequest, error: ShoalError, code: int | None = None) -> int:
     """Prints an error, and where its traceback is kept; the exit code."""
     errors = RunDirectory(request.out).errors
     print(error.render(), file=sys.stderr)
     if error.traceback_text and errors.is_dir():
         print(f"  traceback:      {errors}", file=sys.stderr)
-    return int(error.exit_code)
+    return int(error.exit_code) if code is None else code
 
 
 def _train(request: RunRequest, environment: Environment, *, unprepared: bool = False) -> int:
@@ -177,36 +174,3 @@ def _train(request: RunRequest, environment: Environment, *, unprepared: bool = 
         from shoal.cli.run.train import run
 
         return run(request, environment, signals, unprepared=unprepared)
-
-
-def _launched(request: RunRequest, lock: DirectoryLock) -> int:
-    """Trains with ranks of this host, which are started again from the newest checkpoint where one was lost."""
-    from shoal.launch.local import LocalRun, launch
-    from shoal.launch.recovery import Recovery
-
-    recovery, signals = Recovery(request.max_restarts, RunDirectory(request.out)), Signals(impatient=False)
-    excused: dict[str, float] = {}
-    with signals.handled():
-        while True:
-            run = LocalRun(
-                ["run", str(request.job.path)],
-                request.plan.num_processes,
-                request.threads_per_process,
-                request.out / "logs",
-                request=dumped(request),
-                replaceable=request.plan.worker_ranks,
-                unsaved=recovery.unsaved_seconds,
-                excused=excused,
-                lock=lock.descriptor,
-            )
-            code, error, failed_at = launch(run, signals)
-            pause = recovery.pause(error, failed_at) if not signals.received else None
-            if error is None or pause is None:
-                break
-            print(f"note: {recovery.told(error, pause)}", file=sys.stderr)
-            if signals.wait(pause):
-                return int(ExitCode.PREEMPTED)
-            request = request.again(recovery.count, failed_at)
-    if error is not None:
-        tell(request, error)
-    return code

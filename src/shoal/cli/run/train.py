@@ -147,7 +147,7 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
         warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
     meter = StepMeter()
-    options = _options(request, meter)
+    options = replace(_options(request, meter), callbacks=tuple(call.loaded.job.callbacks))
     engine = build(call.loaded.job, plan, mesh, options)
     try:
         if request.telemetry:
@@ -188,7 +188,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
     if take_part(job, plan, environment):
         return ExitCode.DONE
     with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
-        options = replace(_options(request, Observer()), take_workers=False)
+        options = replace(_options(request, Observer()), take_workers=False, callbacks=tuple(job.callbacks))
         engine = build(job, plan, alone(torch.device("cpu")), options)
         try:
             return _train_built(engine, call, crew)
@@ -232,7 +232,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
                 result.take(record)
                 reporter.step(record, slowest_rank)
 
-            around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received))
+            about = (request.out, loaded.settings, description)
+            around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
             if first < num_steps:
                 engine.rehearse()
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
@@ -244,7 +245,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             raise
         unwritten = result.write(record)
         unsaved = outcome.unsaved or unwritten
-        conclude(reporter, record, f"{request.job.path}:{loaded.function}", request.out)
+        conclude(reporter, record, request, loaded.function)
         if unsaved is not None:
             raise unsaved
     finally:
@@ -278,6 +279,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "settings": loaded.settings,
         "code": loaded.code,
         "given": dict(request.job.settings),
+        "by_value": request.job.by_value,
         "stop_after": request.steps,
         **loaded.job.describe(),
         "why_grains": why_grains,

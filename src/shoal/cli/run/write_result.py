@@ -87,6 +87,7 @@ class Result:
             versions=versions(),
             server=served,
             ended_early=_ended_early(engine, outcome, num_steps),
+            ended_by=outcome.ended_by,
         )
         kind = kind_of(engine.mesh.device.type)
         compared = beside(predicted, self.recent, self.peak_bytes, kind) if predicted.get("terms") else None
@@ -135,7 +136,12 @@ def _error_fields(error: ShoalError, rank: int) -> dict[str, Any]:
 def _ended_early(engine: Engine, outcome: Outcome, num_steps: int) -> dict[str, int] | None:
     """What the run's length wanted of a stream and what it gave, where that is less; a dataset always has it."""
     wanted, state = engine.order.samples_before(num_steps), outcome.state
-    if engine.num_train_samples is not None or outcome.status != "completed" or state.samples >= wanted:
+    if (
+        engine.num_train_samples is not None
+        or outcome.status != "completed"
+        or outcome.ended_by
+        or state.samples >= wanted
+    ):
         return None
     return {"steps": state.step, "wanted_steps": num_steps, "samples": state.samples, "wanted_samples": wanted}
 

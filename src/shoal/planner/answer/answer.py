@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,11 +41,12 @@ from shoal.planner.predict.workload import Workload
 from shoal.planner.profile.jobs import Batches, profile_job
 from shoal.planner.search.aims import Aim
 from shoal.planner.search.candidates import Candidate
-from shoal.planner.search.choice import Choice, NothingFitsError, choose, counted, gib
-from shoal.planner.search.space import Space, counts
+from shoal.planner.search.choice import Choice, NothingFitsError, Rejected, choose, counted, gib
+from shoal.planner.search.space import Illegal, Space, counts
 from shoal.plans.legal import ModelFacts
-from shoal.plans.plan import Plan, described
+from shoal.plans.plan import Plan, described, plan_text
 from shoal.plans.resolve import Wishes, apply_wishes
+from shoal.runs.directory import write_file
 from shoal.runs.version import __version__
 from shoal.training.default_grains import deferred_outline, grains_of, outline
 from shoal.training.preflight import one_grain
@@ -174,7 +177,7 @@ def _num_steps(job: Job) -> int | None:
 _LARGEST = 1024  # hosts, in the search for a cluster on which something fits
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """Result of a search with its outlook; `goodput` where the devices' failure rate is known, `finer` where more
     grains would bring a better plan.
@@ -188,6 +191,46 @@ class Answer:
     search_seconds: float
     job: str
     finer: Finer | None = None
+
+    @property
+    def best(self) -> Candidate:
+        """The chosen plan and its prediction: seconds of a step, terms, memory."""
+        return Candidate(self.plan, self.chosen.prediction)
+
+    @property
+    def choices(self) -> tuple[Candidate, ...]:
+        """The best plan, and those of the next best layouts on as many devices, each with its prediction."""
+        return (self.best, *self.choice.alternatives)
+
+    @property
+    def refused(self) -> tuple[Rejected | Illegal, ...]:
+        """Layouts that were not chosen, each with its reason."""
+        return (*self.choice.rejected, *self.choice.illegal)
+
+    def write(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the plan as TOML, for `shoal run --plan`; the file's path."""
+        write_file(Path(path), plan_text(self.plan))
+        return Path(path)
+
+    def write_html(self, path: str | os.PathLike[str]) -> Path:
+        """Writes a page with the curve, the waterfalls and every reason; the file's path."""
+        from shoal.planner.answer.display import page
+
+        write_file(Path(path), page(self))
+        return Path(path)
+
+    def __str__(self) -> str:
+        from shoal.planner.answer.display import text
+
+        return text(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        from shoal.planner.answer.display import fragment
+
+        return fragment(self)
 
     @property
     def chosen(self) -> Candidate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 
 import rich.table
@@ -16,6 +17,13 @@ from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, re
 
 _BAR, _SHORT_BAR, _WIDE = 30, 16, 110  # the longer bar from so many columns on
 _NUM_REJECTED = 8
+WIDTH = 80  # of what is not written to a terminal
+
+
+def console_of_width() -> Console:
+    """A console of the terminal's width, or of 80 columns where there is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def show(answer: Answer, console: Console) -> None:
@@ -101,6 +109,30 @@ def _bars(console: Console, title: str, portions: Sequence[words.Portion]) -> No
         *told, meaning = portion.row
         table.add_row(*told, bar.ljust(length), f"[dim]{meaning}[/dim]")
     console.print(table, highlight=False)
+
+
+def text(answer: Answer, width: int = WIDTH) -> str:
+    """The text that `show` prints, without colours."""
+    file = io.StringIO()
+    console = Console(width=width, file=file, color_system=None, force_terminal=False, force_jupyter=False)
+    show(answer, console)
+    return file.getvalue()
+
+
+def fragment(answer: Answer) -> str:
+    """A summary for a notebook's cell, as HTML: the key figures, the best plans, and the verdict."""
+    rows = [Markup("<tr><th>{}</th><td>{}</td></tr>").format(*row) for row in words.key_rows(answer)]
+    head = Markup("").join(Markup("<th>{}</th>").format(name) for name in words.BEST_HEAD)
+    best = [
+        Markup("<tr>{}</tr>").format(Markup("").join(Markup("<td>{}</td>").format(cell) for cell in row))
+        for row in words.best_rows(answer)
+    ]
+    title = f"{answer.job} on {answer.question.case.cluster.name}"
+    return str(
+        Markup("<div><p><b>{}</b></p><table>{}</table><p>{}</p><table><tr>{}</tr>{}</table><p>{}</p></div>").format(
+            title, Markup("").join(rows), _best(answer), head, Markup("").join(best), words.verdict(answer)
+        )
+    )
 
 
 def page(answer: Answer) -> str:

@@ -80,6 +80,7 @@ class Conductor:
         self._arrived: dict[int, dict[int, Arrived]] = {}  # by step and part
         self.tally = PushCounts()
         self._joined: set[int] = set()
+        self._ended_by: dict[str, Any] | None = None
         self._alone_since = time.monotonic()
         self._longest = 0.0
         self._records = ServedRecords(engine, around, writer, state)
@@ -92,17 +93,40 @@ class Conductor:
 
         Raises: ShoalError: what a server raised or the policy on steps that are not finite asks for; PeerError.
         """
+        callbacks = self._engine.callbacks
         self._engine.model.train()
         try:
             self._crew.assemble()
             self.servers.load(self.state.step)
             self._retreat.begin()
+            self._engine.introduce_callbacks(self._num_steps, self._around)
+            callbacks.start(self.state)
             self._clock.begin()
             status = self._steps()
+        except Exception as error:
+            callbacks.failed(error)
+            raise
         finally:
             self._records.write()
         self.servers.fetch(optimizer=True)
-        return self._records.conclude(self.state, status)
+        outcome = self._records.conclude(self.state, status)
+        outcome.ended_by = self._ended_by
+        callbacks.conclude(self._engine.mesh, status, outcome.metrics, self._ended_by)
+        return outcome
+
+    def _heed(self) -> bool:
+        """Does what callbacks ask for; whether that is the end."""
+        callbacks = self._engine.callbacks
+        while callbacks.asked:
+            settled = callbacks.settle(self._engine.mesh, callbacks.asked)
+            self._ended_by = self._ended_by or settled.end
+            if settled.evaluate and self.state.step and not self._records.is_evaluated(self.state):
+                self.servers.fetch(optimizer=self._engine.job.watched is not None)
+                self._records.evaluate(self.state)
+            if settled.checkpoint and self.state.step:
+                self.servers.fetch(optimizer=True)
+                self._engine.keeper.save(self.state)
+        return self._ended_by is not None
 
     def _steps(self) -> str:
         while True:
@@ -129,10 +153,11 @@ class Conductor:
             step = self.state.step
         self._retreat.keep_if_best()
         if self._records.ends_epoch(self.state):
-            self.servers.fetch(optimizer=self._engine.job.watch is not None)  # the best is saved
+            self.servers.fetch(optimizer=self._engine.job.watched is not None)  # the best is saved
             self._records.evaluate(self.state)
+        is_ended = self._heed()
         self._records.write()
-        if step >= self._num_steps:
+        if is_ended or step >= self._num_steps:
             return "completed"
         if self._around.stop_requested():
             return "preempted"
@@ -233,7 +258,7 @@ class Conductor:
             )
         keeper = self._engine.keeper
         is_due = keeper.every_steps is None and keeper.due(self.state.step)
-        if self._around.stop_requested() or is_due or self._retreat.due:
+        if self._around.stop_requested() or is_due or self._retreat.due or self._engine.callbacks.asked:
             self._desk.limit = min(self._desk.limit, self._desk.frontier)
 
     def _end(self, member: Member, text: str) -> None:

@@ -116,5 +116,6 @@ class ServedRecords(StepRecords):
         pushed = {"step": step + 1, "workers": [part.member.number for part in came], "staleness": staleness}
         if self._why is not None:
             pushed["fell_back"], self._why = self._why, None
-        self.add(state, sums, update, found, epoch=parts.order.epoch(step), ranks=ranks, push=pushed)
+        record = self.add(state, sums, update, found, epoch=parts.order.epoch(step), ranks=ranks, push=pushed)
+        parts.callbacks.stepped(state, record)
         parts.clock.begin()

@@ -1,0 +1,108 @@
+"""A run that is on disk, as Python reads it: its result, its records and the trained model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import JobFileError, RunDirectoryError
+from shoal.launch.environment import inside_run
+from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.job_file import JobRequest, called, load
+from shoal.runs.job_object import is_job
+from shoal.runs.records import StepRecord, read_steps
+
+if TYPE_CHECKING:
+    from shoal.checkpoint.weights import Step
+
+_SHOWN = ("status", "steps", "train_loss", "metrics", "wall_seconds", "world_size", "weights_sha256")
+
+
+class Run:
+    """A run directory: `out` is its path, `result` and `job` are its files; `model()` is the trained model.
+
+    `job`: the Job or the job function that was trained, where that is of no file; `model()` builds it.
+    Raises: RunDirectoryError where no run began there.
+    """
+
+    def __init__(self, out: str | os.PathLike[str], job: Any = None) -> None:
+        self.out = Path(out)
+        self._files, self._given = RunDirectory(self.out), job
+        if not self._files.job.exists():
+            raise RunDirectoryError(
+                given=f"shoal.Run({str(self.out)!r})",
+                conflict="no run began there (it has no job.json)",
+                remedy="give the directory of a run, which shoal.run and shoal run print",
+            )
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """How the run ended: `result.json`; empty where it has not."""
+        return read_json(self._files.result) or {}
+
+    @property
+    def job(self) -> Mapping[str, Any]:
+        """Description of the job that was trained, as far as names and numbers go: `job.json`."""
+        return read_json(self._files.job) or {}
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The records of all steps, in the order in which they were trained: `records.jsonl`."""
+        return list(read_steps(self._files.records)) if self._files.records.exists() else []
+
+    def model(self, into: Any = None, *, step: Step = "last", ema: bool = False) -> Any:
+        """The trained model, on the CPU: built as the job builds it, or `into`, with the weights of a checkpoint.
+
+        `ema`: the averaged weights of a run with the callback EMA.
+
+        Raises: JobFileError where nothing builds it; otherwise as `shoal.load`.
+        """
+        from shoal.checkpoint.weights import load as load_weights
+        from shoal.numerics.isolation import generators_kept
+
+        if into is None:
+            with generators_kept(), inside_run(os.environ):  # initial values are drawn, and overwritten
+                into = self._job().model()
+        return load_weights(self.out, into, step=step, ema=ema)
+
+    def _job(self) -> Any:
+        told = self.job
+        settings = tuple((str(name), str(text)) for name, text in told.get("given", {}).items())
+        path, function = Path(str(told.get("file"))), told.get("function")
+        if is_job(self._given):
+            return called(self._given, JobRequest(path, function, settings))[0]
+        if path.suffix == ".py" and path.is_file() and not told.get("by_value"):
+            return load(JobRequest(path, function, settings)).job
+        raise JobFileError(
+            given=f"the model of {self.out}",
+            conflict=f"its job was of {path}, and nothing there builds it now",
+            remedy=f"build it yourself: run.model(into=MODEL); or give the job: shoal.Run({str(self.out)!r}, job)",
+        )
+
+    def __repr__(self) -> str:
+        told = ", ".join(f"{name}={value!r}" for name, value in self._rows())
+        return f"<shoal.Run {str(self.out)!r}: {told or 'not ended'}>"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(f"<tr><th>{escape(n)}</th><td>{escape(_text(v))}</td></tr>" for n, v in self._rows())
+        return f"<table><caption>{escape(str(self.out))}</caption>{rows}</table>"
+
+    def _rows(self) -> list[tuple[str, Any]]:
+        result = self.result
+        found = [(name, result[name]) for name in _SHOWN if result.get(name) not in (None, {})]
+        return [(name, value[:12] if name == "weights_sha256" else _rounded(value)) for name, value in found]
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _rounded(inner) for name, inner in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {inner}" for name, inner in value.items())
+    return str(value)

@@ -1,0 +1,262 @@
+"""Functions `shoal.run` and `shoal.plan`: the commands of these names, with the same options, defaults and errors."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from shoal.cli.finished_run import Run
+from shoal.cli.hints import meant
+from shoal.cli.options import PlanOptions, RunOptions, option_names, options_from
+from shoal.cli.run.look import look_aside
+from shoal.cli.run.prepare import requested
+from shoal.cli.run.start import RunEnd, claimed, judged_request, tell_notes, trained
+from shoal.errors import CommandError, ExitCode, JobError
+from shoal.job import Job
+from shoal.launch.environment import inside_run, refuse_rank
+from shoal.launch.output import other_stream
+from shoal.launch.signals import Signals
+from shoal.plans import Plan
+from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.directory_lock import DirectoryLock
+from shoal.runs.job_file import JobRequest, called, parameters_of, setting_text
+from shoal.runs.job_object import function_name, hand_over, is_job, place_of
+from shoal.runs.request import RunRequest
+
+if TYPE_CHECKING:
+    from shoal.planner.answer.answer import Answer
+    from shoal.planner.search.candidates import Candidate
+
+PathText = str | os.PathLike[str]
+JobLike = PathText | Job | Callable[..., Any]
+
+
+def run(
+    job: JobLike,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    plan: PathText | Plan | Answer | Candidate | None = None,
+    devices: int | None = None,
+    exact: bool | None = None,
+    precision: str | None = None,
+    out: PathText | None = None,
+    max_microbatch: int | None = None,
+    workers: int | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+    accept_changes: bool = False,
+    checkpoint_every: int | None = None,
+    require_certificate: PathText | None = None,
+    no_telemetry: bool = False,
+    max_restarts: int = 5,
+    init_from: PathText | None = None,
+    init_allow: str | None = None,
+    init_rename: Mapping[str, str] | Sequence[str] = (),
+    **job_settings: Any,
+) -> Run:
+    """Trains a job with ranks of this host, and returns when they are done; the command `shoal run` as a function.
+
+    | argument | meaning |
+    |---|---|
+    | `job` | a job function, a `shoal.Job`, or "file.py:function" as the command takes it |
+    | `settings` | parameters of the job function; further keywords are such too |
+    | `plan` | a plan's file, a `shoal.Plan`, or an answer of `shoal.plan` |
+    | `devices` | processes: one a GPU, or CPU processes; all GPUs, or 1 |
+    | `exact` | bit-identical on any number of devices |
+    | `precision` | "fp32", "bf16", "bf16-pure" or "fp16" |
+    | `out` | the run directory; runs/NAME |
+    | `max_microbatch`, `workers` | the most samples in one forward; data-loading processes a rank |
+    | `steps` | end after this step; the schedule stays that of the job's own length |
+    | `resume`, `accept_changes` | go on from the newest good checkpoint; although the job was changed |
+    | `checkpoint_every` | steps between checkpoints |
+    | `require_certificate` | train only what `shoal verify` has verified: its file |
+    | `no_telemetry` | no spans and no step records |
+    | `max_restarts` | starts of lost ranks in a row that bring nothing new |
+    | `init_from` | initial weights: a run, a checkpoint, a file or a folder |
+    | `init_allow` | with it, tensors that may differ: "missing,unexpected,mismatched" |
+    | `init_rename` | with it, prefixes of names, old to new |
+
+    Each rank is a new interpreter; a job that is in no file is handed over by cloudpickle. An interrupt saves a
+    checkpoint, and is raised then: KeyboardInterrupt, or for SIGTERM SystemExit with code 75.
+    Raises: the errors of the command; LaunchError inside of a rank.
+    """
+    return _run(dict(locals()))
+
+
+def plan(
+    job: JobLike,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    cluster: str = "here",
+    aim: str = "fastest",
+    max_devices: int | None = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    precision: str | None = None,
+    mtbf: float | str | None = None,
+    price: float | str | None = None,
+    tokens: float | str | None = None,
+    samples: float | str | None = None,
+    **job_settings: Any,
+) -> Answer:
+    """The best layout of a job on a cluster, with what it takes and why not the others; `shoal plan` as a function.
+
+    | argument | meaning |
+    |---|---|
+    | `job` | a job function, a `shoal.Job`, "file.py:function", or "hf:DIR" of a Hugging Face configuration |
+    | `settings` | parameters of the job function; further keywords are such too |
+    | `cluster` | "8xH100", "4x8xA100", "FILE.toml" or "here" |
+    | `aim` | "fastest", "cheapest", "deadline=2h", "efficiency=0.8" or "widest=0.8" |
+    | `max_devices` | use at most so many devices |
+    | `seq`, `batch` | of "hf:DIR", tokens of a sequence and sequences of a step |
+    | `precision` | "fp32", "bf16", "bf16-pure" or "fp16" |
+    | `mtbf` | hours between failures of one device, on average |
+    | `price` | US dollars of a device-hour; the catalogue's |
+    | `tokens`, `samples` | the job's length, for its time and cost |
+
+    Nothing is run on the cluster. The job is loaded in this process.
+    Raises: the errors of the command.
+    """
+    return _plan(dict(locals()))
+
+
+def _run(given: dict[str, Any]) -> Run:
+    """Trains by the arguments of `run`, by name."""
+    refuse_rank(os.environ, "shoal.run")
+    job = given["job"]
+    values = {name: given[name] for name in option_names(RunOptions) if name in given}
+    values["plan"] = _plan_of(given["plan"])
+    for name in ("out", "require_certificate", "init_from"):
+        values[name] = os.fspath(given[name]) if given[name] is not None else None
+    renamed = given["init_rename"]
+    values["init_rename"] = tuple(f"{a}={b}" for a, b in renamed.items()) if isinstance(renamed, Mapping) else renamed
+    texts = _settings("shoal.run", given)
+    with tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
+        request = requested(options_from(RunOptions, values | _target(job, texts, Path(folder))))
+        with claimed(request) as (request, lock):
+            tell_notes(request)
+            ended = _trained(request, lock, Path(folder))
+    _raise(ended, request)
+    return Run(request.out, None if isinstance(job, str | os.PathLike) else job)
+
+
+def _trained(request: RunRequest, lock: DirectoryLock, folder: Path) -> RunEnd:
+    """Looks at the job where only that tells whether ranks can be started, and trains. Raises: ShoalError."""
+    signals, stream = Signals(impatient=False), other_stream()
+    with signals.handled():
+        if request.needs_look:
+            found = look_aside(request, folder, signals, stream)
+            if found is None:
+                return RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))
+            request = judged_request(request, found)
+        return trained(request, lock, signals, stream)
+
+
+def _plan(given: dict[str, Any]) -> Answer:
+    """Answers by the arguments of `plan`, by name."""
+    job = given["job"]
+    values = {name: given[name] for name in option_names(PlanOptions) if name in given}
+    texts = _settings("shoal.plan", given)
+    from shoal.cli.plan import answered  # torch
+
+    if isinstance(job, str | os.PathLike):
+        return answered(options_from(PlanOptions, values | _target(job, texts, Path())))
+    request = JobRequest(_short(place_of(job)), function_name(job), tuple(texts.items()))
+    name = f"{request.path}:{request.function or 'job'}"
+    with inside_run(os.environ):
+        made, _ = called(job, request)
+    return answered(options_from(PlanOptions, values | {"job": name}), (made, name))
+
+
+def _target(job: Any, texts: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """The options `job` and `set` for a job that this call gives."""
+    if isinstance(job, str | os.PathLike):
+        return {"job": os.fspath(job), "set": tuple(f"{name}={text}" for name, text in texts.items())}
+    return {
+        "job": JobRequest(_short(place_of(job)), function_name(job), tuple(texts.items()), hand_over(job, folder)),
+        "set": (),
+    }
+
+
+def _short(path: Path) -> Path:
+    """A path as the command is given it: from this folder on, where it is below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _plan_of(given: Any) -> str | Plan | None:
+    """A plan, or its file, of whatever has one."""
+    if given is None or isinstance(given, Plan):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return os.fspath(given)
+    inner = getattr(given, "plan", None)
+    if isinstance(inner, Plan):
+        return inner
+    raise CommandError(
+        given=f"plan={given!r:.80}",
+        conflict=f"that is a {type(given).__name__}, and no plan",
+        remedy='write plan="FILE.toml", a shoal.Plan, or an answer of shoal.plan',
+    )
+
+
+def _settings(call: str, given: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of the job function as `--set` takes them.
+
+    Raises: JobError of what is no job; CommandError for a keyword that is no option and no parameter; SettingError.
+    """
+    job, named = given["job"], given["job_settings"]
+    if isinstance(job, str | os.PathLike):
+        path, _, function = os.fspath(job).partition(":")
+        known, where = parameters_of(Path(path), function or "job"), os.fspath(job)
+    elif is_job(job):
+        known, where = _parameters(job), f"{place_of(job)}:{function_name(job) or 'job'}"
+    else:
+        raise JobError(
+            given=f"{call}({job!r:.60}, ...)",
+            conflict=f"that is a {type(job).__name__}, and no job",
+            remedy='give a job function, a shoal.Job, or the path of a job file: "file.py:function"',
+        )
+    kind = RunOptions if call == "shoal.run" else PlanOptions
+    options = [name for name in option_names(kind) if name not in ("job", "set")]
+    wrong = [name for name in named if name not in known] if known or not isinstance(job, str | os.PathLike) else []
+    if wrong:
+        raise CommandError(
+            given=f"{call}({', '.join(f'{name}={named[name]!r}' for name in wrong)})",
+            conflict=f"{', '.join(wrong)} is no option of {call}, and no parameter of {where}",
+            remedy=f"use one of its parameters ({', '.join(known) or 'none'}) or an option of help({call})"
+            + "".join(meant(name, [*options, *known]) for name in wrong),
+        )
+    return {name: setting_text(name, value) for name, value in {**(given["settings"] or {}), **named}.items()}
+
+
+def _parameters(job: Any) -> list[str]:
+    try:
+        return list(inspect.signature(job).parameters) if callable(job) else []
+    except (TypeError, ValueError):  # a callable of C
+        return []
+
+
+def _raise(ended: RunEnd, request: RunRequest) -> None:
+    """Raises: the error of a run; KeyboardInterrupt or SystemExit where this process was told to stop."""
+    files = RunDirectory(request.out)
+    if ended.error is not None:
+        if ended.error.traceback_text and files.errors.is_dir():
+            ended.error.add_note(f"traceback of the rank: {files.errors}")
+        raise ended.error
+    if ended.code != ExitCode.DONE and ended.signals:
+        _stop(ended, files)
+
+
+def _stop(ended: RunEnd, files: RunDirectory) -> NoReturn:
+    step = (read_json(files.saved) or {}).get("step")
+    kept = f"its checkpoint is of step {step}: resume=True, out={str(files.path)!r} goes on" if step else "nothing kept"
+    if signal.SIGINT in ended.signals:
+        raise KeyboardInterrupt(f"the run was stopped; {kept}")
+    print(f"the run was stopped; {kept}", file=sys.stderr)
+    raise SystemExit(ended.code)

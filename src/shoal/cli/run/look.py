@@ -1,0 +1,72 @@
+"""A look at a job before ranks are started, in an interpreter of its own.
+
+For a caller that is a program with torch in it: a fork of that may have lost threads, OpenMP's or autograd's, or CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from shoal.errors import LaunchError
+from shoal.launch.environment import INSIDE
+from shoal.launch.output import OutputRelay
+from shoal.launch.signals import Signals
+from shoal.runs.request import RunRequest, dumped, loaded
+
+_REQUEST, _FOUND = "look.json", "found.json"
+_POLL_SECONDS = 0.05
+_PROGRAM = "import sys, shoal.cli.run.look; shoal.cli.run.look.main(sys.argv[1])"
+
+
+def look_aside(request: RunRequest, folder: Path, signals: Signals, stream: TextIO | None) -> dict[str, Any] | None:
+    """Result of `training.preflight.look` in another process; None where a signal asked to stop.
+
+    Raises: LaunchError where that process dies.
+    """
+    (folder / _REQUEST).write_text(dumped(request), encoding="utf-8")
+    relay = OutputRelay(stream) if stream is not None else None
+    try:
+        output = relay.writer if relay is not None else None
+        with subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(folder)],
+            env={**os.environ, INSIDE: "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        ) as process:
+            try:
+                while process.poll() is None and not signals.received:
+                    signals.wait(_POLL_SECONDS)
+            finally:
+                process.kill()
+    finally:
+        if relay is not None:
+            relay.close()
+    if signals.received:
+        return None
+    try:
+        found: dict[str, Any] = json.loads((folder / _FOUND).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise LaunchError(
+            given="a look at the job before any rank is started",
+            conflict=f"the process that loaded it ended with code {process.returncode} and without a word",
+            remedy="load the job by itself under `python`: its code crashes or ends the interpreter",
+        ) from None
+    return found
+
+
+def main(path: str) -> None:
+    """Looks at the job of the request in a folder, and leaves there what was found."""
+    from shoal.training.preflight import look
+
+    folder = Path(path)
+    found = look(loaded(RunRequest, (folder / _REQUEST).read_text(encoding="utf-8")))
+    (folder / _FOUND).write_text(json.dumps(found), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # threads that the job's code has left are nobody's to wait for

@@ -1,0 +1,229 @@
+"""Processes of one start of a run's ranks on this host: their environment, and the folder and socket they share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from shoal.errors import ExitCode, LaunchError
+from shoal.launch import heartbeat
+from shoal.launch.environment import GATE_FD, LAUNCHER_PID, LOCK_FD, REPORT_FILE, REQUEST_FILE, Environment
+from shoal.launch.output import OutputRelay
+from shoal.runs.directory import read_json
+from shoal.runs.directory_lock import NAME
+
+_REQUEST = "request.json"
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """Processes to start: the `shoal` arguments of each worker, how many, and the threads of each."""
+
+    arguments: Sequence[str]
+    num_processes: int
+    num_threads: int
+    logs: Path  # what ranks other than 0 print, where that is anything and the folder's parent has anything
+    request: str | None = None  # a text that is handed over to each of them as a file
+    replaceable: range = range(0)  # ranks that are started again, a few times, where they die without a word
+    unsaved: Callable[[], float] = lambda: 0.0  # the seconds since the newest checkpoint
+    excused: dict[str, float] = field(default_factory=dict)  # as `Watch`'s, of starts before this one
+    stream: TextIO | None = None  # where rank 0's output goes; None: to this process's own
+    lock: int | None = None  # a descriptor that all workers inherit: what it locks is locked until the last is gone
+    key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+
+
+@dataclass
+class RankProcess:
+    """Process of a rank, as its launcher knows it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    report: Path
+    log: Path | None
+    heartbeat: Path
+    relay: OutputRelay | None = None
+    given_up: bool = False  # killed from here, or asked to end, after another had died
+    stuck: str | None = None  # why it was killed from here while it lived
+
+    def how_it_ended(self) -> dict[str, Any] | None:
+        """Its report; None where it ended without one."""
+        return read_json(self.report)
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it has ended and its exit code is a good one."""
+        return self.process.poll() in (ExitCode.DONE, ExitCode.PREEMPTED)
+
+    def last_words(self) -> str:
+        """The last lines that it printed, each on a new line."""
+        if self.log is None:
+            return ""
+        with contextlib.suppress(OSError):
+            lines = self.log.read_text(errors="replace").strip().splitlines()[-5:]
+            return "".join(f"\n{line[:200]}" for line in lines)
+        return ""
+
+
+class Start:
+    """Processes of one start of a run's ranks. With `waits` they load torch and wait until `begin` is called.
+
+    Raises: LaunchError where the port that MASTER_PORT names cannot be used.
+    """
+
+    def __init__(self, run: LocalRun, *, waits: bool = False) -> None:
+        self._run = run
+        self._gate: int | None = None  # the end of a pipe on which those that wait read
+        self.workers: list[RankProcess] = []
+        self._listener = _listener()
+        self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
+        if waits:
+            reader, self._gate = os.pipe()
+            try:
+                self._fill(reader)
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                os.close(reader)
+
+    def begin(self, run: LocalRun) -> None:
+        """Starts the processes, or those of them that do not wait already, for `run`'s request."""
+        self._run = run
+        if run.request is not None:
+            (self._place / _REQUEST).write_text(run.request, encoding="utf-8")
+        if self._gate is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._gate, b"." * len(self.workers))
+        for rank in [worker.rank for worker in self.workers if worker.process.poll() is not None]:
+            self.again(rank)
+        self._fill()
+
+    def again(self, rank: int) -> None:
+        """Starts a rank whose process has ended anew."""
+        ended = self.workers[rank]
+        self._keep_log(ended)
+        if ended.relay is not None:
+            ended.relay.close()
+        self.workers[rank] = self._started(rank)
+
+    def close(self) -> None:
+        """Kills what still runs, keeps the logs, and removes the folder."""
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                worker.process.kill()
+        for worker in self.workers:
+            worker.process.wait()
+            self._keep_log(worker)
+            if worker.relay is not None:
+                worker.relay.close()
+        if self._gate is not None:
+            os.close(self._gate)
+        self._listener.close()
+        self._folder.cleanup()
+
+    @property
+    def _place(self) -> Path:
+        return Path(self._folder.name)
+
+    def _fill(self, gate: int | None = None) -> None:
+        for rank in range(len(self.workers), self._run.num_processes):
+            self.workers.append(self._started(rank, gate))
+
+    def _started(self, rank: int, gate: int | None = None) -> RankProcess:
+        run, folder = self._run, self._place
+        report, said = folder / f"report-{rank}.json", folder / f"heartbeat-{rank}"
+        heartbeat.make(said)
+        descriptor = self._listener.fileno() if rank == 0 else None
+        key = run.key if run.replaceable else None
+        number, port = run.num_processes, self._listener.getsockname()[1]
+        environment = Environment(rank, number, rank, number, port=port, listen_fd=descriptor, key=key)
+        variables = {
+            **os.environ,
+            **environment.variables(),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(run.num_threads)),
+            REPORT_FILE: str(report),
+            heartbeat.HEARTBEAT_FILE: str(said),
+            LAUNCHER_PID: str(os.getpid()),
+            **({LOCK_FD: str(run.lock)} if run.lock is not None else {}),
+            **({REQUEST_FILE: str(folder / _REQUEST)} if run.request is not None else {}),
+            **({GATE_FD: str(gate)} if gate is not None else {}),
+        }
+        log = None if rank == 0 else folder / f"log-{rank}.txt"
+        relay = OutputRelay(run.stream) if rank == 0 and run.stream is not None else None
+        output = relay.writer if relay is not None else None if log is None else log.open("wb")
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "shoal", *run.arguments],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[fd for fd in (descriptor, run.lock, gate) if fd is not None],
+                start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher only, which tells them once
+            )
+        finally:
+            if output is not None:
+                output.close()
+        return RankProcess(rank, process, report, log, said, relay)
+
+    def _keep_log(self, worker: RankProcess) -> None:
+        folder = self._run.logs
+        if worker.log is None or not folder.parent.is_dir():
+            return
+        with contextlib.suppress(OSError):
+            began = any(path.name != NAME for path in folder.parent.iterdir())
+            if began and worker.log.stat().st_size:
+                folder.mkdir(exist_ok=True)
+                shutil.copyfile(worker.log, folder / f"rank-{worker.rank}.txt")
+
+
+def tell(workers: Sequence[RankProcess], number: int) -> None:
+    """A signal to each that lives; SIGKILL gives it up."""
+    for worker in workers:
+        if worker.process.poll() is None:
+            worker.given_up = number == signal.SIGKILL
+            with contextlib.suppress(ProcessLookupError):
+                worker.process.send_signal(number)
+
+
+def tell_groups(workers: Sequence[RankProcess], number: int) -> None:
+    """A signal to each worker and the processes that it has started: the terminal's own reaches this group only."""
+    for worker in workers:
+        if worker.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, number)
+
+
+def _listener() -> socket.socket:
+    """A socket that listens on loopback for rank 0's store; on MASTER_PORT where that is set, else on a free port."""
+    port = os.environ.get("MASTER_PORT", "0")
+    if not port.isdecimal() or int(port) > 65535:
+        raise LaunchError(
+            given=f"MASTER_PORT={port}",
+            conflict="a port is a number up to 65535",
+            remedy="unset it: a free one is taken",
+        )
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", int(port)))
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            given=f"MASTER_PORT={port}",
+            conflict=f"that port cannot be used: {error.strerror}",
+            remedy="unset MASTER_PORT: a free port is taken",
+        ) from None
+    listener.listen()
+    return listener

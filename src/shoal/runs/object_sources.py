@@ -1,0 +1,223 @@
+"""Code of a job that is given as a Python object: digests of its functions and classes, and of those that they use."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import linecache
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from shoal.job import Job
+from shoal.runs.job_sources import FREE, JOB_FILE, code, digest_of
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MOST_ITEMS = 64  # of a container that are looked into
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def code_of(given: object) -> dict[str, dict[str, str]]:
+    """Digests of an object's code: by file, and in it by definition, of what they compute; as `job_sources.code`.
+
+    Functions and classes that came by value count one by one, with the plain values that they read; modules of the
+    user's own count whole. Where no source is to be read, as of an interpreter's input, its bytecode counts.
+    """
+    found = _Found()
+    found.visit(given, "the job", is_job=True)
+    return {JOB_FILE: dict(sorted(found.own.items())), **found.files}
+
+
+class _Found:
+    """Digests as they are collected; each object is visited once."""
+
+    def __init__(self) -> None:
+        self.own: dict[str, str] = {}
+        self.files: dict[str, dict[str, str]] = {}
+        self._seen: set[int] = set()
+        self._alive: list[object] = []  # or another could get the id of one that is gone
+
+    def visit(self, value: object, name: str, *, is_job: bool = False) -> None:
+        """Takes in a value that goes by `name`, and what it uses."""
+        if isinstance(value, _PLAIN):
+            self._add(name, repr(value))
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._alive.append(value)
+        if isinstance(value, FunctionType):
+            self._function(value, name, is_job)
+        elif isinstance(value, type):
+            self._class(value)
+        elif isinstance(value, ModuleType):
+            self._module(value)
+        else:
+            for part, inner in _parts(value, name):
+                self.visit(inner, part)
+
+    def _function(self, function: FunctionType, name: str, is_job: bool) -> None:
+        in_file = self._elsewhere(function.__module__)
+        own = function.__qualname__ if function.__name__.isidentifier() else name
+        if not in_file:
+            self._add(own, _digest(function.__code__, is_job))
+            if not is_job:  # those of a job function are settings
+                for part, value in _defaults(function):
+                    self.visit(value, f"{own}({part})")
+        for part, value in (*_closed(function), *(() if in_file else _named(function))):
+            self.visit(value, f"{own}: {part}" if isinstance(value, _PLAIN) else part)
+
+    def _class(self, kind: type) -> None:
+        if self._elsewhere(kind.__module__):
+            return
+        for base in kind.__bases__:
+            self.visit(base, base.__qualname__)
+        for name, value in vars(kind).items():
+            value = getattr(value, "__func__", value)
+            if isinstance(value, FunctionType) or (isinstance(value, _PLAIN) and not name.startswith("__")):
+                self.visit(value, f"{kind.__qualname__}.{name}")
+
+    def _module(self, module: ModuleType) -> None:
+        self._elsewhere(module.__name__)
+
+    def _elsewhere(self, name: str | None) -> bool:
+        """Whether a definition is of a module in a file, which counts whole where it is the user's own."""
+        module = sys.modules.get(name or "")
+        file = getattr(module, "__file__", None)
+        if name == "__main__" or module is None or file is None:
+            return module is not None and name != "__main__"  # those without a file are Python's own
+        path = Path(file).resolve()
+        # A package's own file is PACKAGE/__init__.py.
+        depth = module.__name__.count(".") + (2 if path.stem == "__init__" else 1)
+        label = "/".join(path.parts[-depth:])
+        if _is_own(path) and label not in self.files:
+            self.files[label] = {}
+            self.files |= {label if n == JOB_FILE else n: found for n, found in code(path, "").items()}
+        return True
+
+    def _add(self, name: str, text: str) -> None:
+        before = self.own.get(name, "")
+        self.own[name] = hashlib.sha256(f"{before}{text}".encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _others() -> tuple[Path, ...]:
+    """Folders of installed code."""
+    known = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
+    return (_PACKAGE, *(Path(folder).resolve() for folder in known))
+
+
+def _is_own(path: Path) -> bool:
+    installed = _others()
+    return path.suffix == ".py" and not any(path.is_relative_to(folder) for folder in installed)
+
+
+def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """The objects inside of another that may have code."""
+    if isinstance(value, Job):
+        told = (*FREE, *value.describe())  # these are compared by themselves
+        given = ((part, getattr(value, part)) for part in value.__dataclass_fields__ if part not in told)
+        yield from ((part, inner) for part, inner in given if inner is not None)
+        for number, callback in enumerate(value.callbacks):  # none of them has been called in this process
+            held = getattr(callback, "__dict__", {})
+            yield from ((f"callbacks[{number}].{part}", inner) for part, inner in held.items())
+    elif isinstance(value, functools.partial):
+        yield from ((name, value.func), (name, value.args), (name, value.keywords))
+    elif isinstance(value, MethodType):
+        yield from ((name, value.__func__), (name, value.__self__))
+    elif isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", inner) for key, inner in list(value.items())[:_MOST_ITEMS])
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((name, inner) for inner in list(value)[:_MOST_ITEMS] if not isinstance(inner, _PLAIN))
+        if len(value) <= _MOST_ITEMS and not isinstance(value, set | frozenset):
+            yield name, repr([inner for inner in value if isinstance(inner, _PLAIN)])
+    else:
+        yield type(value).__qualname__, type(value)
+        yield from _state(value, name)
+
+
+def _state(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """The attributes of an instance that say what it computes: all of a frozen dataclass, else functions and classes.
+
+    Others may change while the job is the same: counters, caches, data.
+    """
+    kind: Any = type(value)
+    if getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+        yield from ((f"{name}.{part.name}", getattr(value, part.name)) for part in fields(kind))
+    else:
+        held = getattr(value, "__dict__", {})
+        code = (FunctionType, MethodType, functools.partial, type)
+        yield from ((f"{name}.{part}", inner) for part, inner in held.items() if isinstance(inner, code))
+
+
+def _defaults(function: FunctionType) -> Iterator[tuple[str, object]]:
+    parameters = inspect.signature(function).parameters.values()
+    return ((found.name, found.default) for found in parameters if found.default is not found.empty)
+
+
+def _closed(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The values of a function's closure."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+
+
+def _named(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """The values of the globals that a function names, or a function inside of it."""
+    names = dict.fromkeys(name for inner in _codes(function.__code__) for name in inner.co_names)
+    yield from ((name, function.__globals__[name]) for name in names if name in function.__globals__)
+
+
+def _codes(outer: CodeType) -> Iterator[CodeType]:
+    yield outer
+    for constant in outer.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _digest(of: CodeType, is_job: bool) -> str:
+    node = _node(of)
+    if node is not None:
+        return digest_of([node], is_job=is_job)
+    texts = [
+        repr((inner.co_code, inner.co_names, [c for c in inner.co_consts if not isinstance(c, CodeType)]))
+        for inner in _codes(of)
+    ]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+def _node(of: CodeType) -> ast.AST | None:
+    """The definition in the source that a code object was compiled of; None where that cannot be read."""
+    lines = linecache.getlines(of.co_filename)
+    if not lines:
+        return None
+    try:
+        tree = ast.parse("".join(lines))
+    except (SyntaxError, ValueError):
+        return None
+    kinds = (ast.Lambda,) if of.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node for node in ast.walk(tree) if isinstance(node, kinds) and _first_line(node) == of.co_firstlineno]
+    if len(found) > 1:
+        found = [node for node in found if _surrounds(node, of)]
+    named = [node for node in found if getattr(node, "name", of.co_name) == of.co_name]
+    return named[0] if len(named) == 1 else None
+
+
+def _first_line(node: Any) -> int:
+    decorators = getattr(node, "decorator_list", [])
+    return min([int(node.lineno), *(int(decorator.lineno) for decorator in decorators)])
+
+
+def _surrounds(node: Any, of: CodeType) -> bool:
+    """Whether an instruction of the code computes just what the body of a lambda is, at its place in the source."""
+    body = node.body if isinstance(node, ast.Lambda) else node
+    return (body.lineno, body.end_lineno, body.col_offset, body.end_col_offset) in of.co_positions()

@@ -1,0 +1,277 @@
+"""Callbacks on one process: called at their places, isolated from the training, named where they raise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import shoal
+from shoal.checkpoint import weights_sha256
+from shoal.distributed.mesh import alone
+from shoal.errors import JobError, UserCodeError
+from shoal.plans.plan import Plan
+from shoal.training.engine import Options, build
+from shoal.training.preflight import judged
+from shoal.training.step_records import Outcome, Surroundings
+from shoal.training.telemetry import RecordWriter
+
+X = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+ROWS = TensorDataset(X, X.sum(1, keepdim=True))
+
+
+class Normed(nn.Module):
+    """With batch statistics and dropout, so that a stray forward or draw is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out
+
+
+def job(*callbacks: shoal.Callback, steps: int = 6, **changes: Any) -> shoal.Job:
+    """Three steps an epoch."""
+    said: dict[str, Any] = {
+        "model": Normed,
+        "loss": lambda model, batch: shoal.mse(model(batch[0]), batch[1]),
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "train_data": ROWS,
+        "eval_data": ROWS,
+        "global_batch": 8,
+        "grains": 2,
+        "length": shoal.Steps(steps),
+        "callbacks": callbacks,
+    }
+    return shoal.Job(**{**said, **changes})
+
+
+def trained(wanted: shoal.Job, folder: Path | None = None, *, resume: bool = False) -> tuple[str, Outcome, list[str]]:
+    """The weights' hash, the outcome, and the lines for people."""
+    options = Options(telemetry=False, checkpoints=folder, callbacks=tuple(wanted.callbacks), checkpoint_every=2)
+    made = build(wanted, judged(wanted, Plan()).plan, alone(torch.device("cpu")), options)
+    lines: list[str] = []
+    try:
+        state, complaints = made.load() if resume else (None, [])
+        lines += complaints
+        around = Surroundings(lines.append, lambda record, rank: None, lambda: False)
+        outcome = made.trainer(state, made.order.num_steps, around, RecordWriter(None)).train()
+        return weights_sha256(dict(made.model.state_dict())), outcome, lines
+    finally:
+        made.close()
+
+
+class Told(shoal.Callback):
+    """Notes each call, and asks for something after a step."""
+
+    def __init__(self, step: int = 0, request: str = "") -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.step, self.request, self.total = step, request, torch.zeros(2, dtype=torch.float64)
+
+    def on_start(self, run: Any) -> None:
+        self.calls.append(("start", run.step, run.num_steps, run.rank, run.world_size))
+
+    def on_step(self, run: Any, record: shoal.StepRecord) -> None:
+        self.calls.append(("step", record.step))
+        self.total += record.loss
+        if record.step == self.step:
+            getattr(run, f"request_{self.request}")()
+
+    def on_evaluation(self, run: Any, metrics: Mapping[str, float]) -> None:
+        self.calls.append(("evaluation", run.step, *metrics))
+
+    def on_checkpoint(self, run: Any, folder: Path) -> None:
+        self.calls.append(("checkpoint", folder.name))
+
+    def on_end(self, run: Any, ending: Any) -> None:
+        self.calls.append(("end", ending.status, ending.step, *ending.metrics))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total, "calls": len(self.calls), "nested": {"a": [1, (2, None)]}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert state["nested"] == {"a": [1, (2, None)]}
+        self.total = state["total"]
+
+
+def test_hooks_are_called_in_order(tmp_path: Path) -> None:
+    told = Told()
+    trained(job(told, steps=4), tmp_path)
+    assert told.calls == [
+        ("start", 0, 4, 0, 1),
+        ("step", 1),
+        ("step", 2),
+        ("checkpoint", "step-00000002"),
+        ("step", 3),
+        ("evaluation", 3, "loss"),
+        ("step", 4),
+        ("checkpoint", "step-00000004"),
+        ("evaluation", 4, "loss"),
+        ("end", "completed", 4, "loss"),
+    ]
+
+
+def test_requests_count_at_their_step(tmp_path: Path) -> None:
+    told = Told(5, "evaluation")
+    trained(job(told), None)
+    assert [call[1] for call in told.calls if call[0] == "evaluation"] == [3, 5, 6]
+    told = Told(3, "evaluation")
+    trained(job(told), None)
+    assert [call[1] for call in told.calls if call[0] == "evaluation"] == [3, 6], "a step is evaluated once"
+    told = Told(5, "checkpoint")
+    trained(job(told), tmp_path)
+    assert [call[1][-1] for call in told.calls if call[0] == "checkpoint"] == ["2", "4", "5", "6"]
+    told = Told(4, "end")
+    outcome = trained(job(told))[1]
+    assert (outcome.status, outcome.state.step) == ("completed", 4)
+    assert outcome.ended_by == {"callback": "Told", "reason": "", "step": 4}
+    assert told.calls[-2:] == [("evaluation", 4, "loss"), ("end", "completed", 4, "loss")]
+
+
+class Busy(shoal.Callback):
+    """Draws from every generator, seeds them, runs the model in both modes, and leaves gradients behind."""
+
+    def _work(self, run: Any) -> None:
+        torch.manual_seed(3)
+        random.seed(3)
+        np.random.seed(3)
+        model = run.model
+        with torch.enable_grad():
+            model.train()(X).sum().backward()
+        model.eval()(X)
+        assert not torch.is_grad_enabled()
+
+    def on_start(self, run: Any) -> None:
+        self._work(run)
+
+    def on_step(self, run: Any, record: Any) -> None:
+        self._work(run)
+
+    def on_evaluation(self, run: Any, metrics: Any) -> None:
+        self._work(run)
+
+
+def test_what_a_callback_computes_changes_nothing() -> None:
+    with_it, without = trained(job(Busy())), trained(job())
+    assert with_it[0] == without[0]
+    assert with_it[1].metrics == without[1].metrics
+
+
+class Closes(shoal.Callback):
+    """Changes a parameter of a model that it has by itself."""
+
+    def on_step(self, run: Any, record: Any) -> None:
+        next(run.model.parameters()).mul_(0.5)
+
+
+def test_a_callback_that_changes_a_parameter_ends_the_run() -> None:
+    with pytest.raises(JobError, match=r"callback Closes, whose on_step changes inner\.0\.weight"):
+        trained(job(Closes()))
+
+
+class Raises(shoal.Callback):
+    """Raises in a hook."""
+
+    def __init__(self, hook: str, required: bool = False) -> None:
+        self.required = required
+        self.calls = 0
+        setattr(self, hook, self._raise)
+
+    def _raise(self, *arguments: Any) -> None:
+        self.calls += 1
+        raise ValueError("no such thing\nat all")
+
+
+HOOKS = ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end", "state_dict", "parameter_tensors")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_one_that_raises_is_named_and_switched_off(hook: str, tmp_path: Path) -> None:
+    raises = Raises(hook)
+    found, _, lines = trained(job(raises), tmp_path / "a")
+    assert raises.calls == 1
+    said = [line for line in lines if "callback Raises raised in" in line]
+    assert len(said) == 1
+    assert f"{hook} after step" in said[0]
+    assert "ValueError: no such thing at" in said[0]
+    assert "switched off on all ranks" in said[0]
+    assert found == trained(job(), tmp_path / "b")[0]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_one_that_is_required_ends_the_run(hook: str, tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match=r"callback Raises; its .* raised ValueError: no such thing"):
+        trained(job(Raises(hook, required=True)), tmp_path)
+
+
+def test_a_watcher_may_not_ask() -> None:
+    told = Told(2, "end")
+    told.watches_only = True
+    lines = trained(job(told))[2]
+    assert any("which says watches_only = True" in line for line in lines)
+
+
+def test_state_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+    whole, first, second = Told(), Told(3, "end"), Told()
+    trained(job(whole))
+    trained(job(first), tmp_path)
+    trained(job(second), tmp_path, resume=True)
+    assert torch.equal(second.total, whole.total)
+    assert second.calls[0] == ("start", 3, 6, 0, 1)
+
+
+def test_states_without_a_taker_are_told_of(tmp_path: Path) -> None:
+    trained(job(Told(2, "end")), tmp_path)
+    lines = trained(job(shoal.EMA(0.9)), tmp_path, resume=True)[2]
+    assert "callback EMA begins anew: the checkpoint has no state of it" in lines
+    assert "the state of callback Told is left: this job has no such callback" in lines
+
+
+def test_a_state_that_is_none_is_named(tmp_path: Path) -> None:
+    class Opaque(shoal.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"file": object()}
+
+    with pytest.raises(UserCodeError, match="callback state Opaque/file of type object"):
+        trained(job(Opaque()), tmp_path)
+
+
+def test_the_whole_model_is_a_copy(tmp_path: Path) -> None:
+    class Looks(shoal.Callback):
+        def on_end(self, run: Any, ending: Any) -> None:
+            self.model = run.whole_model()
+            self.found = weights_sha256(self.model.state_dict())
+            torch.nn.init.zeros_(next(self.model.parameters()))
+
+    looks = Looks()
+    assert trained(job(looks))[0] == looks.found
+    assert not looks.model.training
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "said"),
+    [
+        ([Told], "a callback is an object with hooks"),
+        ([print], "a callback is an object with hooks"),
+        (Told(), "callbacks are a list"),
+        ([shoal.EarlyStopping("perplexity")], "an evaluation gives loss"),
+        ([shoal.KeepBest("loss"), shoal.KeepBest("loss", mode="max")], "one metric decides"),
+    ],
+)
+def test_what_is_no_callback_is_refused(callbacks: Any, said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        job(callbacks=callbacks)
+
+
+def test_two_averages_are_refused() -> None:
+    with pytest.raises(JobError, match="2 callbacks EMA"):
+        trained(job(shoal.EMA(0.9), shoal.EMA(0.99)))
