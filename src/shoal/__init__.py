@@ -35,6 +35,7 @@ _HOMES = {
     "verify": "shoal.verification",
     "verify_session": "shoal.verification",
     "load": "shoal.checkpoint.weights",
+    "from_training_arguments": "shoal.parallel.model.adapters.training_arguments",
     "weights_sha256": "shoal.checkpoint",
     "Answer": "shoal.planner.answer.answer",
     "Run": "shoal.cli.finished_run",
@@ -67,6 +68,7 @@ __all__ = [
     "__version__",
     "accuracy",
     "cross_entropy",
+    "from_training_arguments",
     "load",
     "mse",
     "plan",
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.numerics.losses import accuracy, cross_entropy, mse
+    from shoal.parallel.model.adapters.training_arguments import from_training_arguments
     from shoal.planner.answer.answer import Answer
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord

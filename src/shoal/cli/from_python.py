@@ -258,7 +258,9 @@ def _raise(ended: RunEnd, request: RunRequest) -> None:
 
 def _stop(ended: RunEnd, files: RunDirectory) -> NoReturn:
     step = (read_json(files.saved) or {}).get("step")
-    kept = f"its checkpoint is of step {step}: resume=True, out={str(files.path)!r} goes on" if step else "nothing kept"
+    kept = (
+        f"its checkpoint is of step {step}: resume=True, out={str(files.path)!r} goes on" if step else "no checkpoint"
+    )
     if signal.SIGINT in ended.signals:
         raise KeyboardInterrupt(f"the run was stopped; {kept}")
     print(f"the run was stopped; {kept}", file=sys.stderr)
