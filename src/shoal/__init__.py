@@ -24,6 +24,9 @@ _HOMES = {
     "EarlyStopping": "shoal.training.callbacks.stopping",
     "KeepBest": "shoal.training.callbacks.stopping",
     "EMA": "shoal.training.callbacks.ema",
+    "Sample": "shoal.training.callbacks.sample",
+    "Schedule": "shoal.training.lr_schedule",
+    "track": "shoal.training.trackers.tracker",
     "cross_entropy": "shoal.numerics.losses",
     "mse": "shoal.numerics.losses",
     "accuracy": "shoal.numerics.losses",
@@ -32,6 +35,7 @@ _HOMES = {
     "verify": "shoal.verification",
     "verify_session": "shoal.verification",
     "load": "shoal.checkpoint.weights",
+    "from_training_arguments": "shoal.parallel.model.adapters.training_arguments",
     "weights_sha256": "shoal.checkpoint",
     "Answer": "shoal.planner.answer.answer",
     "Run": "shoal.cli.finished_run",
@@ -53,7 +57,9 @@ __all__ = [
     "Progress",
     "Run",
     "RunRecord",
+    "Sample",
     "Samples",
+    "Schedule",
     "Session",
     "ShoalError",
     "StepRecord",
@@ -62,10 +68,12 @@ __all__ = [
     "__version__",
     "accuracy",
     "cross_entropy",
+    "from_training_arguments",
     "load",
     "mse",
     "plan",
     "run",
+    "track",
     "verify",
     "verify_session",
     "warmup_cosine",
@@ -80,14 +88,18 @@ if TYPE_CHECKING:
     from shoal.errors import ExitCode, ShoalError
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.numerics.losses import accuracy, cross_entropy, mse
+    from shoal.parallel.model.adapters.training_arguments import from_training_arguments
     from shoal.planner.answer.answer import Answer
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord
     from shoal.runs.version import __version__
     from shoal.training.callbacks.base import Callback
     from shoal.training.callbacks.ema import EMA
+    from shoal.training.callbacks.sample import Sample
     from shoal.training.callbacks.stopping import EarlyStopping, KeepBest
+    from shoal.training.lr_schedule import Schedule
     from shoal.training.session import Session
+    from shoal.training.trackers.tracker import track
     from shoal.verification import Verdict, verify, verify_session
 
 

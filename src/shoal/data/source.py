@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from abc import ABC, abstractmethod
+from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,9 +120,13 @@ class SampleSource(MapSource):
 
 
 def collate_samples(collate: Collate, samples: list[Any], name: str) -> Any:
-    """The samples as a batch. Raises: DataError where the collate function does."""
+    """The samples as a batch; a mapping of another library (a tokenizer's BatchEncoding) as a dict of its values.
+
+    Raises: DataError where the collate function does.
+    """
     try:
-        return collate(samples)
+        batch = collate(samples)
+        return dict(batch) if isinstance(batch, UserDict) else batch  # torch moves and divides dicts alone
     except ShoalError:
         raise
     except Exception as error:

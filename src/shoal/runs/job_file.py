@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -102,13 +104,32 @@ def parse_target(target: str, settings: Sequence[str]) -> JobRequest:
     return JobRequest(path, function or None, tuple(pairs))
 
 
+# The number of devices is no input of a job; and a library that a job file uses would join the ranks by itself, at the
+# address where shoal's own wait for each other (Accelerate does, in a TrainingArguments).
+_OF_DEVICES = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@contextlib.contextmanager
+def _without_devices() -> Iterator[None]:
+    """The process's environment without the variables that tell how many ranks there are."""
+    hidden = {name: os.environ.pop(name) for name in _OF_DEVICES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def load(request: JobRequest) -> LoadedJob:
-    """Runs the job file and its function. Raises: JobFileError, SettingError, JobError."""
-    if request.handed is not None:
-        return _load_handed(request, request.handed)
-    function_name, function = _find(_execute(request.path), request)
-    job, settings = called(function, request)
-    return _of_file(request, function_name, job, settings)
+    """Runs the job file and its function, to which the number of ranks is not visible in the environment.
+
+    Raises: JobFileError, SettingError, JobError.
+    """
+    with _without_devices():
+        if request.handed is not None:
+            return _load_handed(request, request.handed)
+        function_name, function = _find(_execute(request.path), request)
+        job, settings = called(function, request)
+        return _of_file(request, function_name, job, settings)
 
 
 def _load_handed(request: JobRequest, handed: HandedJob) -> LoadedJob:
@@ -120,7 +141,8 @@ def _load_handed(request: JobRequest, handed: HandedJob) -> LoadedJob:
         raise _raised(str(request.path), error) from error
     job, settings = called(given, request)
     if handed.module is not None:
-        return _of_file(request, str(request.function), job, settings)
+        found = _of_file(request, str(request.function), job, settings)
+        return replace(found, code=handed.code) if handed.code else found
     digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
     return LoadedJob(job, request.function or "job", settings, digest, handed.code)
 

@@ -1,6 +1,7 @@
 """Sources: whatever kind the data are, the samples of a grain are the same in any microbatch."""
 
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -211,3 +212,10 @@ def test_a_function_that_raises_is_named() -> None:
 
     with pytest.raises(DatasetNotFoundError):
         opened(missing)
+
+
+def test_a_mapping_of_another_library_is_a_dict() -> None:
+    """As a tokenizer's BatchEncoding, whose tensors torch's pytree does not see."""
+    batch = fetch(list(range(20)), lambda samples: UserDict(ids=torch.tensor(samples)))
+    assert type(batch) is dict
+    assert torch.equal(batch["ids"], torch.tensor(np.concatenate(IDS)))

@@ -1,5 +1,6 @@
 """Job files are run as scripts; the parameters of the job function are the settings, with their types."""
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -225,3 +226,18 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(JobFileError, match=r"give a file that ends in \.py"):
         load(JobRequest(path))
+
+
+def test_the_number_of_ranks_is_not_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to the file nor to its function; afterwards it is as it was."""
+    path = tmp_path / "alone.py"
+    path.write_text(
+        "import os\nimport shoal\nHERE = 'WORLD_SIZE' in os.environ\n\n\ndef job() -> shoal.Job:\n"
+        "    seen = HERE or 'LOCAL_RANK' in os.environ\n"
+        "    return shoal.Job(model=dict, loss=max, optimizer=min, train_data=[1], global_batch=1 + seen)\n",
+        encoding="utf-8",
+    )
+    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
+    assert load(JobRequest(path)).job.global_batch == 1
+    assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("3", "3")
