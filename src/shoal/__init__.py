@@ -24,6 +24,9 @@ _HOMES = {
     "EarlyStopping": "shoal.training.callbacks.stopping",
     "KeepBest": "shoal.training.callbacks.stopping",
     "EMA": "shoal.training.callbacks.ema",
+    "Sample": "shoal.training.callbacks.sample",
+    "Schedule": "shoal.training.lr_schedule",
+    "track": "shoal.training.trackers.tracker",
     "cross_entropy": "shoal.numerics.losses",
     "mse": "shoal.numerics.losses",
     "accuracy": "shoal.numerics.losses",
@@ -54,7 +57,9 @@ __all__ = [
     "Progress",
     "Run",
     "RunRecord",
+    "Sample",
     "Samples",
+    "Schedule",
     "Session",
     "ShoalError",
     "StepRecord",
@@ -68,6 +73,7 @@ __all__ = [
     "mse",
     "plan",
     "run",
+    "track",
     "verify",
     "verify_session",
     "warmup_cosine",
@@ -89,8 +95,11 @@ if TYPE_CHECKING:
     from shoal.runs.version import __version__
     from shoal.training.callbacks.base import Callback
     from shoal.training.callbacks.ema import EMA
+    from shoal.training.callbacks.sample import Sample
     from shoal.training.callbacks.stopping import EarlyStopping, KeepBest
+    from shoal.training.lr_schedule import Schedule
     from shoal.training.session import Session
+    from shoal.training.trackers.tracker import track
     from shoal.verification import Verdict, verify, verify_session
 
 

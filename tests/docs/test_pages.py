@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,16 @@ STORIES = [
     if name != "tutorial.md" and any(block.language == "sh" for block in blocks_of(page))
 ]
 NEEDS = {"coming-from/keras.md": "keras"}
+PLAIN = (
+    "exit-codes.md",
+    "jobs.md",
+    "layouts.md",
+    "model-out.md",
+    "models.md",
+    "recovery.md",
+    "session.md",
+    "settings.md",
+)
 USUAL = {"coming-from/lightning.md", "coming-from/deepspeed.md"}
 
 
@@ -70,3 +81,22 @@ def test_a_page_that_is_wrong_fails(tmp_path: Path) -> None:
 
 def test_programs_of_other_frameworks_are_no_blocks() -> None:
     assert blocks_of('```py title="train.py"\nimport horovod\n```\n\n```sh\nshoal run\n```\n')[0].language == "sh"
+
+
+def long_sentences(page: str, most: int = 25) -> list[str]:
+    """Sentences of a page's paragraphs and lists with more words than that; code, tables and headings are left out."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    text = "\n".join(line for line in text.splitlines() if not line.startswith(("|", "#", "<", ":::")))
+    text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))
+    sentences = re.split(r"(?<=[.!?:;])\s|\n\n|\n- ", text)
+    return [" ".join(words) for sentence in sentences if len(words := sentence.split()) > most]
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *TAUGHT, *(DOCS / name for name in PLAIN)], ids=lambda p: p.name)
+def test_sentences_are_short(path: Path) -> None:
+    assert long_sentences(path.read_text("utf-8")) == []
+
+
+def test_a_long_sentence_is_found() -> None:
+    long = "One " + "more " * 25 + "word."
+    assert len(long_sentences(f"Short.\n\n- {long} Short.\n\n```sh\n{long}\n```\n| {long} |\n")) == 1

@@ -144,10 +144,34 @@ def plain(model: str = "mlp") -> shoal.Job:
     return type(made)(**{**vars(made), "callbacks": ()})
 
 
+def note_weights(model: torch.nn.Module, run: Any) -> None:
+    assert run.rank == 0
+    Path(run.out, f"sampled-{run.step}.txt").write_text(shoal.weights_sha256(model.state_dict()))
+
+
 def stack(steps: int = 12) -> shoal.Job:
-    """The language model that every axis divides, averaged."""
-    return dataclasses.replace(layouts.stack(steps), callbacks=[shoal.EMA(0.8)])
+    """The language model that every axis divides, averaged; its whole weights are noted."""
+    callbacks = [shoal.EMA(0.8), shoal.Sample(note_weights, every=3)]
+    return dataclasses.replace(layouts.stack(steps), callbacks=callbacks)
+
+
+def sample_raises() -> shoal.Job:
+    """On rank 0, after all ranks have gathered the model for it."""
+
+    def fail(model: torch.nn.Module, run: Any) -> None:
+        raise RuntimeError("no display")
+
+    return dataclasses.replace(layouts.stack(6), callbacks=[shoal.Sample(fail, every=1)])
 
 
 def served(asks: str = "evaluation@2,checkpoint@3,end@6", ema: bool = False) -> shoal.Job:
     return tiny.mlp(samples=64, steps=24, callbacks=[Told(asks), *([shoal.EMA(0.9)] if ema else [])])
+
+
+def tracked(tracker: str = "trackio", closing_seconds: float = 1.0) -> shoal.Job:
+    """A run that waits little for its tracker."""
+    from shoal.runs.tracking import TrackerName
+    from shoal.training.trackers.tracker import Tracker
+
+    name = TrackerName.parse(tracker, tracker)
+    return tiny.mlp(samples=64, steps=8, callbacks=[Tracker(name, closing_seconds=closing_seconds)])

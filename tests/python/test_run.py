@@ -217,7 +217,7 @@ def test_an_interrupt_while_the_job_is_looked_at(tmp_path: Path) -> None:
         started.until((tmp_path / "loading").exists, "the job's loading")
         started.send(signal.SIGINT)
         ended = started.wait().expect(0)
-    assert "the run was stopped; nothing kept" in ended.stdout
+    assert "the run was stopped; no checkpoint" in ended.stdout
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import forks
 from tests.launching import JOBS, Ended, Run, run, run_all
 from tests.ranks.test_relayout import ONE_THREAD, plan
 from tests.usual import parametrize
@@ -170,3 +172,43 @@ def test_averages_in_every_layout(layout: str, alone: Ended, tmp_path: Path) -> 
             assert difference <= CLOSE, (key, float(difference))
         assert ended.result["metrics"]["ema_loss"] == pytest.approx(alone.result["metrics"]["ema_loss"], rel=CLOSE)
         assert ended.result["metrics"]["ema_loss"] != ended.result["metrics"]["loss"]
+        assert (folder / f"sampled-{STEPS}.txt").read_text() == ended.result["weights_sha256"]
+
+
+@pytest.mark.slow
+def test_a_sample_that_raises_lets_nobody_wait(tmp_path: Path) -> None:
+    sections = plan(tmp_path / "plan.toml", LAYOUTS["ZeRO-3"])
+    ended = run(Run(f"{JOB}:sample_raises", tmp_path / "run", None, arguments=sections)).expect(0)
+    assert ended.output.count("callback Sample raised in on_step") == 1
+    assert ended.result["steps"] == 6
+
+
+# ------------------------------------------------------------------------------------------------- servers and verify
+
+
+@pytest.mark.slow
+def test_hooks_with_servers(tmp_path: Path) -> None:
+    sections = plan(tmp_path / "plan.toml", {"layout": {"data": 2}, "server": {"mode": "synchronous"}})
+    ended = run(Run(f"{JOB}:served", tmp_path / "run", None, arguments=sections)).expect(0)
+    assert ended.result["ended_by"]["callback"] == "Told"
+    assert 6 <= ended.result["steps"] < 24
+    lines = [line.split() for line in told(tmp_path / "run")]
+    assert lines[0][:2] == ["start", "0"]
+    assert {line[0] for line in lines} == {"start", "evaluation", "checkpoint", "end"}
+    assert lines[-1][:2] == ["end", "completed"]
+
+
+@pytest.mark.slow
+def test_averages_on_servers_are_refused(tmp_path: Path) -> None:
+    sections = plan(tmp_path / "plan.toml", {"layout": {"data": 2}, "server": {"mode": "synchronous"}})
+    ended = run(Run(f"{JOB}:served", tmp_path / "run", None, arguments=sections, settings={"ema": "true"})).expect(2)
+    assert "the parameters are on the servers" in ended.stderr
+
+
+@pytest.mark.slow
+def test_verify_calls_none(tmp_path: Path) -> None:
+    settings = ("--set", "ema=0.9", "--set", "stop=2", "--set", "busy=true")
+    command = ["verify", f"{JOB}:job", "--devices", "2", "--steps", "2", "--out", str(tmp_path), *settings]
+    done = forks.run([sys.executable, "-m", "shoal", *command], cwd=tmp_path, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(tmp_path.rglob("told-*"))

@@ -159,6 +159,7 @@ RUN_OPTIONS: Table = {
     ),
     "--max-restarts": Refuses(PLAIN.with_("--max-restarts", "-1"), "--max-restarts"),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
+    "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
     "--init-from": Acts(
         FROM_ONE, PLAIN.with_("--out", "other", after=KEPT), lambda ended: weights_in(ended.folder / "other")
     ),

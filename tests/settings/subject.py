@@ -130,6 +130,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "length in epochs": {"length": shoal.Epochs(0.5)},
     "length in samples": {"length": shoal.Samples(40)},
     "schedule": {"schedule": shoal.warmup_cosine(warmup=0.5)},
+    "schedule of torch": {"schedule": shoal.Schedule(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)},
+    "schedule of a metric": {"schedule": shoal.Schedule(lambda of: torch.optim.lr_scheduler.ReduceLROnPlateau(of))},
     "clip_norm": {"clip_norm": 0.01},
     "seed": {"seed": 7},
     "collate": {"collate": doubled},

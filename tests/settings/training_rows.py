@@ -72,6 +72,10 @@ JOB: Table = {
     "length: samples": Acts(changed("length in samples"), PLAIN, samples, (3, 40)),
     "length: epochs of a stream": Refuses(changed("stream in epochs"), "a stream has no length, and so no epochs"),
     "schedule": Acts(changed("schedule"), PLAIN, lambda ended: [r["learning_rate"] for r in ended.records]),
+    "schedule: torch's": Acts(
+        changed("schedule of torch"), PLAIN, lambda ended: [r["learning_rate"] for r in ended.records]
+    ),
+    "schedule: of a metric": Refuses(changed("schedule of a metric"), "that follows from the step alone"),
     "clip_norm": Acts(changed("clip_norm"), PLAIN, weights),
     "seed": Acts(changed("seed"), PLAIN, ids),
     "collate": Acts(changed("collate by item"), changed("by item"), losses),

@@ -54,6 +54,7 @@ def run(
     checkpoint_every: int | None = None,
     require_certificate: PathText | None = None,
     no_telemetry: bool = False,
+    track: str | Sequence[str] = (),
     max_restarts: int = 5,
     init_from: PathText | None = None,
     init_allow: str | None = None,
@@ -77,6 +78,7 @@ def run(
     | `checkpoint_every` | steps between checkpoints |
     | `require_certificate` | train only what `shoal verify` has verified: its file |
     | `no_telemetry` | no spans and no step records |
+    | `track` | trackers, "tensorboard" or "mlflow:sqlite:///runs.db" |
     | `max_restarts` | starts of lost ranks in a row that bring nothing new |
     | `init_from` | initial weights: a run, a checkpoint, a file or a folder |
     | `init_allow` | with it, tensors that may differ: "missing,unexpected,mismatched" |
@@ -136,6 +138,7 @@ def _run(given: dict[str, Any]) -> Run:
         values[name] = os.fspath(given[name]) if given[name] is not None else None
     renamed = given["init_rename"]
     values["init_rename"] = tuple(f"{a}={b}" for a, b in renamed.items()) if isinstance(renamed, Mapping) else renamed
+    values["track"] = (given["track"],) if isinstance(given["track"], str) else tuple(given["track"])
     texts = _settings("shoal.run", given)
     with tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
         request = requested(options_from(RunOptions, values | _target(job, texts, Path(folder))))
@@ -255,7 +258,9 @@ def _raise(ended: RunEnd, request: RunRequest) -> None:
 
 def _stop(ended: RunEnd, files: RunDirectory) -> NoReturn:
     step = (read_json(files.saved) or {}).get("step")
-    kept = f"its checkpoint is of step {step}: resume=True, out={str(files.path)!r} goes on" if step else "nothing kept"
+    kept = (
+        f"its checkpoint is of step {step}: resume=True, out={str(files.path)!r} goes on" if step else "no checkpoint"
+    )
     if signal.SIGINT in ended.signals:
         raise KeyboardInterrupt(f"the run was stopped; {kept}")
     print(f"the run was stopped; {kept}", file=sys.stderr)

@@ -65,6 +65,12 @@ class RunOptions(TrainingOptions):
     checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
     require_certificate: str | None = _option("train only what `shoal verify` has verified", "FILE")
     no_telemetry: bool = _switch("no spans and no step records")
+    track: tuple[str, ...] = _option(
+        "also log to tensorboard, mlflow, wandb or trackio, with a place after a colon; may be given several times",
+        "T[:WHERE]",
+        default=(),
+        action="append",
+    )
     max_restarts: int = _option(
         "starts of lost ranks in a row that bring no new step or checkpoint (default: 5; 0: a lost rank ends the run)",
         "N",

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -141,7 +141,8 @@ def _load_handed(request: JobRequest, handed: HandedJob) -> LoadedJob:
         raise _raised(str(request.path), error) from error
     job, settings = called(given, request)
     if handed.module is not None:
-        return _of_file(request, str(request.function), job, settings)
+        found = _of_file(request, str(request.function), job, settings)
+        return replace(found, code=handed.code) if handed.code else found
     digest = hashlib.sha256(json.dumps(handed.code, sort_keys=True).encode()).hexdigest()
     return LoadedJob(job, request.function or "job", settings, digest, handed.code)
 

@@ -26,7 +26,7 @@ _PICKLE = "job.pickle"
 class HandedJob:
     """A job object on its way to other processes: the module that it is imported from, or the file that has it.
 
-    `import_path`: sys.path of the process that gave it. `code`: digests of its code, where no file of it is read.
+    `import_path`: sys.path of the process that gave it. `code`: digests of its code, but of what its file tells.
     """
 
     module: str | None
@@ -86,7 +86,8 @@ def hand_over(given: object, folder: Path) -> HandedJob:
     path = tuple(str(Path(part).resolve()) if part else os.getcwd() for part in sys.path)
     module = importable_module(given)
     if module is not None:
-        return HandedJob(module, None, path)
+        # Which modules of a package a file imports, its text alone does not tell.
+        return HandedJob(module, None, path, code_of(given) if "." in module else {})
     pickler, target = _pickler(), folder / _PICKLE
     try:
         with target.open("wb") as file:

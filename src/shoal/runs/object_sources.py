@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from shoal.job import Job
 from shoal.runs.job_sources import FREE, JOB_FILE, code, digest_of
@@ -58,49 +58,57 @@ class _Found:
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, ModuleType):
-            self._module(value)
+            self._origin(value.__name__)
         else:
             for part, inner in _parts(value, name):
                 self.visit(inner, part)
 
     def _function(self, function: FunctionType, name: str, is_job: bool) -> None:
-        in_file = self._elsewhere(function.__module__)
         own = function.__qualname__ if function.__name__.isidentifier() else name
-        if not in_file:
+        where = self._origin(function.__module__, own if is_job else "")
+        if where == "here":
             self._add(own, _digest(function.__code__, is_job))
             if not is_job:  # those of a job function are settings
                 for part, value in _defaults(function):
                     self.visit(value, f"{own}({part})")
-        for part, value in (*_closed(function), *(() if in_file else _named(function))):
+        for part, value in _closed(function):
             self.visit(value, f"{own}: {part}" if isinstance(value, _PLAIN) else part)
+        for part, value in _named(function) if where != "installed" else ():
+            if not isinstance(value, _PLAIN):
+                self.visit(value, part)
+            elif where == "here":  # a file counts with its values
+                self.visit(value, f"{own}: {part}")
 
     def _class(self, kind: type) -> None:
-        if self._elsewhere(kind.__module__):
+        where = self._origin(kind.__module__)
+        if where == "installed":
             return
         for base in kind.__bases__:
             self.visit(base, base.__qualname__)
         for name, value in vars(kind).items():
             value = getattr(value, "__func__", value)
-            if isinstance(value, FunctionType) or (isinstance(value, _PLAIN) and not name.startswith("__")):
+            plain = where == "here" and isinstance(value, _PLAIN) and not name.startswith("__")
+            if plain or isinstance(value, FunctionType):
                 self.visit(value, f"{kind.__qualname__}.{name}")
 
-    def _module(self, module: ModuleType) -> None:
-        self._elsewhere(module.__name__)
-
-    def _elsewhere(self, name: str | None) -> bool:
-        """Whether a definition is of a module in a file, which counts whole where it is the user's own."""
+    def _origin(self, name: str | None, job: str = "") -> Literal["here", "file", "installed"]:
+        """Whether a definition of that module is this program's, of a file of the user's own, which counts whole, or
+        of a package. `job`: the name of the job function, where it is one of that file.
+        """
         module = sys.modules.get(name or "")
         file = getattr(module, "__file__", None)
-        if name == "__main__" or module is None or file is None:
-            return module is not None and name != "__main__"  # those without a file are Python's own
-        path = Path(file).resolve()
+        if name == "__main__" or module is None:
+            return "here"
+        path = Path(file or "").resolve()
+        if file is None or not _is_own(path):  # those without a file are Python's own
+            return "installed"
         # A package's own file is PACKAGE/__init__.py.
         depth = module.__name__.count(".") + (2 if path.stem == "__init__" else 1)
         label = "/".join(path.parts[-depth:])
-        if _is_own(path) and label not in self.files:
+        if label not in self.files:
             self.files[label] = {}
-            self.files |= {label if n == JOB_FILE else n: found for n, found in code(path, "").items()}
-        return True
+            self.files |= {label if n == JOB_FILE else n: found for n, found in code(path, job).items()}
+        return "file"
 
     def _add(self, name: str, text: str) -> None:
         before = self.own.get(name, "")
@@ -135,12 +143,18 @@ def _parts(value: object, name: str) -> Iterator[tuple[str, object]]:
     elif isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", inner) for key, inner in list(value.items())[:_MOST_ITEMS])
     elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((name, inner) for inner in list(value)[:_MOST_ITEMS] if not isinstance(inner, _PLAIN))
-        if len(value) <= _MOST_ITEMS and not isinstance(value, set | frozenset):
-            yield name, repr([inner for inner in value if isinstance(inner, _PLAIN)])
+        # A set has another order in each process.
+        items = sorted(value, key=_told) if isinstance(value, set | frozenset) else value
+        yield from ((name, inner) for inner in items[:_MOST_ITEMS] if not isinstance(inner, _PLAIN))
+        if len(items) <= _MOST_ITEMS:
+            yield name, repr([inner for inner in items if isinstance(inner, _PLAIN)])
     else:
         yield type(value).__qualname__, type(value)
         yield from _state(value, name)
+
+
+def _told(value: object) -> str:
+    return repr(value) if isinstance(value, _PLAIN) else str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _state(value: object, name: str) -> Iterator[tuple[str, object]]:

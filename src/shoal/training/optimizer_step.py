@@ -24,6 +24,7 @@ from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.plans.grains import random_key
 from shoal.training.forward_backward import Observer
+from shoal.training.lr_schedule import Schedule
 
 # They compute with a matrix as a whole, and on a part of one something else.
 _ON_MATRICES = ("Muon", "Adafactor", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS")
@@ -154,12 +155,17 @@ class Stepper:
                 remedy="leave the schedule out, or use an optimizer with a learning rate",
             )
 
+        schedule = job.schedule
+        self._scheduled = schedule.rates(optimizer) if isinstance(schedule, Schedule) else None
+
     def multiplier(self, progress: Progress) -> float:
         """The schedule's; one where there is none. Raises: UserCodeError."""
         if self._job.schedule is None:
             return 1.0
         try:
             multiplier = float(self._job.schedule(progress))
+        except JobError:
+            raise
         except Exception as error:
             raise user_error("the schedule", error) from error
         if not math.isfinite(multiplier) or multiplier < 0:
@@ -176,6 +182,8 @@ class Stepper:
 
     def set_rates(self, progress: Progress) -> float:
         """Sets the groups' learning rates; that of the first. Raises: UserCodeError."""
+        if self._scheduled is not None:
+            return self._scheduled.set(progress)
         multiplier = self.multiplier(progress)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if isinstance(group.get("lr"), Tensor):

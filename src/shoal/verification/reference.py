@@ -31,6 +31,7 @@ from shoal.parallel.backward import run_backward
 from shoal.plans.grains import random_key
 from shoal.training.computation import LossComputer, MicrobatchPolicy
 from shoal.training.engine import build_model
+from shoal.training.lr_schedule import Schedule
 from shoal.training.optimizer_step import Parameters, build_optimizer
 from shoal.training.trace.recorder import ForwardRecorder
 from shoal.training.trace.traces import MicrobatchTrace, StepTrace, identical, state_by_key
@@ -79,6 +80,8 @@ class Reference:
         self._parameters = Parameters(self.model)
         self._optimizer = build_optimizer(job.optimizer, self._parameters)
         self._rates = [float(group.get("lr", 1.0)) for group in self._optimizer.param_groups]
+        schedule = job.schedule
+        self._scheduled = schedule.rates(self._optimizer) if isinstance(schedule, Schedule) else None
         self.model.train()
         self._forward = ForwardRecorder(self.model)
 
@@ -215,14 +218,20 @@ class Reference:
                 trace.tensors[f"clipping/{name}"] = parameter.grad.clone()
         before = sum(g.size for s in range(trace.step) for g in self._order.grains(s))
         progress = Progress(trace.step, self._order.num_steps, before)
-        multiplier = float(job.schedule(progress)) if job.schedule is not None else 1.0
+        self._set_rates(progress)
+        seed_everything(random_key(job.seed, "optimizer", trace.step))
+        step_optimizer(self._optimizer)
+
+    def _set_rates(self, progress: Progress) -> None:
+        if self._scheduled is not None:
+            self._scheduled.set(progress)
+            return
+        multiplier = float(self._job.schedule(progress)) if self._job.schedule is not None else 1.0
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             if isinstance(group.get("lr"), Tensor):
                 group["lr"].fill_(rate * multiplier)
             elif "lr" in group:
                 group["lr"] = rate * multiplier
-        seed_everything(random_key(job.seed, "optimizer", trace.step))
-        step_optimizer(self._optimizer)
 
     def _capture(self, trace: StepTrace) -> None:
         tensors, trace.optimizer = optimizer_state(self._optimizer, self.model)

@@ -7,14 +7,16 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import shoal
-from shoal.cli.main import main
-from shoal.cli.options import PlanOptions, RunOptions, option_names, options_from
+from shoal.cli.main import _parser, main
+from shoal.cli.options import PlanOptions, RunOptions, option_names, options_from, options_of
 from shoal.errors import CommandError, JobError, JobFileError, LaunchError, RunDirectoryError, SettingError, ShoalError
+from shoal.plans.plan import read_plan
 
 # Options of the command that are no keywords: what is so in Python instead.
 INSTEAD: dict[str, dict[str, Any]] = {
@@ -58,7 +60,7 @@ def test_the_docstring_has_a_row_of_each(name: str) -> None:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    Path("net_job.py").write_text("def job(lr: float = 0.1): ...\n")
+    Path("net_job.py").write_text("def job(lr: float = 0.1, x=()): ...\n")
     Path("plan.toml").write_text("[layout]\ndata = 2\n")
     return "net_job.py"
 
@@ -133,3 +135,78 @@ def test_numbers_are_whole() -> None:
             options_from(RunOptions, {"job": "x", "devices": wrong})
     assert options_from(RunOptions, {"job": "x", "devices": 2}).devices == 2
     assert "SHOAL_INSIDE_RUN" not in os.environ
+
+
+# Of each option the command's arguments, and the call's.
+RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "job": (["net_job.py:job"], {}),
+    "plan": (["--plan", "plan.toml"], {"plan": Path("plan.toml")}),
+    "devices": (["--devices", "3"], {"devices": 3}),
+    "exact": (["--exact"], {"exact": True}),
+    "precision": (["--precision", "bf16"], {"precision": "bf16"}),
+    "set": (["--set", "x=[1, 2]", "--set", "lr=0.5"], {"lr": 0.5, "settings": {"x": [1, 2]}}),
+    "out": (["--out", "there"], {"out": Path("there")}),
+    "max_microbatch": (["--max-microbatch", "4"], {"max_microbatch": 4}),
+    "workers": (["--workers", "2"], {"workers": 2}),
+    "steps": (["--steps", "9"], {"steps": 9}),
+    "resume": (["--resume"], {"resume": True}),
+    "accept_changes": (["--accept-changes"], {"accept_changes": True}),
+    "checkpoint_every": (["--checkpoint-every", "5"], {"checkpoint_every": 5}),
+    "require_certificate": (["--require-certificate", "c.json"], {"require_certificate": Path("c.json")}),
+    "no_telemetry": (["--no-telemetry"], {"no_telemetry": True}),
+    "max_restarts": (["--max-restarts", "0"], {"max_restarts": 0}),
+    "init_from": (["--init-from", "w"], {"init_from": Path("w")}),
+    "init_allow": (["--init-allow", "missing"], {"init_allow": "missing"}),
+    "init_rename": (["--init-rename", "a=b", "--init-rename", "c=d"], {"init_rename": {"a": "b", "c": "d"}}),
+}
+PLAN: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "job": (["net_job.py:job"], {}),
+    "cluster": (["--cluster", "8xH100"], {"cluster": "8xH100"}),
+    "aim": (["--aim", "cheapest"], {"aim": "cheapest"}),
+    "max_devices": (["--max-devices", "3"], {"max_devices": 3}),
+    "seq": (["--seq", "64"], {"seq": 64}),
+    "batch": (["--batch", "8"], {"batch": 8}),
+    "precision": (["--precision", "bf16"], {"precision": "bf16"}),
+    "set": (["--set", "lr=0.5"], {"lr": 0.5}),
+    "mtbf": (["--mtbf", "8"], {"mtbf": "8"}),
+    "price": (["--price", "2.5"], {"price": "2.5"}),
+    "tokens": (["--tokens", "1e9"], {"tokens": "1e9"}),
+    "samples": (["--samples", "1e9"], {"samples": "1e9"}),
+}
+OPTIONS = {"run": RUN, "plan": PLAN}
+
+
+class CaughtError(Exception):
+    """Carries the options that a call makes."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_option_arrives_as_the_commands(name: str, job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def caught(options: Any, *_: Any) -> None:
+        raise CaughtError(options)
+
+    monkeypatch.setattr("shoal.cli.from_python.requested", caught)
+    monkeypatch.setattr("shoal.cli.plan.answered", caught)
+    assert set(option_names(KINDS[name])) - {"output", "html", "learn"} == set(OPTIONS[name])
+    for option, (arguments, given) in OPTIONS[name].items():
+        command = [name, *([] if option == "job" else [job]), *arguments]
+        wanted = options_of(KINDS[name], _parser().parse_args(command))
+        assert option == "job" or getattr(wanted, option) != getattr(plain(name, job), option)
+        with pytest.raises(CaughtError) as found:
+            getattr(shoal, name)(arguments[0] if option == "job" else job, **given)
+        (options,) = found.value.args
+        assert {**vars(options), "started_at": 0} == {**vars(wanted), "started_at": 0}, option
+
+
+def plain(name: str, job: str) -> Any:
+    return options_of(KINDS[name], _parser().parse_args([name, job]))
+
+
+def test_plans_of_every_kind_arrive(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr("shoal.cli.from_python.requested", lambda options: taken.append(options.plan) or {}["stop"])
+    made = read_plan(Path("plan.toml"))
+    for given in (made, SimpleNamespace(plan=made), "plan.toml", None):
+        with pytest.raises(KeyError):
+            shoal.run(job, plan=given)
+    assert taken == [made, made, "plan.toml", None]

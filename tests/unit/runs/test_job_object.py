@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from shoal.job import Job
 from shoal.runs import job_object
 from shoal.runs.job_file import JobRequest, load, setting_text
 from shoal.runs.job_object import HandedJob, function_name, hand_over, importable_module, place_of
+from shoal.runs.job_sources import code
 
 
 def job(lr: float = 0.1) -> Job:
@@ -27,8 +29,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "    return shoal.Job(model=dict, loss=print, optimizer=list, train_data=[lr], global_batch=1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    import importlib
-
     yield importlib.import_module("handed_module")
     del sys.modules["handed_module"]
 
@@ -42,6 +42,30 @@ def test_a_function_of_a_module_goes_by_its_name(module: Any, tmp_path: Path) ->
     of_file = load(JobRequest(place_of(module.job), "job", (("lr", "0.5"),)))
     assert found.job.train_data == [0.5]
     assert (found.settings, found.code, found.file_sha256) == (of_file.settings, of_file.code, of_file.file_sha256)
+
+
+def test_a_function_of_a_package_brings_the_files_that_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {
+        "handed_package/__init__.py": "",
+        "handed_package/nets.py": "WIDTH = 3\ndef net():\n    return WIDTH\n",
+        "handed_package/sub/__init__.py": "",
+        "handed_package/sub/jobs.py": "import shoal\nfrom ..nets import net\ndef job(lr: float = 0.1):\n"
+        "    return shoal.Job(model=net, loss=print, optimizer=list, train_data=[lr], global_batch=1)\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = importlib.import_module("handed_package.sub.jobs").job
+    handed = hand_over(given, tmp_path)
+    found = load(JobRequest(place_of(given), "job", (), handed))
+    assert found.code.keys() == {"the job file", "handed_package/sub/jobs.py", "handed_package/nets.py"}
+    assert found.code["handed_package/nets.py"].keys() == {"(other lines)", "net"}
+    # Its parameters' defaults are settings.
+    of_file = code(place_of(given), "job")["the job file"]
+    assert found.code["handed_package/sub/jobs.py"] == of_file
+    for name in [name for name in sys.modules if name.startswith("handed_package")]:
+        del sys.modules[name]
 
 
 def test_others_go_by_value(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import RunRequest, loaded
+from shoal.runs.tracking import TrackerName
 
 
 def run(options: RunOptions) -> int:
@@ -94,6 +95,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         raise CommandError(
             given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
         )
+    trackers = tuple(_tracker(text) for text in options.track)
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
     if options.resume and weights is not None:
         raise CommandError(
@@ -128,9 +130,16 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         says_workers=says_workers,
         plan_resumed=resumed_plan,
         initial_weights=weights,
+        trackers=trackers,
         numbered=None if options.out or options.resume else name,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
     )
+
+
+def _tracker(text: str) -> TrackerName:
+    found = TrackerName.parse(text, f"--track {text}")
+    found.refuse_missing(f"--track {text}")
+    return found
 
 
 def _plan_of(given: str | Plan | None) -> Plan:

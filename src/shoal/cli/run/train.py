@@ -39,6 +39,7 @@ from shoal.runs.directory import RunDirectory, read_json, write_file
 from shoal.runs.job_file import LoadedJob, load
 from shoal.runs.records import StepRecord
 from shoal.runs.request import RunRequest
+from shoal.training.callbacks.base import Callback
 from shoal.training.engine import Engine, Options, build
 from shoal.training.forward_backward import Observer
 from shoal.training.metering import StepMeter
@@ -147,7 +148,7 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
         warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
     meter = StepMeter()
-    options = replace(_options(request, meter), callbacks=tuple(call.loaded.job.callbacks))
+    options = replace(_options(request, meter), callbacks=_callbacks(call.loaded.job, request))
     engine = build(call.loaded.job, plan, mesh, options)
     try:
         if request.telemetry:
@@ -157,6 +158,15 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     finally:
         meter.close()
         engine.close()
+
+
+def _callbacks(job: Job, request: RunRequest) -> tuple[Callback, ...]:
+    """The job's, and trackers that the command names."""
+    if not request.trackers:
+        return tuple(job.callbacks)
+    from shoal.training.trackers.tracker import Tracker
+
+    return (*job.callbacks, *map(Tracker, request.trackers))
 
 
 def _options(request: RunRequest, observer: Observer) -> Options:
@@ -188,7 +198,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
     if take_part(job, plan, environment):
         return ExitCode.DONE
     with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
-        options = replace(_options(request, Observer()), take_workers=False, callbacks=tuple(job.callbacks))
+        options = replace(_options(request, Observer()), take_workers=False, callbacks=_callbacks(job, request))
         engine = build(job, plan, alone(torch.device("cpu")), options)
         try:
             return _train_built(engine, call, crew)

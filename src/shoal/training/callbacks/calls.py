@@ -64,8 +64,8 @@ class CallbackCalls:
                 remedy="keep one of them, or write a Callback with parameter_tensors() for the others",
             )
         self._run: RunControl | None = None
-        self._silent: set[str] = set()  # on this rank
-        self._off: set[str] = set()  # on all ranks, as agreed
+        # As agreed: one that has raised is called until then, since its hook may gather something of all ranks.
+        self._off: set[str] = set()
         self._failures: list[dict[str, Any]] = []
         self._errors: dict[str, ShoalError] = {}
         self._warned: set[str] = set()
@@ -119,12 +119,10 @@ class CallbackCalls:
         if self._run is None:
             return
         for callback in self._callbacks:
-            if not overrides(callback, hook):
+            if callback.key in self._off or not overrides(callback, hook):
                 continue
-            if hook in _ASKING and not callback.watches_only and callback.key not in self._off:
-                self.unagreed = True  # on every rank, also where it is silent
-            if callback.key in self._silent:
-                continue
+            if hook in _ASKING and not callback.watches_only:
+                self.unagreed = True
             self._run.caller = callback
             try:
                 with self._guard.around(callback.key, hook):
@@ -143,7 +141,8 @@ class CallbackCalls:
         rank, host = (self._mesh.rank, self._mesh.host) if self._mesh is not None else (0, "")
         said = f"{type(error).__name__}: {text}{place_of(error)}"
         where = f"rank {rank} on {host}" if host else f"rank {rank}"
-        self._silent.add(callback.key)
+        if any(failure["key"] == callback.key for failure in self._failures):
+            return
         self._failures.append({"key": callback.key, "hook": hook, "step": step, "where": where, "said": said})
         if callback.required:
             self._errors[callback.key] = (
@@ -171,7 +170,6 @@ class CallbackCalls:
             run.reasons.clear()
         lost = {f["key"]: f for f in reversed(failures) if f["key"] not in self._off}
         self._off |= lost.keys()
-        self._silent |= lost.keys()
         if any(callback.required for callback in self._callbacks if callback.key in lost):
             raise_together(mesh, next((self._errors[key] for key in lost if key in self._errors), None))
         for key, failure in reversed(lost.items()):
@@ -206,7 +204,7 @@ class CallbackCalls:
 
     def _gathered(self, method: str) -> dict[str, Mapping[str, Any]]:
         found: dict[str, Mapping[str, Any]] = {}
-        for callback in (c for c in self._callbacks if c.key not in self._silent and overrides(c, method)):
+        for callback in (c for c in self._callbacks if c.key not in self._off and overrides(c, method)):
             try:
                 found[callback.key] = dict(getattr(callback, method)())
             except Exception as error:

@@ -1,0 +1,128 @@
+"""Schedule: a torch learning-rate scheduler as a job's schedule, a function of the step alone."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from shoal.distributed.failures import user_error
+from shoal.errors import JobError, ShoalError
+from shoal.job import Progress
+
+
+class Schedule:
+    """Learning rates, and momenta where they cycle, as a torch scheduler sets them.
+
+    `scheduler`: a class of torch.optim.lr_scheduler with its `settings`, or a function of an optimizer, or of an
+    optimizer and `num_steps`, that returns a scheduler. It is stepped once in `every` steps. It never sees the job's
+    optimizer but one with the same groups, and is played again from the first step where a run goes on: it has no
+    state in checkpoints, and is the same on every rank and server.
+    """
+
+    def __init__(self, scheduler: Callable[..., Any], *, every: int = 1, **settings: Any) -> None:
+        """Raises: JobError for what makes no scheduler that follows from the step."""
+        self.scheduler, self.every, self.settings = scheduler, every, settings
+        if isinstance(scheduler, type) and issubclass(scheduler, ReduceLROnPlateau):
+            raise JobError(
+                given="Schedule(ReduceLROnPlateau)",
+                conflict="it follows a metric, and a schedule is a function of the step",
+                remedy="write a schedule of progress, shoal.EarlyStopping, or a loop of your own with shoal.Session",
+            )
+        if not callable(scheduler) or isinstance(scheduler, LRScheduler):
+            raise JobError(
+                given=f"Schedule({scheduler!r:.60})",
+                conflict="every rank makes its own scheduler",
+                remedy="give its class and settings: shoal.Schedule(torch.optim.lr_scheduler.StepLR, step_size=30)",
+            )
+        if not isinstance(every, int) or every < 1:
+            raise JobError(
+                given=f"Schedule(every={every!r})", conflict="it counts steps, at least one", remedy="write every=1"
+            )
+
+    def __call__(self, progress: float) -> float:
+        """Raises: JobError: it sets rates, and has no multiplier of them."""
+        raise JobError(
+            given="shoal.Schedule where a multiplier of rates is asked for",
+            conflict="a torch scheduler sets the rates of an optimizer's groups",
+            remedy="in a loop of your own give the scheduler to Session.prepare; in a job to Job(schedule=...)",
+        )
+
+    def rates(self, optimizer: torch.optim.Optimizer) -> ScheduledRates:
+        """The rates of an optimizer's groups, which have their first values."""
+        return ScheduledRates(self, optimizer)
+
+    def __repr__(self) -> str:
+        return f"Schedule({getattr(self.scheduler, '__name__', 'function')})"
+
+
+class _Rehearsed(torch.optim.Optimizer):
+    """An optimizer with another's groups and no parameters of its own, for a scheduler to set."""
+
+    def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+        super().__init__([{**group, "params": [torch.nn.Parameter(torch.empty(0))]} for group in groups], defaults)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+class ScheduledRates:
+    """Rates of an optimizer's groups at any step, by a torch scheduler."""
+
+    def __init__(self, schedule: Schedule, optimizer: torch.optim.Optimizer) -> None:
+        self._schedule, self._optimizer = schedule, optimizer
+        self._first = [{k: _plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self._defaults = {name: _plain(value) for name, value in optimizer.defaults.items()}
+        self._made: tuple[_Rehearsed, Any] | None = None
+        self._turn = 0
+
+    def set(self, progress: Progress) -> float:
+        """Sets the groups' values at a step; the rate of the first. Raises: UserCodeError; JobError."""
+        wanted = progress.step // self._schedule.every
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of resumed schedulers: this one is played again
+                groups = self._played(wanted, progress.num_steps)
+        except ShoalError:
+            raise
+        except Exception as error:
+            raise user_error("the schedule", error) from error
+        for group, values in zip(self._optimizer.param_groups, groups, strict=True):
+            for name, value in values.items():
+                if isinstance(group.get(name), Tensor):
+                    group[name].fill_(value)
+                elif name not in ("params", "initial_lr"):
+                    group[name] = value
+        return float(groups[0]["lr"]) if groups else 0.0
+
+    def _played(self, wanted: int, num_steps: int) -> list[dict[str, Any]]:
+        if self._made is None or wanted < self._turn:
+            self._made, self._turn = self._make(num_steps), 0
+        optimizer, scheduler = self._made
+        while self._turn < wanted:
+            optimizer.step()
+            scheduler.step()
+            self._turn += 1
+        return optimizer.param_groups
+
+    def _make(self, num_steps: int) -> tuple[_Rehearsed, Any]:
+        optimizer, make, settings = _Rehearsed(self._first, self._defaults), self._schedule.scheduler, {}
+        if not isinstance(make, type) and "num_steps" in inspect.signature(make).parameters:
+            settings["num_steps"] = num_steps
+        scheduler = make(optimizer, **settings, **self._schedule.settings)
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise JobError(
+                given=f"{self._schedule!r}, which makes {type(scheduler).__name__}",
+                conflict="a schedule is one of torch.optim.lr_scheduler that follows from the step alone",
+                remedy="return one, for example torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)",
+            )
+        return optimizer, scheduler
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value

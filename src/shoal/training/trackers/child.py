@@ -1,0 +1,95 @@
+"""Process of a tracker: reads a run's entries, a JSON object a line, and hands them to the tracker's service.
+
+It says on its output why it has failed, if it has, and ends soon after the run, however that ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.runs.directory import read_json, write_file
+from shoal.training.trackers.services import SERVICES, TrackedRun
+
+# A process whose run is gone ends after so long, whatever its tracker does.
+_ALONE_SECONDS = 30.0
+_MOST_TOGETHER = 500
+
+
+def main() -> int:
+    """Serves until the result, or the end of the run. Exit codes: 0, or 1 where the tracker failed."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what packages print goes to the log
+    try:
+        _serve(_entries())
+    except BaseException as error:  # a package may even call sys.exit()
+        text = next(iter(str(error).strip().splitlines()), "")[:250]
+        print(f"{type(error).__name__}: {text}", file=answers, flush=True)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _serve(batches: Iterator[list[dict[str, Any]]]) -> None:
+    first, *rest = next(batches)
+    opening = first["open"]
+    out = Path(opening["out"]) if opening["out"] is not None else None
+    name = opening["service"]
+    run = TrackedRun(opening["where"], out, opening["name"], opening["about"], opening["first_step"])
+    place = out / "trackers.json" if out is not None else None
+    known = (read_json(place) or {}) if place is not None else {}
+    service = SERVICES[name]()
+    known[name] = service.open(run, known.get(name))
+    if place is not None:
+        write_file(place, json.dumps(known, indent=2, sort_keys=True) + "\n")
+    result: Mapping[str, Any] = {"status": "failed", "error": "the run ended without a result"}
+    while True:
+        metrics = [(entry["step"], entry["metrics"]) for entry in rest if "metrics" in entry]
+        if metrics:
+            service.log(metrics)
+        found = next((entry["result"] for entry in rest if "result" in entry), None)
+        if found is not None:
+            result = found
+            break
+        try:
+            rest = next(batches)
+        except StopIteration:
+            break
+    service.close(result)
+
+
+def _entries() -> Iterator[list[dict[str, Any]]]:
+    """What has come, at least one entry at a time; a thread reads, so that the end of the run is seen at once."""
+    lines: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put(None)
+        time.sleep(_ALONE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
+    ended = False
+    while not ended:
+        found = [lines.get()]
+        while len(found) < _MOST_TOGETHER and not lines.empty():
+            found.append(lines.get())
+        ended = None in found
+        entries = [json.loads(line) for line in found if line is not None]
+        if entries:
+            yield entries
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the timer and threads of packages are not waited for

@@ -1,0 +1,174 @@
+"""Services of trackers: each opens a run, logs metrics, and closes it with a result. Packages are imported on use."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Of a step: its number, and metrics by name.
+Metrics = Sequence[tuple[int, Mapping[str, float]]]
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Run for a tracker: the place that the user named, its directory and name, what is known, and its first step."""
+
+    where: str | None
+    out: Path | None
+    name: str
+    about: Mapping[str, Any]
+    first_step: int
+
+    def flat(self) -> Iterator[tuple[str, Any]]:
+        """Settings, plan and job as one level of names."""
+        yield from _flat(self.about, "")
+
+
+def _package(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+class Service(ABC):
+    """Interface of a tracker's service."""
+
+    @abstractmethod
+    def open(self, run: TrackedRun, identity: str | None) -> str:
+        """Begins a run, or goes on with the one of that identity; the identity."""
+
+    @abstractmethod
+    def log(self, metrics: Metrics) -> None:
+        """Logs metrics of steps."""
+
+    @abstractmethod
+    def close(self, result: Mapping[str, Any]) -> None:
+        """Ends the run with its result."""
+
+
+class TensorBoard(Service):
+    """Event files in a folder, by default `tensorboard` in the run directory."""
+
+    def open(self, run: TrackedRun, identity: str | None) -> str:
+        """Begins event files; entries of steps that are trained again are hidden."""
+        folder = Path(run.where) / run.name if run.where else (run.out or Path()) / "tensorboard"
+        purge = run.first_step + 1 if run.first_step else None
+        self._writer = _package("torch.utils.tensorboard").SummaryWriter(str(folder), purge_step=purge)
+        rows = "\n".join(f"| {name} | {value} |" for name, value in run.flat())
+        self._writer.add_text("run", f"| | |\n|---|---|\n{rows}", run.first_step)
+        return str(folder)
+
+    def log(self, metrics: Metrics) -> None:
+        for step, values in metrics:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        self._writer.add_text("result", "\n".join(f"- {name}: {value}" for name, value in result.items()))
+        self._writer.close()
+
+
+class MLflow(Service):
+    """A run of an MLflow experiment. WHERE is a tracking URI; else MLFLOW_TRACKING_URI and MLflow's own default."""
+
+    def open(self, run: TrackedRun, identity: str | None) -> str:
+        self._client, self._entities = (_package(f"mlflow.{name}") for name in ("client", "entities"))
+        self._client = self._client.MlflowClient(tracking_uri=run.where)
+        known = identity or os.environ.get("MLFLOW_RUN_ID")
+        if known is not None:
+            self._id = known
+            self._client.update_run(known, status="RUNNING")
+            return known
+        name = os.environ.get("MLFLOW_RUN_NAME", run.name)
+        self._id = str(self._client.create_run(self._experiment(), run_name=name).info.run_id)
+        params = [self._entities.Param(key, str(value)[:500]) for key, value in run.flat()]
+        for first in range(0, len(params), 100):  # the most that a server takes at once
+            self._client.log_batch(self._id, params=params[first : first + 100])
+        return self._id
+
+    def _experiment(self) -> str:
+        known = os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if known is not None:
+            return known
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "shoal")
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found is not None else self._client.create_experiment(name))
+
+    def log(self, metrics: Metrics) -> None:
+        now = int(time.time() * 1000)
+        found = [
+            self._entities.Metric(name, value, now, step) for step, values in metrics for name, value in values.items()
+        ]
+        for first in range(0, len(found), 1000):
+            self._client.log_batch(self._id, metrics=found[first : first + 1000])
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        for name, value in result.items():
+            self._client.set_tag(self._id, f"result.{name}", str(value)[:5000])
+        status = {"completed": "FINISHED", "preempted": "KILLED"}.get(result["status"], "FAILED")
+        self._client.set_terminated(self._id, status)
+
+
+class WeightsAndBiases(Service):
+    """A run of Weights & Biases. WHERE is a project; else WANDB_PROJECT, or shoal. WANDB_* are the package's own."""
+
+    def open(self, run: TrackedRun, identity: str | None) -> str:
+        known: dict[str, Any] = {"id": identity, "resume": "allow"} if identity is not None else {}
+        self._run = _package("wandb").init(
+            project=run.where or os.environ.get("WANDB_PROJECT", "shoal"),
+            name=os.environ.get("WANDB_NAME", run.name),
+            dir=os.environ.get("WANDB_DIR", str(run.out or Path())),
+            config=json.loads(json.dumps(run.about, default=str)),
+            **known,
+        )
+        return str(self._run.id)
+
+    def log(self, metrics: Metrics) -> None:
+        for step, values in metrics:
+            self._run.log(dict(values), step=step)
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        self._run.summary.update({f"result/{name}": value for name, value in result.items()})
+        self._run.finish(exit_code=0 if result["status"] != "failed" else 1)
+
+
+class Trackio(Service):
+    """A run of Trackio. WHERE is a project, else TRACKIO_PROJECT, or shoal. TRACKIO_* are the package's own."""
+
+    def open(self, run: TrackedRun, identity: str | None) -> str:
+        project = run.where or os.environ.get("TRACKIO_PROJECT", "shoal")
+        name = identity or os.environ.get("TRACKIO_NAME", run.name)
+        config = json.loads(json.dumps(dict(run.flat()), default=str))
+        self._run = _package("trackio").init(project=project, name=name, config=config, resume="allow", embed=False)
+        return str(name)
+
+    def log(self, metrics: Metrics) -> None:
+        for step, values in metrics:
+            self._run.log(dict(values), step=step)
+
+    def close(self, result: Mapping[str, Any]) -> None:
+        found = {f"result/{name}": value for name, value in result.items()}
+        self._run.log(found)
+        self._run.finish()
+
+
+SERVICES: dict[str, Callable[[], Service]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}

@@ -1,0 +1,182 @@
+"""Tracker: callback that hands a run's metrics, settings, plan and result to an experiment tracker's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from shoal.errors import JobError
+from shoal.runs.records import StepRecord
+from shoal.runs.tracking import TrackerName
+from shoal.training.callbacks.base import Callback, Ending, RunControl
+
+# Entries that wait for the tracker; more are left out, so that one that hangs costs no memory.
+_MOST_WAITING = 10_000
+# How long a run's end waits for a tracker.
+CLOSING_SECONDS = 30.0
+
+
+def track(tracker: str, *, every: int = 1) -> Tracker:
+    """Callback for a tracker, `NAME[:WHERE]`: tensorboard, mlflow, wandb or trackio; as `shoal run --track`.
+
+    `every`: steps between two records that are sent. Raises: CommandError; JobError.
+    """
+    if not isinstance(every, int) or every < 1:
+        raise JobError(
+            given=f"track({tracker!r}, every={every!r})",
+            conflict="it counts steps, at least one",
+            remedy="write every=10, say",
+        )
+    return Tracker(TrackerName.parse(tracker, f"track({tracker!r})"), every)
+
+
+class Tracker(Callback):
+    """Sends what rank 0 knows of a run to a tracker; whatever that does, the run goes on.
+
+    The tracker's package runs in a process of its own: in this one its imports would race with torch's, and its draws
+    with those of the training. A thread hands over what waits. Where the tracker fails, or does not keep up, the run
+    says so once, and goes on without it.
+    """
+
+    watches_only = True
+
+    def __init__(self, name: TrackerName, every: int = 1, *, closing_seconds: float = CLOSING_SECONDS) -> None:
+        self.name, self.every, self._closing_seconds = name, every, closing_seconds
+        self._channel: _TrackerProcess | None = None
+        self._told = False
+
+    def on_start(self, run: RunControl) -> None:
+        if run.rank != 0:
+            return
+        described = {k: v for k, v in run.description.items() if isinstance(v, bool | int | float | str)}
+        about = {"settings": dict(run.settings), "plan": run.plan.to_mapping(), "job": described}
+        out = run.out.absolute() if run.out is not None else None
+        opening = {
+            "service": self.name.name,
+            "where": self.name.where,
+            "out": str(out) if out is not None else None,
+            "name": out.name if out is not None else "run",
+            "about": {**about, "world_size": run.world_size},
+            "first_step": run.step,
+        }
+        log = out / "logs" / f"tracker-{self.name.name}.txt" if out is not None else Path(os.devnull)
+        self._channel = _TrackerProcess(opening, log)
+
+    def on_step(self, run: RunControl, record: StepRecord) -> None:
+        if self._channel is None:
+            return
+        self._tell(run, self._channel)
+        if record.step % self.every:
+            return
+        found = {
+            "train/loss": record.loss,
+            "train/grad_norm": record.grad_norm,
+            "train/learning_rate": record.learning_rate,
+            "train/samples": record.samples,
+            "time/step_seconds": record.seconds,
+            "time/samples_per_second": record.num_samples / record.seconds if record.seconds else None,
+            "memory/peak_bytes": record.memory_bytes,
+        }
+        self._channel.put({"step": record.step, "metrics": _finite(found)})
+
+    def on_evaluation(self, run: RunControl, metrics: Mapping[str, float]) -> None:
+        if self._channel is not None:
+            found = _finite({f"eval/{name}": value for name, value in metrics.items()})
+            self._channel.put({"step": run.step, "metrics": found})
+
+    def on_end(self, run: RunControl, ending: Ending) -> None:
+        if self._channel is None:
+            return
+        result: dict[str, Any] = {"status": ending.status, "steps": ending.step, **_finite(ending.metrics)}
+        result |= {k: v for k, v in (("reason", ending.reason), ("error", ending.error)) if v}
+        self._channel.close(result, self._closing_seconds)
+        self._tell(run, self._channel)
+        if self._channel.left_out:
+            run.note(f"tracker {self.name.name}: {self._channel.left_out} entries left out, since it did not keep up")
+
+    def _tell(self, run: RunControl, channel: _TrackerProcess) -> None:
+        if channel.failure is not None and not self._told:
+            self._told = True
+            run.note(f"tracker {self.name.name}: {channel.failure}; the run goes on without it")
+
+
+class _TrackerProcess:
+    """Process of a tracker, and the thread that writes to it. `failure`: why it takes nothing any more."""
+
+    def __init__(self, opening: Mapping[str, Any], log: Path) -> None:
+        self._opening, self._log = opening, log
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(_MOST_WAITING)
+        self._process: subprocess.Popen[str] | None = None
+        self._given_up = False
+        self.failure: str | None = None
+        self.left_out = 0
+        title = f"tracker {opening['service']}"
+        self._thread = threading.Thread(target=self._work, name=title, daemon=True)
+        self._thread.start()
+
+    def put(self, entry: dict[str, Any] | None) -> None:
+        """Hands over an entry, unless too many wait."""
+        try:
+            self._queue.put_nowait(entry)
+        except queue.Full:
+            self.left_out += 1
+
+    def close(self, result: dict[str, Any], seconds: float) -> None:
+        """Hands over the result, and ends the process where it has not ended within so many seconds."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put({"result": result}, timeout=seconds)
+            self._queue.put(None, timeout=seconds)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._given_up = True
+            self.failure = f"it has not taken everything within {seconds:.0f} s of the run's end"
+            if self._process is not None:
+                self._process.kill()
+            with contextlib.suppress(queue.Empty):  # room for the end, where the queue is full
+                while True:
+                    self._queue.get_nowait()
+            self.put(None)
+            self._thread.join(seconds)
+
+    def _work(self) -> None:
+        """In the thread: starts the process, writes a line an entry, and waits for its end."""
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, "-P", "-m", "shoal.training.trackers.child"]
+            with self._log.open("a", encoding="utf-8") as log:
+                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+                process = self._process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+            assert process.stdin is not None
+            assert process.stdout is not None
+            self._write(process.stdin)
+            with contextlib.suppress(BrokenPipeError):  # of what was written last: why it has ended is on its output
+                process.stdin.close()
+            with process.stdout:
+                said = process.stdout.read()
+            process.wait()
+            if process.returncode and not self._given_up:
+                self.failure = said.strip()[:300] or f"its process ended with {process.returncode}"
+        except Exception as error:
+            if not self._given_up:
+                self.failure = f"{type(error).__name__}: {error}"
+
+    def _write(self, stdin: IO[str]) -> None:
+        entry: dict[str, Any] | None = {"open": self._opening}
+        with contextlib.suppress(BrokenPipeError):
+            while entry is not None:
+                stdin.write(json.dumps(entry, default=str) + "\n")
+                stdin.flush()
+                entry = self._queue.get()
+
+
+def _finite(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if value is not None and math.isfinite(value)}
