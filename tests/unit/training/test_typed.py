@@ -1,0 +1,20 @@
+"""What editors and type checkers see of the package: py.typed, a Session's keywords."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import get_type_hints
+
+import shoal
+from shoal.training.session.arguments import Training, TrainingKeywords
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(shoal.__file__).parent / "py.typed").is_file()
+
+
+def test_a_sessions_keywords_are_the_fields_of_its_training() -> None:
+    assert get_type_hints(TrainingKeywords) == get_type_hints(Training)
+    assert {"global_batch"} == TrainingKeywords.__required_keys__
+    assert [field.name for field in fields(Training)] == list(get_type_hints(TrainingKeywords))
