@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\]\(\s*([^)\s#]+)(#[^)\s]*)?\)")
 AT_ROOT = ("CONTRIBUTING.md", "SECURITY.md")  # pages of the site although they lie beside docs/
 LANGUAGES = {".py": "python", ".toml": "toml", "": "sh"}
-OUTSIDE = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>""")
+OUTSIDE = re.compile(
+    r"""<(?:script|link(?![^>]*canonical)|img|iframe)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*>"""
+)
 
 
 def on_config(config: Any) -> Any:
