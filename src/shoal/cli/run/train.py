@@ -330,5 +330,5 @@ def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None
 def _begin(directory: RunDirectory, engine: Engine, description: dict[str, Any]) -> None:
     directory.path.mkdir(parents=True, exist_ok=True)
     write_file(directory.plan, plan_text(engine.plan))
-    save_config(engine.model, directory.model)
+    save_config(engine.model, directory.model, engine.sharded_model.shapes())
     write_file(directory.job, json.dumps(description, indent=2) + "\n")
