@@ -108,9 +108,7 @@ def _left_in_groups(membership: Path, root: Path) -> Iterator[int]:
             limit, used = _FILES[controllers]
             folder = root / controllers / name.lstrip("/")
             for place in (folder, *folder.parents):
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # "max"; not seen in a container
+                with contextlib.suppress(OSError, ValueError):  # "max"; not seen in a container
                     yield int((place / limit).read_text()) - int((place / used).read_text())
                 if place == root / controllers:
                     break
