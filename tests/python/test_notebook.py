@@ -18,7 +18,7 @@ from tests.sharing import Shared
 
 pytestmark = pytest.mark.slow  # an interpreter with torch for the kernel and for each rank
 
-_WHY = "no kernel of Jupyter is installed: pip install ipykernel nbclient"
+_WHY = "no kernel of Jupyter is installed: pip install 'shoal[kernel]' -c constraints.txt"
 nbclient = pytest.importorskip("nbclient", reason=_WHY)
 pytest.importorskip("ipykernel", reason=_WHY)
 
@@ -64,8 +64,8 @@ class Kernel:
         return found
 
     def interrupt(self) -> None:
-        """As the button does: SIGINT to the kernel."""
-        os.kill(self.pid, signal.SIGINT)
+        """As the button does: SIGINT to the kernel and its group."""
+        os.killpg(self.pid, signal.SIGINT)
 
     @property
     def pid(self) -> int:

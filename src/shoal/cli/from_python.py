@@ -203,7 +203,7 @@ def _plan_of(given: Any) -> str | Plan | None:
         return inner
     raise CommandError(
         given=f"plan={given!r:.80}",
-        conflict=f"that is a {type(given).__name__}, and no plan",
+        conflict=f"a value of type {type(given).__name__} is no plan",
         remedy='write plan="FILE.toml", a shoal.Plan, or an answer of shoal.plan',
     )
 
@@ -222,7 +222,7 @@ def _settings(call: str, given: Mapping[str, Any]) -> dict[str, str]:
     else:
         raise JobError(
             given=f"{call}({job!r:.60}, ...)",
-            conflict=f"that is a {type(job).__name__}, and no job",
+            conflict=f"a value of type {type(job).__name__} is no job",
             remedy='give a job function, a shoal.Job, or the path of a job file: "file.py:function"',
         )
     kind = RunOptions if call == "shoal.run" else PlanOptions

@@ -45,6 +45,12 @@ class JobRequest:
         return self.path.stem + extra
 
     @property
+    def least_grains(self) -> int | None:
+        """A number that the job has at least as many grains as; None where only running its code tells."""
+        by_value = self.handed if self.by_value else None
+        return by_value.least_grains if by_value is not None else least_grains(self.path)
+
+    @property
     def by_value(self) -> bool:
         """Whether the job is an object that no file tells of, so that it is handed over whole."""
         return self.handed is not None and self.handed.module is None

@@ -15,6 +15,7 @@ from typing import Any
 
 from shoal.errors import CommandError, JobError
 from shoal.job import Job
+from shoal.plans.grains import FEW_GRAINS
 from shoal.runs.object_sources import code_of
 
 # Where a job is of no file.
@@ -26,6 +27,7 @@ _PICKLE = "job.pickle"
 class HandedJob:
     """A job object on its way to other processes: the module that it is imported from, or the file that has it.
 
+    `least_grains`: a number that it has at least as many grains as, where that is known.
     `import_path`: sys.path of the process that gave it. `code`: digests of its code, but of what its file tells.
     """
 
@@ -33,6 +35,7 @@ class HandedJob:
     file: Path | None
     import_path: tuple[str, ...]
     code: dict[str, dict[str, str]] = field(default_factory=dict)
+    least_grains: int | None = None
 
     def fetch(self, function: str | None) -> Any:
         """The job object, in a process that it is handed to. Raises: what its imports raise."""
@@ -99,7 +102,8 @@ def hand_over(given: object, folder: Path) -> HandedJob:
             remedy="make that inside of a function of the job, such as train_data=lambda: ..., which each rank calls; "
             'or write the job into a file, and give its path: shoal.run("file.py:job")',
         ) from error
-    return HandedJob(None, target, path, code_of(given))
+    known = (given.grains or FEW_GRAINS) if isinstance(given, Job) else None  # a default has never fewer
+    return HandedJob(None, target, path, code_of(given), known)
 
 
 def _pickler() -> Any:

@@ -22,7 +22,7 @@ from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, default_directory
 from shoal.runs.directory_lock import NAME, DirectoryLock, claim
 from shoal.runs.initial_weights import InitialWeights
-from shoal.runs.job_file import JobRequest, least_grains
+from shoal.runs.job_file import JobRequest
 from shoal.runs.tracking import TrackerName
 
 T = TypeVar("T")
@@ -154,8 +154,8 @@ class RunRequest:
         layout = self.plan.degrees
         if layout.shares_grains > 1 or self.plan.serves:
             return True
-        ranks, job = layout.divides_grains, self.job
-        return ranks > 1 and (job.by_value or ranks > (least_grains(job.path) or 0))
+        ranks = layout.divides_grains
+        return ranks > 1 and ranks > (self.job.least_grains or 0)
 
     @property
     def threads_per_process(self) -> int:

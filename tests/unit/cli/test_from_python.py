@@ -96,7 +96,7 @@ def returned(lr: float = 0.1) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[ShoalError], str]] = {
-    "no job": (lambda: shoal.run(3), JobError, "shoal.run(3, ...); that is a int, and no job; give a job function"),
+    "no job": (lambda: shoal.run(3), JobError, "shoal.run(3, ...); a value of type int is no job; give a job function"),
     "no job to plan": (lambda: shoal.plan(None), JobError, "shoal.plan(None, ...)"),
     "another tool's word": (lambda: shoal.run(returned, gpus=2), CommandError, "for gpus write devices="),
     "a slip": (lambda: shoal.run(returned, devicse=2), CommandError, "did you mean 'devices'?"),
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[ShoalError], str]] = {
     "settings": (lambda: shoal.plan(returned, settings={"lr": "high"}), SettingError, "--set lr=high; lr is of type"),
     "an object": (lambda: shoal.plan(returned, lr=object()), SettingError, "a setting is a number, a text"),
     "no Job": (lambda: shoal.plan(returned), JobFileError, "returned NoneType; a job function returns a shoal.Job"),
-    "a plan": (lambda: shoal.run(returned, plan=3), CommandError, "plan=3; that is a int, and no plan"),
+    "a plan": (lambda: shoal.run(returned, plan=3), CommandError, "plan=3; a value of type int is no plan"),
     "no run": (lambda: shoal.Run("nowhere"), RunDirectoryError, "no run began there"),
     "an aim": (lambda: shoal.plan("net_job.py", aim="quickest"), ShoalError, "fastest"),
     "a price": (lambda: shoal.plan("net_job.py", price=0), CommandError, "--price 0; --price takes a number of US"),
@@ -154,6 +154,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "checkpoint_every": (["--checkpoint-every", "5"], {"checkpoint_every": 5}),
     "require_certificate": (["--require-certificate", "c.json"], {"require_certificate": Path("c.json")}),
     "no_telemetry": (["--no-telemetry"], {"no_telemetry": True}),
+    "track": (["--track", "tensorboard", "--track", "mlflow:here"], {"track": ["tensorboard", "mlflow:here"]}),
     "max_restarts": (["--max-restarts", "0"], {"max_restarts": 0}),
     "init_from": (["--init-from", "w"], {"init_from": Path("w")}),
     "init_allow": (["--init-allow", "missing"], {"init_allow": "missing"}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from shoal.errors import CommandError, JobError
 from shoal.job import Job
+from shoal.plans.grains import FEW_GRAINS
 from shoal.runs import job_object
 from shoal.runs.job_file import JobRequest, load, setting_text
 from shoal.runs.job_object import HandedJob, function_name, hand_over, importable_module, place_of
@@ -88,6 +90,17 @@ def test_the_import_path_goes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(EOFError):
         HandedJob(None, tmp_path / "job.pickle", ("given", "first")).fetch(None)
     assert sys.path == ["given", "first", "own"]
+
+
+def test_how_many_grains_are_known(tmp_path: Path) -> None:
+    """So that only what cannot be told otherwise takes a look."""
+
+    def asked(given: Any) -> int | None:
+        return JobRequest(Path("notebook"), None, (), hand_over(given, tmp_path)).least_grains
+
+    assert asked(replace(job(), grains=3)) == 3
+    assert asked(job()) == FEW_GRAINS
+    assert asked(lambda: job()) is None
 
 
 def test_names() -> None:
