@@ -74,6 +74,7 @@ def test_jobs_of_every_kind_have_the_commands_bits(undisturbed: Ended, tmp_path:
         shoal.run(tiny.job, exact=True, devices=1, settings={{"lr": 0.1}}, out="imported"),
         shoal.run({str(TINY)!r}, exact=True, devices=2, samples=203, out="file"),
     ]
+    assert shoal.weights_sha256(runs[-1].model().state_dict()) == runs[-1].result["weights_sha256"]
     print(json.dumps([[str(run.out), run.result["weights_sha256"], run.result["world_size"]] for run in runs]))
     """
     ended = done(tmp_path, body)
@@ -108,7 +109,8 @@ def test_a_run_as_a_value(tmp_path: Path) -> None:
     ended = done(tmp_path, body)
     assert told(ended) == [True, True, [1, 2, 3, 4]]
     assert (
-        "its job was of trains.py, and nothing there builds it now; build it yourself: run.model(into=M" in ended.stdout
+        "its job was of trains.py, and a run directory is data: no code that it names is run; "
+        "give the job: shoal.Run('out', 'file.py:job')" in ended.stdout
     )
     assert "<shoal.Run 'out': status='completed', steps=4" in ended.stdout
     assert "<th>status</th><td>completed</td>" in ended.stdout
@@ -185,6 +187,17 @@ def test_sigterm_ends_the_program_after_a_checkpoint(tmp_path: Path) -> None:
     ended = stopped(tmp_path, signal.SIGTERM, 'shoal.run(own, devices=2, out="out", exact=True)', 75)
     assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "preempted"
     assert "its checkpoint is of step 6" in ended.stderr
+
+
+def test_ranks_alone_are_told_to_stop(tmp_path: Path) -> None:
+    """As a scheduler may that knows their processes: the run is not done, and does not return as if it were."""
+    head = SCRIPT.replace("STEPS = 203, 16", "STEPS = 203, 1000").replace(
+        "    return shoal.cross", "    import os; os.kill(os.getpid(), signal.SIGTERM)\n    return shoal.cross"
+    )
+    ended = done(tmp_path, 'shoal.run(own, out="out")\nprint("returned")', 75, head=head)
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "preempted"
+    assert "returned" not in ended.stdout
+    assert "the run was stopped; no checkpoint" in ended.stderr
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import JobFileError, RunDirectoryError
 from shoal.launch.environment import inside_run
 from shoal.runs.directory import RunDirectory, read_json
-from shoal.runs.job_file import JobRequest, called, load
+from shoal.runs.job_file import JobRequest, called, load, parse_target
 from shoal.runs.job_object import is_job
 from shoal.runs.records import StepRecord, read_steps
 
@@ -24,13 +25,15 @@ _SHOWN = ("status", "steps", "train_loss", "metrics", "wall_seconds", "world_siz
 class Run:
     """A run directory: `out` is its path, `result` and `job` are its files; `model()` is the trained model.
 
-    `job`: the Job or the job function that was trained, where that is of no file; `model()` builds it.
+    `job`: the job that was trained, which `model()` builds: a Job, a job function, or "file.py:function". The run that
+    `shoal.run` returns has it. No code that the directory names is run.
     Raises: RunDirectoryError where no run began there.
     """
 
     def __init__(self, out: str | os.PathLike[str], job: Any = None) -> None:
         self.out = Path(out)
-        self._files, self._given = RunDirectory(self.out), job
+        self._files = RunDirectory(self.out)
+        self._given = os.path.abspath(job) if isinstance(job, str | os.PathLike) else job
         if not self._files.job.exists():
             raise RunDirectoryError(
                 given=f"shoal.Run({str(self.out)!r})",
@@ -58,7 +61,7 @@ class Run:
 
         `ema`: the averaged weights of a run with the callback EMA.
 
-        Raises: JobFileError where nothing builds it; otherwise as `shoal.load`.
+        Raises: JobFileError where no job was given that builds it; otherwise as `shoal.load`.
         """
         from shoal.checkpoint.weights import load as load_weights
         from shoal.numerics.isolation import generators_kept
@@ -71,15 +74,16 @@ class Run:
     def _job(self) -> Any:
         told = self.job
         settings = tuple((str(name), str(text)) for name, text in told.get("given", {}).items())
+        if isinstance(self._given, str):
+            return load(replace(parse_target(self._given, ()), settings=settings)).job
         path, function = Path(str(told.get("file"))), told.get("function")
         if is_job(self._given):
             return called(self._given, JobRequest(path, function, settings))[0]
-        if path.suffix == ".py" and path.is_file() and not told.get("by_value"):
-            return load(JobRequest(path, function, settings)).job
         raise JobFileError(
             given=f"the model of {self.out}",
-            conflict=f"its job was of {path}, and nothing there builds it now",
-            remedy=f"build it yourself: run.model(into=MODEL); or give the job: shoal.Run({str(self.out)!r}, job)",
+            conflict=f"its job was of {path}, and a run directory is data: no code that it names is run",
+            remedy=f"give the job: shoal.Run({str(self.out)!r}, 'file.py:job'), or the job function itself; "
+            "or build the model yourself: run.model(into=MODEL)",
         )
 
     def __repr__(self) -> str:

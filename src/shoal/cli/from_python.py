@@ -146,7 +146,7 @@ def _run(given: dict[str, Any]) -> Run:
             tell_notes(request)
             ended = _trained(request, lock, Path(folder))
     _raise(ended, request)
-    return Run(request.out, None if isinstance(job, str | os.PathLike) else job)
+    return Run(request.out, job)
 
 
 def _trained(request: RunRequest, lock: DirectoryLock, folder: Path) -> RunEnd:
@@ -246,13 +246,13 @@ def _parameters(job: Any) -> list[str]:
 
 
 def _raise(ended: RunEnd, request: RunRequest) -> None:
-    """Raises: the error of a run; KeyboardInterrupt or SystemExit where this process was told to stop."""
+    """Raises: the error of a run; KeyboardInterrupt or SystemExit where this process or its ranks were to stop."""
     files = RunDirectory(request.out)
     if ended.error is not None:
         if ended.error.traceback_text and files.errors.is_dir():
             ended.error.add_note(f"traceback of the rank: {files.errors}")
         raise ended.error
-    if ended.code != ExitCode.DONE and ended.signals:
+    if ended.code != ExitCode.DONE:  # without a signal here: the ranks alone were told
         _stop(ended, files)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 from collections.abc import Callable
@@ -211,3 +212,16 @@ def test_plans_of_every_kind_arrive(job: str, monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(KeyError):
             shoal.run(job, plan=given)
     assert taken == [made, made, "plan.toml", None]
+
+
+def test_a_run_directory_is_data(tmp_path: Path) -> None:
+    """A file that it names is run where the caller names it too, and not else."""
+    code = tmp_path / "named.py"
+    code.write_text(f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\ndef job(): ...\n")
+    (tmp_path / "job.json").write_text(json.dumps({"file": str(code), "function": "job", "by_value": False}))
+    with pytest.raises(JobFileError, match="a run directory is data: no code that it names is run"):
+        shoal.Run(tmp_path).model()
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(JobFileError, match="a job function returns"):
+        shoal.Run(tmp_path, f"{code}:job").model()
+    assert (tmp_path / "ran").exists()
