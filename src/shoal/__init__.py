@@ -37,7 +37,7 @@ _HOMES = {
     "load": "shoal.checkpoint.weights",
     "from_training_arguments": "shoal.parallel.model.adapters.training_arguments",
     "weights_sha256": "shoal.checkpoint",
-    "Answer": "shoal.planner.answer.answer",
+    "Answer": "shoal.planner.answer.shown",
     "Run": "shoal.cli.finished_run",
     "plan": "shoal.cli.from_python",
     "run": "shoal.cli.from_python",
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
     from shoal.numerics.losses import accuracy, cross_entropy, mse
     from shoal.parallel.model.adapters.training_arguments import from_training_arguments
-    from shoal.planner.answer.answer import Answer
+    from shoal.planner.answer.shown import Answer
     from shoal.plans import Layout, Plan
     from shoal.runs.records import RunRecord, StepRecord
     from shoal.runs.version import __version__

@@ -30,7 +30,7 @@ from shoal.runs.job_object import function_name, hand_over, is_job, place_of
 from shoal.runs.request import RunRequest
 
 if TYPE_CHECKING:
-    from shoal.planner.answer.answer import Answer
+    from shoal.planner.answer.shown import Answer
     from shoal.planner.search.candidates import Candidate
 
 PathText = str | os.PathLike[str]

@@ -15,8 +15,9 @@ from shoal.errors import CommandError, ExitCode
 from shoal.hardware import cluster as find_cluster
 from shoal.job import Job
 from shoal.launch.environment import inside_run
-from shoal.planner.answer.answer import Answer, answer, question
+from shoal.planner.answer.answer import answer, question
 from shoal.planner.answer.display import console_of_width, show
+from shoal.planner.answer.shown import Answer
 from shoal.planner.calibrate.lessons import learn_from
 from shoal.planner.configured_job import PREFIX, configured_job
 from shoal.planner.search.aims import parse
@@ -106,7 +107,7 @@ def answered(options: PlanOptions, given: tuple[Job, str] | None = None) -> Answ
     progress = SearchProgress(sys.stderr, time.monotonic)
     asked = replace(asked, case=replace(asked.case, watch=progress.step))
     try:
-        return answer(asked, aim, name, hours, time.perf_counter)
+        return Answer.of(answer(asked, aim, name, hours, time.perf_counter))
     finally:
         progress.end()
 

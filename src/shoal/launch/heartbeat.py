@@ -17,23 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.runs.records import SPANS
+
 HEARTBEAT_FILE = "SHOAL_HEARTBEAT_FILE"  # made by the local launcher, beside which the rank's stacks are written
 # Ends a rank, which first shows the stacks of its threads. Python's handler is in C: nobody needs to give up the GIL.
 STACKS = signal.SIGRTMAX
 
 # What a rank does; those of a step are its spans. "away" has no end that could be known: start-up, a checkpoint.
-PHASES = (
-    "away",
-    "data_wait",
-    "host_to_device",
-    "forward",
-    "backward",
-    "exposed_communication",
-    "optimizer",
-    "checkpoint",
-    "other",
-    "evaluation",
-)
+PHASES = ("away", *SPANS, "evaluation")
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 # Steps begun, the phase, its beginning; then the longest seconds of each phase in this window of steps and the last.
 _NOW = struct.Struct("<qqd")

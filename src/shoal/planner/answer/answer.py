@@ -178,7 +178,7 @@ _LARGEST = 1024  # hosts, in the search for a cluster on which something fits
 
 
 @dataclass(frozen=True, repr=False)
-class Answer:
+class SearchResult:
     """Result of a search with its outlook; `goodput` where the devices' failure rate is known, `finer` where more
     grains would bring a better plan.
     """
@@ -211,26 +211,6 @@ class Answer:
         """Writes the plan as TOML, for `shoal run --plan`; the file's path."""
         write_file(Path(path), plan_text(self.plan))
         return Path(path)
-
-    def write_html(self, path: str | os.PathLike[str]) -> Path:
-        """Writes a page with the curve, the waterfalls and every reason; the file's path."""
-        from shoal.planner.answer.display import page
-
-        write_file(Path(path), page(self))
-        return Path(path)
-
-    def __str__(self) -> str:
-        from shoal.planner.answer.display import text
-
-        return text(self)
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    def _repr_html_(self) -> str:
-        from shoal.planner.answer.display import fragment
-
-        return fragment(self)
 
     @property
     def chosen(self) -> Candidate:
@@ -323,7 +303,7 @@ def _made(precise: tuple[str, Callable[[], Case]] | None) -> tuple[str, Case] | 
     return None if precise is None else (precise[0], precise[1]())
 
 
-def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> Answer:
+def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:
     """Searches, and looks around. Raises: PlanError where nothing serves the aim."""
     case = question.case
     began = clock()
@@ -335,7 +315,7 @@ def answer(question: Question, aim: Aim, job: str, device_hours: float | None, c
     seconds = clock() - began
     hours = device_hours or case.cluster.mean_hours_between_failures
     devices = choice.chosen.devices
-    return Answer(
+    return SearchResult(
         question=question,
         choice=choice,
         curve=curve(search, devices),

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shoal.planner.answer import words
-from shoal.planner.answer.answer import Answer
+from shoal.planner.answer.answer import SearchResult
 from shoal.plans.plan import described, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
 
@@ -26,7 +26,7 @@ def console_of_width() -> Console:
     return console if console.is_terminal else Console(width=WIDTH)
 
 
-def show(answer: Answer, console: Console) -> None:
+def show(answer: SearchResult, console: Console) -> None:
     """Prints everything that there is to say in the console's width, the answer itself first."""
     case = answer.question.case
     console.print(
@@ -55,11 +55,11 @@ def show(answer: Answer, console: Console) -> None:
         _lines(console, [f"... and {more} more: --html FILE has them all"])
 
 
-def _best(answer: Answer) -> str:
+def _best(answer: SearchResult) -> str:
     return f"The best on {words.several(answer.chosen.devices, 'device')}"
 
 
-def _notes(answer: Answer) -> list[str]:
+def _notes(answer: SearchResult) -> list[str]:
     case = answer.question.case
     found = [words.summary(answer)]
     if case.correction:
@@ -111,7 +111,7 @@ def _bars(console: Console, title: str, portions: Sequence[words.Portion]) -> No
     console.print(table, highlight=False)
 
 
-def text(answer: Answer, width: int = WIDTH) -> str:
+def text(answer: SearchResult, width: int = WIDTH) -> str:
     """The text that `show` prints, without colours."""
     file = io.StringIO()
     console = Console(width=width, file=file, color_system=None, force_terminal=False, force_jupyter=False)
@@ -119,7 +119,7 @@ def text(answer: Answer, width: int = WIDTH) -> str:
     return file.getvalue()
 
 
-def fragment(answer: Answer) -> str:
+def fragment(answer: SearchResult) -> str:
     """A summary for a notebook's cell, as HTML: the key figures, the best plans, and the verdict."""
     rows = [Markup("<tr><th>{}</th><td>{}</td></tr>").format(*row) for row in words.key_rows(answer)]
     head = Markup("").join(Markup("<th>{}</th>").format(name) for name in words.BEST_HEAD)
@@ -135,7 +135,7 @@ def fragment(answer: Answer) -> str:
     )
 
 
-def page(answer: Answer) -> str:
+def page(answer: SearchResult) -> str:
     """The page as HTML."""
     case, chosen = answer.question.case, answer.chosen
     lead = [
@@ -179,7 +179,7 @@ def _portions(title: str, drawn: str, head: list[str], portions: Sequence[words.
     return Section(title, drawing=waterfall(drawn, bars), table=table)
 
 
-def _curve(answer: Answer) -> Markup:
+def _curve(answer: SearchResult) -> Markup:
     batch, chosen = answer.question.case.work.global_batch, answer.chosen.devices
     spots = [
         Spot(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from shoal.planner.answer.answer import Answer
+from shoal.planner.answer.answer import SearchResult
 from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.profile.values import Body, OperationKind
 
@@ -12,7 +12,7 @@ MEMORY_BOUND = "operators that move memory"
 BELOW_PEAK = "products and attention below the peak"
 
 
-def lost_shares(answer: Answer) -> dict[str, float]:
+def lost_shares(answer: SearchResult) -> dict[str, float]:
     """Shares of a step by cause, the largest first; with the share of the peak they sum to 1.
 
     The term `compute` is told apart by the kind of its operators, in the proportion of the model as a whole.
@@ -28,7 +28,7 @@ def lost_shares(answer: Answer) -> dict[str, float]:
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
-def wide_products(answer: Answer) -> tuple[float, str] | None:
+def wide_products(answer: SearchResult) -> tuple[float, str] | None:
     """Share of the model's FLOPs in float32 where the plan computes in 16 bits, and the operator with most of them.
 
     Autocast casts a list of operators (docs.pytorch.org/docs/stable/amp.html) and leaves the others as they are.
@@ -47,7 +47,7 @@ def wide_products(answer: Answer) -> tuple[float, str] | None:
     return (share, max(wide, key=lambda name: wide[name])) if share else None
 
 
-def _moving_share(answer: Answer) -> float:
+def _moving_share(answer: SearchResult) -> float:
     """The part of the operators' seconds that goes to those which only move memory."""
     case, plan = answer.question.case, answer.chosen.plan
     predictor = case.predictor

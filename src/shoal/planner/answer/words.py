@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.planner.answer.answer import Answer
+from shoal.planner.answer.answer import SearchResult
 from shoal.planner.answer.outlook import STORAGE_BYTES_PER_SECOND
 from shoal.planner.answer.utilisation import lost_shares, wide_products
 from shoal.planner.predict.error_bar import error_bar, likeness
@@ -66,7 +66,7 @@ def seconds(value: float | None) -> str:
     return f"{value * 1e3:.2f} ms" if value >= 1e-4 else f"{value * 1e6:.0f} us"
 
 
-def batch(candidate: Candidate, answer: Answer) -> str:
+def batch(candidate: Candidate, answer: SearchResult) -> str:
     """Samples of a microbatch, and how many microbatches a rank has."""
     work, layout = answer.question.case.work, candidate.plan.layout
     grains = -(-work.num_grains // (layout.data * layout.shard))
@@ -74,7 +74,7 @@ def batch(candidate: Candidate, answer: Answer) -> str:
     return f"{per * work.grain_size} x {-(-grains // per)}"
 
 
-def key_rows(answer: Answer) -> Rows:
+def key_rows(answer: SearchResult) -> Rows:
     """The chosen plan in a few lines, what is asked first first: name and value of each."""
     chosen, case = answer.chosen, answer.question.case
     size, _, number = batch(chosen, answer).partition(" x ")
@@ -92,7 +92,7 @@ def key_rows(answer: Answer) -> Rows:
     return [[name, value] for name, value in rows if value] + [["note", hint] for hint in hints(answer)]
 
 
-def step(answer: Answer) -> str:
+def step(answer: SearchResult) -> str:
     """Seconds of a step, and where published steps were that were predicted like it."""
     case, found = answer.question.case, answer.chosen
     told = seconds(found.seconds)
@@ -105,7 +105,7 @@ def step(answer: Answer) -> str:
     return told + (f"; {bar.num_beyond:,} more took over twice their prediction)" if bar.num_beyond else ")")
 
 
-def energy(answer: Answer) -> str:
+def energy(answer: SearchResult) -> str:
     """Kilowatt-hours of the whole job at the devices' power limit; empty where it or the job's length is not known."""
     watts, whole = answer.question.case.cluster.device.watts, answer.job_seconds(answer.chosen.seconds)
     if watts is None or whole is None:
@@ -114,7 +114,7 @@ def energy(answer: Answer) -> str:
     return f"at most {rate(hours)} kWh of the devices alone, at {watts:,.0f} W each (their power limit)"
 
 
-def throughput(answer: Answer) -> str:
+def throughput(answer: SearchResult) -> str:
     """Tokens a second, in all and of a device, where samples are sequences of tokens; else samples a second."""
     devices, tokens = answer.chosen.devices, answer.question.sample_tokens
     samples = answer.question.case.work.global_batch / answer.chosen.seconds
@@ -129,7 +129,7 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def share_of_peak(answer: Answer) -> str:
+def share_of_peak(answer: SearchResult) -> str:
     """The share of the device's peak that the model's FLOPs take, of which peak, and where the rest of a step goes."""
     found = answer.chosen.prediction
     if found.mfu is None:
@@ -141,7 +141,7 @@ def share_of_peak(answer: Answer) -> str:
     return f"{told}; the rest: {', '.join(rest)}" if rest else told
 
 
-def memory_margin(answer: Answer) -> str:
+def memory_margin(answer: SearchResult) -> str:
     """The fullest device's bytes, and those that stay free."""
     peak = answer.chosen.prediction.peak_bytes
     cluster = answer.question.case.cluster
@@ -151,7 +151,7 @@ def memory_margin(answer: Answer) -> str:
     return f"{told}; {kept / GIB:.1f} are kept free (margin={100 * cluster.memory_margin:.3g}%)"
 
 
-def whole_job(answer: Answer) -> str:
+def whole_job(answer: SearchResult) -> str:
     """Steps, samples or tokens of the whole job, and its time without failures."""
     asked, steps = answer.question, answer.question.num_steps
     if steps is None:
@@ -170,7 +170,7 @@ def quantity(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def price(answer: Answer) -> str:
+def price(answer: SearchResult) -> str:
     """Dollars of the whole job, or of a million tokens or samples, and where the price of a device-hour is from."""
     device, hour = answer.question.case.cluster.device, answer.price
     if hour is None:
@@ -183,12 +183,12 @@ def price(answer: Answer) -> str:
 BEST_HEAD = ["layout", "samples x microbatches", "step", "of peak", "memory", "whole job", "cost"]
 
 
-def best_rows(answer: Answer) -> Rows:
+def best_rows(answer: SearchResult) -> Rows:
     """The chosen plan and the next best ones, all on as many devices."""
     return [_row(candidate, answer) for candidate in (answer.chosen, *answer.choice.alternatives)]
 
 
-def _row(candidate: Candidate, answer: Answer) -> list[str]:
+def _row(candidate: Candidate, answer: SearchResult) -> list[str]:
     prediction, cost = candidate.prediction, answer.cost(candidate)
     return [
         described(candidate.plan),
@@ -221,13 +221,13 @@ class Portion:
         return [self.name, self.amount, f"{self.share:.1%}", self.meaning]
 
 
-def terms(answer: Answer) -> list[Portion]:
+def terms(answer: SearchResult) -> list[Portion]:
     """The terms of a step, without those that take nothing."""
     found = answer.chosen.prediction
     return [Portion(n, v / found.step_seconds, seconds(v), TERMS_MEAN[n]) for n, v in found.terms.items() if v > 0]
 
 
-def memory(answer: Answer) -> list[Portion]:
+def memory(answer: SearchResult) -> list[Portion]:
     """The bytes of the fullest rank, without the categories that it has nothing of."""
     found = answer.chosen.prediction
     return [Portion(n, v / found.peak_bytes, gib(v), MEMORY_MEANS[n]) for n, v in found.memory.items() if v > 0]
@@ -236,7 +236,7 @@ def memory(answer: Answer) -> list[Portion]:
 CURVE_HEAD = ["devices", "step", "efficiency", "each added device brings", "layout"]
 
 
-def curve_rows(answer: Answer) -> Rows:
+def curve_rows(answer: SearchResult) -> Rows:
     """The fastest plan on each number of devices."""
     rows = []
     for point in answer.curve.points:
@@ -251,7 +251,7 @@ def curve_rows(answer: Answer) -> Rows:
     return rows
 
 
-def verdict(answer: Answer) -> str:
+def verdict(answer: SearchResult) -> str:
     """Sentence on the number of devices beyond which more stop paying, and why."""
     found = answer.curve
     if found.pays_until is None:
@@ -262,7 +262,7 @@ def verdict(answer: Answer) -> str:
     return f"More devices pay up to {devices}; what limits then: {found.limit}."
 
 
-def grains(answer: Answer) -> list[str]:
+def grains(answer: SearchResult) -> list[str]:
     """The number of grains and its reason, and before it what more of them would bring, where they are the cause."""
     work, found = answer.question.case.work, answer.finer
     each = f"{several(work.grain_size, 'sample')} each"
@@ -270,7 +270,7 @@ def grains(answer: Answer) -> list[str]:
     return [*first, f"grains: {work.num_grains} ({each}; {answer.question.why_grains})"]
 
 
-def hints(answer: Answer) -> list[str]:
+def hints(answer: SearchResult) -> list[str]:
     """Changes of the job that would use more of the cluster."""
     if answer.finer is not None:  # which is said first
         return []
@@ -287,7 +287,7 @@ def hints(answer: Answer) -> list[str]:
     ]
 
 
-def _in_float32(answer: Answer) -> list[str]:
+def _in_float32(answer: SearchResult) -> list[str]:
     """What autocast leaves in float32, where that is more of the model's FLOPs than a prediction tells apart."""
     found, precision = wide_products(answer), answer.chosen.plan.precision
     if found is None or found[0] < TOLD_APART or precision.parameters != "float32":
@@ -299,12 +299,12 @@ def _in_float32(answer: Answer) -> list[str]:
     ]
 
 
-def change_rows(answer: Answer) -> Rows:
+def change_rows(answer: SearchResult) -> Rows:
     """Rows of the changes that would speed up or slow down the step."""
     return [[change.what, seconds(change.seconds), change.effect] for change in answer.changes]
 
 
-def rejected_rows(answer: Answer, most: int | None = None) -> Rows:
+def rejected_rows(answer: SearchResult, most: int | None = None) -> Rows:
     """Why other layouts were not chosen: on as many devices first, the nearest first."""
     own = answer.chosen.devices
     ordered = sorted(
@@ -315,7 +315,7 @@ def rejected_rows(answer: Answer, most: int | None = None) -> Rows:
     return rows[: most if most is not None else len(rows)] + illegal
 
 
-def goodput_lines(answer: Answer) -> list[str]:
+def goodput_lines(answer: SearchResult) -> list[str]:
     """Lines on goodput, where the devices' failure rate is known."""
     found = answer.goodput
     if found is None:
@@ -337,7 +337,7 @@ def goodput_lines(answer: Answer) -> list[str]:
     return lines
 
 
-def correction(answer: Answer) -> str:
+def correction(answer: SearchResult) -> str:
     """Line on the correction of predictions by earlier runs."""
     found = answer.question.case.correction
     told = [f"{name} x {factor:.2f}" for name, factor in found.factors.items()]
@@ -345,7 +345,7 @@ def correction(answer: Answer) -> str:
     return f"corrected by what runs have shown: {', '.join(told)}"
 
 
-def summary(answer: Answer) -> str:
+def summary(answer: SearchResult) -> str:
     """Line on the extent of the search."""
     choice = answer.choice
     tied = (

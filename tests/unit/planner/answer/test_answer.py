@@ -8,7 +8,7 @@ import pytest
 from tests.unit.planner.models import facts, gpus, transformer
 from tests.unit.plans.checking import check
 
-from shoal.planner.answer.answer import Answer, Question
+from shoal.planner.answer.answer import Question, SearchResult
 from shoal.planner.answer.outlook import Case, ScalingCurve
 from shoal.planner.answer.words import hints
 from shoal.planner.predict.step_time import Predictor
@@ -24,36 +24,36 @@ STAGES = Plan().with_sections(layout={"pipeline": 2}, batch={"grains_per_microba
 
 
 @pytest.fixture(scope="module")
-def whole() -> Answer:
+def whole() -> SearchResult:
     work = Workload(transformer(layers=4, width=256, ffn=512, vocabulary=4096, positions=64, heads=4), 8, 8)
     case = Case(work, gpus(1, 2), Space(Plan(), facts(8, layers=4, heads=4, positions=64), (1, 2)))
     choice = choose(case.search(), parse("fastest"))
-    return Answer(Question(case, 10), choice, ScalingCurve((), None, ""), (), None, 0.0, "job")
+    return SearchResult(Question(case, 10), choice, ScalingCurve((), None, ""), (), None, 0.0, "job")
 
 
-def of_stages(whole: Answer) -> Answer:
+def of_stages(whole: SearchResult) -> SearchResult:
     prediction = Predictor(whole.question.case.work, whole.question.case.cluster).predict(STAGES)
     return replace(whole, choice=replace(whole.choice, chosen=Candidate(STAGES, prediction)))
 
 
-def test_a_pipeline_is_cut_where_it_was_predicted(whole: Answer) -> None:
+def test_a_pipeline_is_cut_where_it_was_predicted(whole: SearchResult) -> None:
     staged = of_stages(whole)
     assert staged.plan.pipeline.split == staged.chosen.prediction.split
     assert len(staged.plan.pipeline.split) == 1
     check(staged.plan, whole.question.case.space.facts)
 
 
-def test_a_place_where_no_stage_can_begin_is_not_written(whole: Answer) -> None:
+def test_a_place_where_no_stage_can_begin_is_not_written(whole: SearchResult) -> None:
     case = whole.question.case
     elsewhere = replace(case, space=replace(case.space, facts=replace(case.space.facts, cuts=("head",))))
     assert of_stages(replace(whole, question=Question(elsewhere, 10))).plan.pipeline.split == ()
 
 
-def test_one_stage_has_no_split(whole: Answer) -> None:
+def test_one_stage_has_no_split(whole: SearchResult) -> None:
     assert whole.plan.pipeline.split == ()
 
 
-def narrow(whole: Answer, name: str = "aten._grouped_mm") -> Answer:
+def narrow(whole: SearchResult, name: str = "aten._grouped_mm") -> SearchResult:
     """The same answer in bfloat16, with the products of the blocks in float32 under that name."""
     plan = whole.plan.with_sections(precision={"compute": "bfloat16"})
     case = whole.question.case
@@ -74,13 +74,13 @@ def narrow(whole: Answer, name: str = "aten._grouped_mm") -> Answer:
     return replace(whole, question=question, choice=replace(whole.choice, chosen=chosen))
 
 
-def test_an_answer_says_what_autocast_leaves_in_float32(whole: Answer) -> None:
+def test_an_answer_says_what_autocast_leaves_in_float32(whole: SearchResult) -> None:
     (told,) = hints(narrow(whole))
     assert "aten._grouped_mm, which autocast does not cast" in told
     assert float(told.partition("%")[0]) > 50
 
 
-def test_an_answer_whose_products_are_narrow_says_nothing_of_them(whole: Answer) -> None:
+def test_an_answer_whose_products_are_narrow_says_nothing_of_them(whole: SearchResult) -> None:
     plan = whole.plan.with_sections(precision={"compute": "bfloat16"})
     assert hints(replace(whole, choice=replace(whole.choice, chosen=replace(whole.chosen, plan=plan)))) == []
     assert hints(whole) == []  # in float32 by choice

@@ -12,7 +12,7 @@ from tests.unit.planner.models import facts, gpus, transformer
 
 from shoal.errors import PlanError
 from shoal.planner.answer import words
-from shoal.planner.answer.answer import Answer, Question, answer
+from shoal.planner.answer.answer import Question, SearchResult, answer
 from shoal.planner.answer.display import show
 from shoal.planner.answer.outlook import Case
 from shoal.planner.predict.error_bar import error_bar, likeness
@@ -33,11 +33,11 @@ def asked(hosts: int = 1, batch: int = 64, layers: int = 8, gib: float = 80.0) -
     return Question(Case(Workload(profile, batch, batch), cluster, space), 100, sample_tokens=1024)
 
 
-def answered(question: Question, hours: float | None = None) -> Answer:
+def answered(question: Question, hours: float | None = None) -> SearchResult:
     return answer(question, Aim(), "folder/of/jobs/file.py:job", hours, lambda: 0.0)
 
 
-def printed(found: Answer, width: int = COLUMNS) -> str:
+def printed(found: SearchResult, width: int = COLUMNS) -> str:
     console = Console(file=io.StringIO(), width=width)
     show(found, console)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -45,12 +45,12 @@ def printed(found: Answer, width: int = COLUMNS) -> str:
 
 
 @pytest.fixture(scope="module")
-def one() -> Answer:
+def one() -> SearchResult:
     return answered(asked(), hours=1000.0)
 
 
 @pytest.fixture(scope="module")
-def wide() -> Answer:
+def wide() -> SearchResult:
     """Layouts with long names: little memory on several hosts."""
     found = answered(asked(hosts=4, layers=32, gib=6.0))
     long = "a/very/long/" * 10 + "name.py:job"
@@ -61,7 +61,7 @@ def wide() -> Answer:
 
 @pytest.mark.parametrize("which", ["one", "wide"])
 def test_no_line_is_above_80_columns_and_nothing_is_cut(which: str, request: pytest.FixtureRequest) -> None:
-    found: Answer = request.getfixturevalue(which)
+    found: SearchResult = request.getfixturevalue(which)
     narrow, broad = printed(found), printed(found, 400)
     assert max(map(len, narrow.splitlines())) <= COLUMNS
     assert max(len(line.rstrip()) for line in broad.splitlines()) > COLUMNS
@@ -74,14 +74,14 @@ def test_no_line_is_above_80_columns_and_nothing_is_cut(which: str, request: pyt
     assert letters == sorted(c for c in broad if c.isalnum())
 
 
-def test_the_answer_itself_comes_first(one: Answer) -> None:
+def test_the_answer_itself_comes_first(one: SearchResult) -> None:
     text = printed(one)
     first = "\n".join(text.splitlines()[:20])
     for name in ("plan", "step", "throughput", "of the peak", "memory", "whole job", "price"):
         assert f"\n{name} " in first
 
 
-def test_tokens_where_samples_are_sequences(one: Answer) -> None:
+def test_tokens_where_samples_are_sequences(one: SearchResult) -> None:
     rate = 64 * 1024 / one.chosen.seconds
     assert f"{rate:,.0f} tokens/s, {rate / one.chosen.devices:,.0f} a device" in words.throughput(one)
     images = replace(one, question=replace(one.question, sample_tokens=None))
@@ -89,7 +89,7 @@ def test_tokens_where_samples_are_sequences(one: Answer) -> None:
     assert f"{rate / 1024:,.0f} samples/s" in words.throughput(images)
 
 
-def test_the_share_of_the_peak_says_which_and_what_the_rest_is(one: Answer) -> None:
+def test_the_share_of_the_peak_says_which_and_what_the_rest_is(one: SearchResult) -> None:
     told = words.share_of_peak(one)
     dtype, flops = one.peak
     assert dtype == "bfloat16"
@@ -99,7 +99,7 @@ def test_the_share_of_the_peak_says_which_and_what_the_rest_is(one: Answer) -> N
     assert rest == pytest.approx(100 - 100 * one.chosen.prediction.mfu, abs=5)
 
 
-def test_a_price_has_its_source_or_is_not_known(one: Answer) -> None:
+def test_a_price_has_its_source_or_is_not_known(one: SearchResult) -> None:
     case = one.question.case
     without = replace(case, cluster=replace(case.cluster, device=replace(case.cluster.device, price_per_hour=None)))
     told = words.price(replace(one, question=replace(one.question, case=without)))
@@ -110,14 +110,14 @@ def test_a_price_has_its_source_or_is_not_known(one: Answer) -> None:
     assert words.price(priced) == f"${one.chosen.devices * hours * 2.5:,.2f} at $2.50 a device-hour (--price)"
 
 
-def in_cluster(found: Answer, **changes: Any) -> Answer:
+def in_cluster(found: SearchResult, **changes: Any) -> SearchResult:
     case = found.question.case
     return replace(
         found, question=replace(found.question, case=replace(case, cluster=replace(case.cluster, **changes)))
     )
 
 
-def test_the_step_has_the_errors_of_published_rows(one: Answer) -> None:
+def test_the_step_has_the_errors_of_published_rows(one: SearchResult) -> None:
     case = one.question.case
     like = likeness(case.cluster.device.name, case.work.profile.num_parameters, one.chosen.plan.layout)
     bar = error_bar(one.chosen.seconds, like)
@@ -128,19 +128,19 @@ def test_the_step_has_the_errors_of_published_rows(one: Answer) -> None:
     assert f"{bar.num_rows:,} published rows" in told
 
 
-def test_no_error_bar_of_gpus_for_a_cpu(one: Answer) -> None:
+def test_no_error_bar_of_gpus_for_a_cpu(one: SearchResult) -> None:
     cpus = in_cluster(one, device=replace(one.question.case.cluster.device, kind="cpu"))
     assert words.step(cpus) == words.seconds(one.chosen.seconds)
 
 
-def test_the_margin_is_kept_free(one: Answer) -> None:
+def test_the_margin_is_kept_free(one: SearchResult) -> None:
     size = one.question.case.cluster.device.memory_bytes / 2**30
     peak = one.chosen.prediction.peak_bytes / 2**30
     assert f"{peak:.1f} of {size:.1f} GiB, {size - peak:.1f} free" in words.memory_margin(one)
     assert f"{size / 4:.1f} are kept free (margin=25%)" in words.memory_margin(in_cluster(one, memory_margin=0.25))
 
 
-def test_energy_is_at_the_power_limit_where_it_is_known(one: Answer) -> None:
+def test_energy_is_at_the_power_limit_where_it_is_known(one: SearchResult) -> None:
     device = one.question.case.cluster.device
     hours = 100 * one.chosen.seconds / 3600 * one.chosen.devices
     assert f"at most {words.rate(hours * 0.5)} kWh" in words.energy(
@@ -160,12 +160,12 @@ def test_the_length_is_that_of_so_many_tokens() -> None:
         replace(question, sample_tokens=None).of_length(tokens=1e9)
 
 
-def test_a_length_that_is_not_known_is_asked_for(one: Answer) -> None:
+def test_a_length_that_is_not_known_is_asked_for(one: SearchResult) -> None:
     unknown = replace(one, question=replace(one.question, num_steps=None))
     assert "--samples N or --tokens N" in words.whole_job(unknown)
 
 
-def test_recomputation_and_the_batch_are_among_what_would_change_it(one: Answer) -> None:
+def test_recomputation_and_the_batch_are_among_what_would_change_it(one: SearchResult) -> None:
     told = [change.what for change in one.changes]
     assert "recompute = full" in told
     assert "twice the batch (128 samples)" in told
