@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tiny
 from torch import nn
 
@@ -24,3 +26,19 @@ def job(epochs: int = 1, schedule: str = "constant", lr: float = 0.1, samples: i
 def warm(epochs: int = 1) -> shoal.Job:
     """A schedule of its own that a setting is in."""
     return tiny.mlp(samples=55, length=shoal.Epochs(epochs), schedule=lambda progress: min(1.0, progress.step / epochs))
+
+
+def leaving(epochs: int = 1, lr: float = 0.1) -> shoal.Job:
+    """A rate that the job leaves in a module beside it, where the optimizer reads it."""
+    tiny.LEFT = lr  # type: ignore[attr-defined]
+    return tiny.mlp(samples=55, length=shoal.Epochs(epochs), optimizer=lambda p: tiny.sgd(p, tiny.LEFT))  # type: ignore[attr-defined]
+
+
+def by_attribute(epochs: int = 1, lr: float = 0.1) -> shoal.Job:
+    """A rate that is an attribute of the function that reads it."""
+
+    def optimizer(parameters: Any) -> Any:
+        return tiny.sgd(parameters, optimizer.rate)  # type: ignore[attr-defined]
+
+    optimizer.rate = lr  # type: ignore[attr-defined]
+    return tiny.mlp(samples=55, length=shoal.Epochs(epochs), optimizer=optimizer)

@@ -151,7 +151,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return run(Run(f"{JOB}:stack", out, 1, settings={"steps": STEPS}, environment=ONE_THREAD)).expect(0)
 
 
-@parametrize("layout", LAYOUTS, usual=["ZeRO-3"])
+@parametrize("layout", LAYOUTS, usual=[])
 def test_averages_in_every_layout(layout: str, alone: Ended, tmp_path: Path) -> None:
     """And taken up by another layout in the midst of it."""
     sections = plan(tmp_path / "plan.toml", LAYOUTS[layout])

@@ -66,12 +66,14 @@ def test_a_schedule_over_the_length(tmp_path: Path) -> None:
     [
         ({"lr": 0.2}, "the setting lr = 0.2, was 0.1\n  conflicts with: the run to resume has another optimizer"),
         ({"epochs": 3, "lr": 0.2}, "the setting lr = 0.2, was 0.1\n"),
+        ({"lr": 0.2, "function": "leaving"}, "the setting lr = 0.2, was 0.1\n"),
+        ({"lr": 0.2, "function": "by_attribute"}, "the run to resume has another optimizer"),
         ({"epochs": 3, "function": "warm"}, "the run to resume has another schedule"),
         ({"epochs": 1}, "the run has trained 8 steps already"),
         ({"samples": 100, "epochs": 2}, "8 steps"),
     ],
-    ids=["a rate", "length and rate", "in the schedule", "shorter", "fewer samples"],
-    usual=["length and rate", "in the schedule", "shorter"],
+    ids=["a rate", "length and rate", "left behind", "by attribute", "in the schedule", "shorter", "fewer samples"],
+    usual=["length and rate", "left behind", "in the schedule"],
 )
 def test_what_is_refused(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
     """Nothing is trained, and the run stays as it was."""

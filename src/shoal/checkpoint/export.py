@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from shoal.checkpoint.state import raw
 from shoal.checkpoint.tensor_file import tensor_file_head
 from shoal.checkpoint.weights import CheckpointWeights
 from shoal.errors import RunDirectoryError, ShoalError, StorageError
+from shoal.parallel.model.adapters.transformers import ADAPTER_NAMES
 from shoal.runs.directory import read_json
 
 _METADATA = {"format": "pt"}  # what Transformers asks of a file
+_ADAPTER = "adapter_config.json"
 _CONFIGS = ("config.json", "generation_config.json")
 # Files of a tokenizer by the names that Transformers saves them under.
 _TOKENIZER = (
@@ -29,13 +31,17 @@ _TOKENIZER = (
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: files, number of tensors, their bytes, and whether Transformers can build the model."""
+    """Result of an export: files, number of tensors, their bytes, and whether Transformers can build the model.
+
+    `adapter`: whether they are a peft model's adapter alone.
+    """
 
     folder: Path
     files: tuple[str, ...]
     num_tensors: int
     num_bytes: int
     has_config: bool
+    adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ def export(
     config: Path | None = None,
     tokenizer: Path | None = None,
 ) -> Exported:
-    """Writes weights to a new or empty folder, whole or not at all; tied tensors once.
+    """Writes weights to a new or empty folder, whole or not at all; tied tensors once; of a peft model the adapter.
 
     `config`: a folder with the files of a Transformers model's configuration. `tokenizer`: one whose files are copied.
     Raises: RunDirectoryError where the folder has anything, or there is no tokenizer; IntegrityError where the
@@ -64,7 +70,10 @@ def export(
     aside = folder.absolute().parent / f".{folder.absolute().name}-{uuid.uuid4().hex[:12]}"
     try:
         aside.mkdir(parents=True)
-        found = _write(weights, aside, form)
+        adapter = read_json(config / ADAPTER_NAMES) if config is not None else None
+        found = _write(weights, aside, form) if adapter is None else _write_adapter(weights, aside, form, adapter)
+        if adapter is not None and config is not None:
+            shutil.copyfile(config / _ADAPTER, aside / _ADAPTER)
         has_config = config is not None and _configure(config, aside, {d for d, _ in found[1]})
         for file in copied:
             shutil.copyfile(file, aside / file.name)
@@ -77,7 +86,7 @@ def export(
         raise StorageError(
             given=f"an export to {folder}", conflict=f"it could not be written: {error}", remedy="give another folder"
         ) from error
-    return Exported(folder, files, len(found[1]), found[0], has_config)
+    return Exported(folder, files, len(found[1]), found[0], has_config, adapter is not None)
 
 
 def _refuse_taken(folder: Path) -> None:
@@ -102,25 +111,47 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 def _write(weights: CheckpointWeights, folder: Path, form: ExportFormat) -> tuple[int, list[tuple[torch.dtype, int]]]:
     """All bytes, and dtype and bytes of each tensor."""
-    dtypes = {key: _dtype(weights.dtype(key), form) for key in sorted(weights.once().values())}
-    sizes = {key: dtype.itemsize * torch.Size(weights.shape(key)).numel() for key, dtype in dtypes.items()}
+    dtypes, sizes = _dtypes_and_sizes(weights, {key: key for key in sorted(weights.once().values())}, form)
     shards = list(_shards(sizes, form.max_shard_bytes))
     placed: dict[str, str] = {}
     for number, keys in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        order, header = tensor_file_head({key: (dtypes[key], weights.shape(key)) for key in keys}, _METADATA)
-        with (folder / name).open("xb") as file:
-            file.write(header)
-            for key in order:
-                file.write(raw(weights[key].to(dtypes[key])))
-            file.flush()
-            os.fsync(file.fileno())
+        _write_file(weights, folder / name, {key: key for key in keys}, dtypes)
         placed |= dict.fromkeys(keys, name)
     if len(shards) > 1:
         document = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": placed}
         text = json.dumps(document, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     return sum(sizes.values()), [(dtypes[key], sizes[key]) for key in dtypes]
+
+
+def _write_adapter(
+    weights: CheckpointWeights, folder: Path, form: ExportFormat, names: Mapping[str, str]
+) -> tuple[int, list[tuple[torch.dtype, int]]]:
+    """As `_write`, of the tensors under these names, into the one file that peft reads."""
+    dtypes, sizes = _dtypes_and_sizes(weights, names, form)
+    _write_file(weights, folder / "adapter_model.safetensors", names, dtypes)
+    return sum(sizes.values()), [(dtypes[name], sizes[name]) for name in dtypes]
+
+
+def _dtypes_and_sizes(
+    weights: CheckpointWeights, names: Mapping[str, str], form: ExportFormat
+) -> tuple[dict[str, torch.dtype], dict[str, int]]:
+    """By name in the file; `names` has the key in the checkpoint."""
+    dtypes = {name: _dtype(weights.dtype(key), form) for name, key in names.items()}
+    return dtypes, {n: dtypes[n].itemsize * torch.Size(weights.shape(key)).numel() for n, key in names.items()}
+
+
+def _write_file(
+    weights: CheckpointWeights, path: Path, names: Mapping[str, str], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    order, header = tensor_file_head({name: (dtypes[name], weights.shape(names[name])) for name in names}, _METADATA)
+    with path.open("xb") as file:
+        file.write(header)
+        for name in order:
+            file.write(raw(weights[names[name]].to(dtypes[name])))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _dtype(trained: torch.dtype, form: ExportFormat) -> torch.dtype:

@@ -32,6 +32,8 @@ def export(options: ExportOptions) -> ExitCode:
         print(f"  {folder / name}")
     if found.has_config:
         print("Transformers' from_pretrained reads this folder")
+    if found.adapter:
+        print("the adapter alone: peft's PeftModel.from_pretrained(base, folder) reads it")
     return ExitCode.DONE
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shoal.errors import ExitCode
 from shoal.launch.environment import GATE_FD
@@ -18,6 +19,8 @@ AFTER_SECONDS = 30.0
 _LOOK_SECONDS = 0.5
 # They and what they share with the ranks: a host that has not eight times as much to spare goes without.
 _BYTES_EACH, _TIMES = 240 << 20, 8
+_GROUPS = Path("/sys/fs/cgroup")
+_FILES = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
 
 
 @dataclass
@@ -89,6 +92,23 @@ def _trains(worker: RankProcess) -> bool:
 
 
 def _available_bytes() -> int:
+    """Memory that nothing uses, of this host or of the smallest control group that this process is in."""
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    return min([int(psutil.virtual_memory().available), *_left_in_groups(Path("/proc/self/cgroup"), _GROUPS)])
+
+
+def _left_in_groups(membership: Path, root: Path) -> Iterator[int]:
+    """Bytes left in each control group of a process, in version 2 and 1 of the kernel's interface."""
+    with contextlib.suppress(OSError):
+        for line in membership.read_text(encoding="utf-8").splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            limit, used = _FILES[controllers]
+            folder = root / controllers / name.lstrip("/")
+            for place in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):  # "max"; not seen in a container
+                    yield int((place / limit).read_text()) - int((place / used).read_text())
+                if place == root / controllers:
+                    break

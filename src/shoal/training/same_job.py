@@ -91,12 +91,13 @@ class _Walk:
         return None
 
     def _functions(self, one: Any, other: Any) -> bool:
-        """By code, defaults, closures, and the globals that the code names."""
+        """By code, defaults, closures, attributes, and the globals that the code names."""
         named = _globals(one.__code__)
         return (
             self.same(one.__code__, other.__code__)
             and self.same((one.__defaults__, one.__kwdefaults__), (other.__defaults__, other.__kwdefaults__))
             and self.same(_closure(one), _closure(other))
+            and self.same(vars(one), vars(other))
             and all(self.same(one.__globals__.get(n), other.__globals__.get(n)) for n in named)
         )
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import sysconfig
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from shoal.checkpoint.run_state import RunState
 from shoal.errors import JobMismatchError
@@ -31,7 +38,10 @@ _MAY_CHANGE = (
 )
 _FREE_FIELDS = ("length", "on_nonfinite")
 _LENGTHS: dict[str, type[Epochs | Steps | Samples]] = {"epochs": Epochs, "steps": Steps, "samples": Samples}
-_MOST_COMPARED = 1000  # steps of which a schedule's multipliers are compared, evenly spaced
+_MOST_COMPARED = 1000  # steps of which a schedule's multipliers are compared, evenly spaced; entries of a list
+# Values within values of a module, and where modules lie that are not a job's own.
+_DEPTH = 4
+_PACKAGES = tuple({Path(path) for path in sysconfig.get_paths().values()} | {Path(__file__).parents[2]})
 
 
 def differences(
@@ -76,24 +86,53 @@ def _settings(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def fields_changed(request: JobRequest, settings: dict[str, Any], saved: dict[str, Any]) -> list[str] | None:
+def fields_changed(request: JobRequest, saved: dict[str, Any]) -> list[str] | None:
     """Fields of the job, but its length, that other settings than those of a run's job.json change.
 
-    The job function is called once more with each of the two, and the same state of the global generators. None where
-    the settings are the same, or those of the run cannot be set any more.
+    The job function is called with each of the two, and the same state of the global generators: not in a process that
+    trains, where what the calls leave behind would count. None where the settings are the same, where those of the run
+    cannot be set any more, or where the calls have left other values behind, which a job may read later.
     """
+    with generators_kept():
+        now = load(request)
+    behind = _left_behind()
     old: dict[str, Any] = saved.get("settings", {})
-    apart = [name for name in old if name in settings and old[name] != settings[name]]
-    if not apart or set(old) != set(settings):
+    apart = [name for name in old if name in now.settings and old[name] != now.settings[name]]
+    if not apart or set(old) != set(now.settings):
         return None
     given = {**dict(request.settings), **{name: _text(old[name]) for name in apart}}
     with generators_kept():
-        now = load(request).job
-    with generators_kept():
         before = load(replace(request, settings=tuple(given.items())))
-    if before.settings != old:
+    if before.settings != old or _left_behind() != behind:
         return None
-    return [field for field in differing_fields(before.job, now) if field not in _FREE_FIELDS]
+    return [field for field in differing_fields(before.job, now.job) if field not in _FREE_FIELDS]
+
+
+def _left_behind() -> list[Any]:
+    """Plain values that a job's code may set beside the job: in modules that are nobody's package, and globally."""
+    found: list[Any] = [dict(os.environ), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()]
+    for name, module in sorted(sys.modules.items()):
+        place = getattr(module, "__file__", None)
+        if place and not any(folder in Path(place).parents for folder in _PACKAGES):
+            found.append((name, _plain(module, _DEPTH)))
+    return found
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        return repr(value)
+    if depth == 0:
+        return None
+    if isinstance(value, list | tuple):
+        return [len(value), *(_plain(one, depth - 1) for one in value[:_MOST_COMPARED])]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, dict):
+        return {repr(key): _plain(one, depth - 1) for key, one in list(value.items())[:_MOST_COMPARED]}
+    if isinstance(value, types.ModuleType) and depth < _DEPTH:
+        return value.__name__
+    attributes = getattr(value, "__dict__", {})
+    return {name: _plain(one, depth - 1) for name, one in attributes.items() if not name.startswith("__")}
 
 
 def _text(value: Any) -> str:

@@ -19,6 +19,8 @@ from shoal.runs.request import RunRequest
 from shoal.runs.version import __version__
 from shoal.training.engine import Engine
 
+_BAR, _LEAST_BAR = 20, 5  # characters
+
 
 class Reporter:
     """Display of a run's progress; this one, of every rank but the first, prints nothing."""
@@ -42,6 +44,7 @@ class Pace:
     world_size: int
     began: float = 0.0
     samples: int = 0
+    peak_bytes: int = 0  # of the records shown: each has the peak until then
 
     def count(self, record: StepRecord) -> float:
         """Counts a finished step; the time now."""
@@ -50,8 +53,14 @@ class Pace:
         self.samples += record.num_samples
         return now
 
+    def bar(self, record: StepRecord, room: int) -> str:
+        """The share of all steps that is done, drawn on at most 20 characters and in percent, where there is room."""
+        share, size = min(1.0, record.step / max(1, self.last)), min(_BAR, room - len(" 100%  "))
+        full = int(share * size)
+        return f"{'━' * full}{'─' * (size - full)} {int(share * 100):3d}%  " if size >= _LEAST_BAR else ""
+
     def line(self, record: StepRecord, slowest_rank: int) -> str:
-        """Step, loss, samples per second, time left and the slowest rank."""
+        """Step, loss, samples per second, time left, the most memory of a rank so far, and the slowest rank."""
         elapsed = max(1e-9, time.monotonic() - self.began)
         done = record.step - self.first
         left = (self.last - record.step) * elapsed / max(1, done)
@@ -59,6 +68,10 @@ class Pace:
         text = (
             f"step {record.step}/{self.last}  loss {loss}  {self.samples / elapsed:,.0f} samples/s  eta {_clock(left)}"
         )
+        memory = record.ranks.get("memory_bytes")
+        self.peak_bytes = max(self.peak_bytes, record.memory_bytes, int(memory.max) if memory is not None else 0)
+        if self.peak_bytes:
+            text += f"  peak {self.peak_bytes / 2**30:.2f} GiB"
         if self.world_size > 1:
             text += f"  slowest rank {slowest_rank}"
         if record.skipped:
@@ -80,17 +93,17 @@ class Plain(Reporter):
     def step(self, record: StepRecord, slowest_rank: int) -> None:
         now = self._pace.count(record)
         if now >= self._next or record.step == self._pace.last:
-            self._show(self._pace.line(record, slowest_rank))
+            self._show(record, slowest_rank)
             self._next = now + self.every_seconds
         if record.metrics:
             self.note(metrics_line(record))
 
-    def _show(self, line: str) -> None:
-        self.note(line)
+    def _show(self, record: StepRecord, slowest_rank: int) -> None:
+        self.note(self._pace.line(record, slowest_rank))
 
 
 class Live(Plain):
-    """Progress display of a terminal: one line that changes a few times a second."""
+    """Progress display of a terminal: one line with a bar that changes a few times a second."""
 
     every_seconds = 0.2
 
@@ -107,8 +120,10 @@ class Live(Plain):
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
-    def _show(self, line: str) -> None:
-        self._live.update(self._make(line), refresh=True)
+    def _show(self, record: StepRecord, slowest_rank: int) -> None:
+        line = self._pace.line(record, slowest_rank)
+        line = self._pace.bar(record, self._console.width - len(line)) + line
+        self._live.update(self._make(line, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def close(self) -> None:
         self._live.stop()

@@ -24,11 +24,12 @@ from shoal.distributed.failures import as_shoal_error
 from shoal.distributed.mesh import Mesh, alone, open_mesh
 from shoal.distributed.process_setup import prepare_process, versions
 from shoal.distributed.worker_process import as_rank
-from shoal.errors import ExitCode, RunDirectoryError
+from shoal.errors import ExitCode, LaunchError, RunDirectoryError
 from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.launch.environment import Environment
 from shoal.launch.heartbeat import Heartbeat
+from shoal.launch.in_child import in_child
 from shoal.launch.recovery import Events
 from shoal.launch.signals import Signals
 from shoal.parallel.model.adapters.transformers import save_config
@@ -75,8 +76,8 @@ def _run(request: RunRequest, environment: Environment, signals: Signals, unprep
     with contextlib.ExitStack() as held:  # the lock of the run directory, until its last file is written
         try:
             prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
+            unlike = _compared(request) if environment.rank == 0 else None  # before there is anything of the job here
             loaded = _attempt(request)
-            unlike = _compared(request, loaded) if environment.rank == 0 else None
             if request.plan.serves:
                 return _serve(_Call(request, loaded(), signals, unlike=unlike), environment)
             if environment.world_size == 1:
@@ -110,15 +111,16 @@ def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
     return lambda: found
 
 
-def _compared(request: RunRequest, loaded: Callable[[], LoadedJob]) -> list[str] | None:
+def _compared(request: RunRequest) -> list[str] | None:
     """Fields of the job that a resume's other settings change; None where it cannot be told, or need not."""
     saved = read_json(RunDirectory(request.out).job) if request.resume and not request.accept_changes else None
-    if not saved:
+    if not saved or dict(request.job.settings) == saved.get("given"):
         return None
     try:
-        return fields_changed(request.job, loaded().settings, saved)
-    except (Exception, SystemExit):  # of the job, whose own loading tells it
+        fields: list[str] | None = in_child(lambda: {"fields": fields_changed(request.job, saved)})["fields"]
+    except LaunchError:  # the job raises, and its own loading tells it
         return None
+    return fields
 
 
 def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:
@@ -328,5 +330,5 @@ def _certified(request: RunRequest, loaded: LoadedJob, plan: Plan) -> str | None
 def _begin(directory: RunDirectory, engine: Engine, description: dict[str, Any]) -> None:
     directory.path.mkdir(parents=True, exist_ok=True)
     write_file(directory.plan, plan_text(engine.plan))
-    save_config(engine.model, directory.model)
+    save_config(engine.model, directory.model, engine.sharded_model.shapes())
     write_file(directory.job, json.dumps(description, indent=2) + "\n")

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -70,6 +70,22 @@ def missing_attribute(name: str) -> AttributeError:
     """The error for what a Session does not have: with what to write, where another trainer has it."""
     hint = f"; write {_METHODS[name]}" if name in _METHODS else ""
     return AttributeError(f"a Session has no {name}{hint}", name=name)
+
+
+class TrainingKeywords(TypedDict, total=False):
+    """Keyword arguments of a Session for editors and type checkers: the fields of `Training`."""
+
+    global_batch: Required[int]
+    grains: int | None
+    seed: int
+    clip_norm: float | None
+    schedule: Callable[[Progress], float] | None
+    collate: Callable[[list[Any]], Any] | None
+    shuffle: bool | None
+    fuse: bool
+    skip_nonfinite: bool
+    checkpoints: str | os.PathLike[str] | None
+    resume: bool
 
 
 @dataclass(frozen=True, kw_only=True)

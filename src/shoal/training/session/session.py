@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -33,11 +33,15 @@ from shoal.plans.resolve import CompletePlan, Judged, Wishes, apply_wishes, judg
 from shoal.training.default_grains import GrainsChoice, grains_of
 from shoal.training.evaluation import Evaluator
 from shoal.training.preflight import refuse_differences
-from shoal.training.session.arguments import Prepared, Training, missing_attribute
+from shoal.training.session.arguments import Prepared, Training, TrainingKeywords, missing_attribute
 from shoal.training.session.loop import Loop, SessionStep
 from shoal.training.session.passes import Base
 from shoal.training.session.saving import Resumed, resumed
 from shoal.training.trace.traces import Replay
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
 
 
 def open_loader(base: Base, data: Opened, length: Any, epochs: Any) -> tuple[Loader, Order]:
@@ -86,7 +90,12 @@ class Session:
     """
 
     def __init__(
-        self, plan: Plan | None = None, *, exact: bool | None = None, precision: str | None = None, **training: Any
+        self,
+        plan: Plan | None = None,
+        *,
+        exact: bool | None = None,
+        precision: str | None = None,
+        **training: Unpack[TrainingKeywords],
     ) -> None:
         if plan is not None and not isinstance(plan, Plan):
             raise PlanError(
@@ -158,6 +167,18 @@ class Session:
     def samples(self) -> int:
         """How many samples all finished steps have read, those before a resume too."""
         return self._loop.state.samples if self._loop is not None else 0
+
+    @overload
+    def prepare(self, only: A, /) -> A: ...
+
+    @overload
+    def prepare(self, first: A, second: B, /) -> tuple[A, B]: ...
+
+    @overload
+    def prepare(self, first: A, second: B, third: C, /) -> tuple[A, B, C]: ...
+
+    @overload
+    def prepare(self, *objects: Any) -> Any: ...
 
     def prepare(self, *objects: Any) -> Any:
         """The same objects, one or a tuple in the same order: models, optimizers and torch's schedulers, any number.
