@@ -88,7 +88,7 @@ def test_jobs_of_every_kind_have_the_commands_bits(undisturbed: Ended, tmp_path:
     assert {name: imported[name] for name in ("file", "function", "given")} == {
         "file": str(TINY),
         "function": "job",
-        "given": {"lr": "0.1"},
+        "given": {"lr": {"value": 0.1}},
     }
 
 
@@ -198,6 +198,28 @@ def test_ranks_alone_are_told_to_stop(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "preempted"
     assert "returned" not in ended.stdout
     assert "the run was stopped; no checkpoint" in ended.stderr
+
+
+def test_sigterm_while_the_job_is_pickled(tmp_path: Path) -> None:
+    """The pickle may be of a user's data, and is removed."""
+    body = """
+    import os
+
+    class Tells:
+        def __reduce__(self):
+            print(os.listdir(os.environ["TMPDIR"]), flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return int, ()
+
+    tells = Tells()
+    shoal.run(lambda: own(tells or 0.1), out="out")
+    """
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    ended = done(tmp_path, body, 130, environment={"TMPDIR": str(temporary)}, fresh=True)
+    assert "['shoal-job-" in ended.stdout
+    assert "the run was stopped; no checkpoint" in ended.stderr
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.slow

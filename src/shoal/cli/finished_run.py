@@ -73,7 +73,7 @@ class Run:
 
     def _job(self) -> Any:
         told = self.job
-        settings = tuple((str(name), str(text)) for name, text in told.get("given", {}).items())
+        settings = tuple(told.get("given", {}).items())
         if isinstance(self._given, str):
             return load(replace(parse_target(self._given, ()), settings=settings)).job
         path, function = Path(str(told.get("file"))), told.get("function")

@@ -17,7 +17,7 @@ from shoal.cli.options import PlanOptions, RunOptions, option_names, options_fro
 from shoal.cli.run.look import look_aside
 from shoal.cli.run.prepare import requested
 from shoal.cli.run.start import RunEnd, claimed, judged_request, tell_notes, trained
-from shoal.errors import CommandError, ExitCode, JobError
+from shoal.errors import CommandError, ExitCode, JobError, SettingError
 from shoal.job import Job
 from shoal.launch.environment import inside_run, refuse_rank
 from shoal.launch.output import other_stream
@@ -25,7 +25,7 @@ from shoal.launch.signals import Signals
 from shoal.plans import Plan
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.directory_lock import DirectoryLock
-from shoal.runs.job_file import JobRequest, called, parameters_of, setting_text
+from shoal.runs.job_file import JobRequest, Setting, called, parameters_of, setting_of
 from shoal.runs.job_object import function_name, hand_over, is_job, place_of
 from shoal.runs.request import RunRequest
 
@@ -85,7 +85,7 @@ def run(
     | `init_rename` | with it, prefixes of names, old to new |
 
     Each rank is a new interpreter; a job that is in no file is handed over by cloudpickle. An interrupt saves a
-    checkpoint, and is raised then: KeyboardInterrupt, or for SIGTERM SystemExit with code 75.
+    checkpoint, and is raised then: KeyboardInterrupt, or for SIGTERM SystemExit with code 75 (130 before the ranks).
     Raises: the errors of the command; LaunchError inside of a rank.
     """
     return _run(dict(locals()))
@@ -139,50 +139,50 @@ def _run(given: dict[str, Any]) -> Run:
     renamed = given["init_rename"]
     values["init_rename"] = tuple(f"{a}={b}" for a, b in renamed.items()) if isinstance(renamed, Mapping) else renamed
     values["track"] = (given["track"],) if isinstance(given["track"], str) else tuple(given["track"])
-    texts = _settings("shoal.run", given)
-    with tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
-        request = requested(options_from(RunOptions, values | _target(job, texts, Path(folder))))
+    settings, signals = _settings("shoal.run", given), Signals(impatient=False)
+    # From before there is a folder: a signal's own way to end the process would leave the job's pickle there.
+    with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
+        request = requested(options_from(RunOptions, values | _target(job, settings, Path(folder))))
         with claimed(request) as (request, lock):
             tell_notes(request)
-            ended = _trained(request, lock, Path(folder))
+            ended = _trained(request, lock, Path(folder), signals)
     _raise(ended, request)
     return Run(request.out, job)
 
 
-def _trained(request: RunRequest, lock: DirectoryLock, folder: Path) -> RunEnd:
+def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Signals) -> RunEnd:
     """Looks at the job where only that tells whether ranks can be started, and trains. Raises: ShoalError."""
-    signals, stream = Signals(impatient=False), other_stream()
-    with signals.handled():
-        if request.needs_look:
-            found = look_aside(request, folder, signals, stream)
-            if found is None:
-                return RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))
-            request = judged_request(request, found)
-        return trained(request, lock, signals, stream)
+    stream = other_stream()
+    found = look_aside(request, folder, signals, stream) if request.needs_look and not signals.received else None
+    if signals.received:
+        return RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))
+    if found is not None:
+        request = judged_request(request, found)
+    return trained(request, lock, signals, stream)
 
 
 def _plan(given: dict[str, Any]) -> Answer:
     """Answers by the arguments of `plan`, by name."""
     job = given["job"]
     values = {name: given[name] for name in option_names(PlanOptions) if name in given}
-    texts = _settings("shoal.plan", given)
+    settings = _settings("shoal.plan", given)
     from shoal.cli.plan import answered  # torch
 
     if isinstance(job, str | os.PathLike):
-        return answered(options_from(PlanOptions, values | _target(job, texts, Path())))
-    request = JobRequest(_short(place_of(job)), function_name(job), tuple(texts.items()))
+        return answered(options_from(PlanOptions, values | _target(job, settings, Path())))
+    request = JobRequest(_short(place_of(job)), function_name(job), tuple(settings.items()))
     name = f"{request.path}:{request.function or 'job'}"
     with inside_run(os.environ):
         made, _ = called(job, request)
     return answered(options_from(PlanOptions, values | {"job": name}), (made, name))
 
 
-def _target(job: Any, texts: Mapping[str, str], folder: Path) -> dict[str, Any]:
+def _target(job: Any, settings: Mapping[str, Setting], folder: Path) -> dict[str, Any]:
     """The options `job` and `set` for a job that this call gives."""
     if isinstance(job, str | os.PathLike):
-        return {"job": os.fspath(job), "set": tuple(f"{name}={text}" for name, text in texts.items())}
+        return {"job": os.fspath(job), "set": tuple(settings.items())}
     return {
-        "job": JobRequest(_short(place_of(job)), function_name(job), tuple(texts.items()), hand_over(job, folder)),
+        "job": JobRequest(_short(place_of(job)), function_name(job), tuple(settings.items()), hand_over(job, folder)),
         "set": (),
     }
 
@@ -208,8 +208,8 @@ def _plan_of(given: Any) -> str | Plan | None:
     )
 
 
-def _settings(call: str, given: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of the job function as `--set` takes them.
+def _settings(call: str, given: Mapping[str, Any]) -> dict[str, Setting]:
+    """Settings of the job function.
 
     Raises: JobError of what is no job; CommandError for a keyword that is no option and no parameter; SettingError.
     """
@@ -235,7 +235,15 @@ def _settings(call: str, given: Mapping[str, Any]) -> dict[str, str]:
             remedy=f"use one of its parameters ({', '.join(known) or 'none'}) or an option of help({call})"
             + "".join(meant(name, [*options, *known]) for name in wrong),
         )
-    return {name: setting_text(name, value) for name, value in {**(given["settings"] or {}), **named}.items()}
+    settings = {name: setting_of(name, value) for name, value in (given["settings"] or {}).items()}
+    for name, setting in ((name, setting_of(name, value)) for name, value in named.items()):
+        if repr(settings.setdefault(name, setting)) != repr(setting):  # 1 is no True
+            raise SettingError(
+                given=f"settings={{{name!r}: {given['settings'][name]!r:.80}}}, {name}={named[name]!r:.80}",
+                conflict=f"{name} is set twice",
+                remedy="write one of them",
+            )
+    return settings
 
 
 def _parameters(job: Any) -> list[str]:

@@ -15,7 +15,7 @@ from shoal.errors import CommandError
 
 if TYPE_CHECKING:
     from shoal.plans import Plan
-    from shoal.runs.job_file import JobRequest
+    from shoal.runs.job_file import JobRequest, Setting
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class TrainingOptions:
     devices: int | None = _option("processes: one a GPU, or CPU processes (default: all GPUs, or 1)", "N", least=1)
     exact: bool | None = _switch("bit-identical on any number of devices", default=None)
     precision: str | None = _option(*_PRECISION)
-    set: tuple[str, ...] = _option(*_SET, default=(), action="append")
+    set: tuple[str | tuple[str, Setting], ...] = _option(*_SET, default=(), action="append")
     out: str | None = _option("output directory (default: runs/NAME or runs/NAME-verify)", "DIR")
     max_microbatch: int | None = _option("the most samples in one forward", "N", least=1)
     workers: int | None = _option("data-loading processes per rank (default: 0)", "N", least=0)
@@ -117,7 +117,7 @@ class PlanOptions:
     seq: int | None = _option("of hf:DIR, tokens of a sequence", "N", least=1)
     batch: int | None = _option("of hf:DIR, sequences of a step", "N", least=1)
     precision: str | None = _option(*_PRECISION)
-    set: tuple[str, ...] = _option(*_SET, default=(), action="append")
+    set: tuple[str | tuple[str, Setting], ...] = _option(*_SET, default=(), action="append")
     mtbf: str | float | None = _option("hours between failures of one device, on average", "HOURS")
     price: str | float | None = _option("US dollars of a device-hour (default: the catalogue's)", "DOLLARS")
     tokens: str | float | None = _option("the job's length in tokens, such as 1e12, for its time and cost", "N")

@@ -23,7 +23,7 @@ from shoal.planner.configured_job import PREFIX, configured_job
 from shoal.planner.search.aims import parse
 from shoal.plans.plan import Plan
 from shoal.plans.resolve import Wishes, apply_wishes
-from shoal.runs.job_file import load, parse_target
+from shoal.runs.job_file import load, parse_target, written
 
 _QUIET_SECONDS, _BETWEEN_SECONDS = 2.0, 0.2
 _STEPS = 64  # of a search, between two looks at the clock
@@ -116,9 +116,9 @@ def _loaded(options: PlanOptions, given: tuple[Job, str] | None) -> tuple[Job, s
     """The job, its name, and its precision: of a configuration bfloat16 on GPUs, where none is asked for."""
     target = given[1] if given is not None else str(options.job)
     if given is None and target.startswith(PREFIX):
-        if options.set:
+        for setting in options.set:
             raise CommandError(
-                given=f"--set {options.set[0]} with {target}",
+                given=f"{setting if isinstance(setting, str) else written(*setting)} with {target}",
                 conflict="a configuration has no job function to set parameters of",
                 remedy="write --seq and --batch, and the other sizes into its config.json",
             )

@@ -25,17 +25,20 @@ from shoal.runs.job_object import HandedJob
 from shoal.runs.job_sources import code, sources
 from shoal.runs.remedies import remedy
 
+# A setting: text, as the command line has it, or {"value": JSON} from Python, where a text would not tell the type.
+Setting = str | dict[str, Any]
+
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Source of a job: a file, a function in it, and its settings as text.
+    """Source of a job: a file, a function in it, and its settings.
 
     Of a job that is given as an object, `handed` is how it gets to ranks, and `path` is told, not loaded.
     """
 
     path: Path
     function: str | None = None
-    settings: tuple[tuple[str, str], ...] = ()
+    settings: tuple[tuple[str, Setting], ...] = ()
     handed: HandedJob | None = None
 
     @property
@@ -72,8 +75,8 @@ class LoadedJob:
         return {**known, **self.job.describe()}
 
 
-def parse_target(target: str, settings: Sequence[str]) -> JobRequest:
-    """`FILE[:FUNCTION]` and `name=value` texts as a JobRequest.
+def parse_target(target: str, settings: Sequence[str | tuple[str, Setting]]) -> JobRequest:
+    """`FILE[:FUNCTION]` and settings, `name=value` texts or pairs, as a JobRequest.
 
     Raises: JobFileError for a missing file, SettingError for a text that is not name=value.
     """
@@ -92,8 +95,8 @@ def parse_target(target: str, settings: Sequence[str]) -> JobRequest:
             conflict="there is no such directory" if path.is_dir() else "there is no such file",
             remedy=f"give the path of a Python file that has a job function{nearest(path.name, near)}",
         )
-    pairs: list[tuple[str, str]] = []
-    for text in settings:
+    pairs = [setting for setting in settings if not isinstance(setting, str)]
+    for text in (setting for setting in settings if isinstance(setting, str)):
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
             raise SettingError(
@@ -102,7 +105,7 @@ def parse_target(target: str, settings: Sequence[str]) -> JobRequest:
         held = dict(pairs).get(name.strip(), value)
         if held != value:
             raise SettingError(
-                given=f"--set {name.strip()}={held} --set {text}",
+                given=f"{written(name.strip(), held)} --set {text}",
                 conflict=f"{name.strip()} is set twice",
                 remedy="write one of them",
             )
@@ -110,6 +113,7 @@ def parse_target(target: str, settings: Sequence[str]) -> JobRequest:
     return JobRequest(path, function or None, tuple(pairs))
 
 
+_NONE = ("none", "null")  # what None is as text
 # The number of devices is no input of a job; and a library that a job file uses would join the ranks by itself, at the
 # address where shoal's own wait for each other (Accelerate does, in a TrainingArguments).
 _OF_DEVICES = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -167,7 +171,7 @@ def called(given: Any, request: JobRequest) -> tuple[Job, dict[str, Any]]:
     if isinstance(given, Job):
         if request.settings:
             raise SettingError(
-                given=", ".join(f"--set {name}={text}" for name, text in request.settings),
+                given=", ".join(written(name, setting) for name, setting in request.settings),
                 conflict="a Job is complete: settings are the parameters of a function that makes one",
                 remedy="give the job function, without calling it",
             )
@@ -229,11 +233,11 @@ def _find(module: Any, request: JobRequest) -> tuple[str, Callable[..., Any]]:
     )
 
 
-def parse_settings(function: Callable[..., Any], texts: dict[str, str], where: str) -> dict[str, Any]:
-    """The texts as values of the function's parameter types. Raises: SettingError with every mistake at once."""
+def parse_settings(function: Callable[..., Any], settings: dict[str, Setting], where: str) -> dict[str, Any]:
+    """The settings as values of the function's parameter types. Raises: SettingError with every mistake at once."""
     parameters = inspect.signature(function).parameters
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD,)]
-    missing = [n for n in required if n not in texts]
+    missing = [n for n in required if n not in settings]
     if missing:
         raise JobFileError(
             given=f"{where}({', '.join(parameters)})",
@@ -246,44 +250,70 @@ def parse_settings(function: Callable[..., Any], texts: dict[str, str], where: s
         hints = {}
     values: dict[str, Any] = {}
     mistakes: list[tuple[str, str, str]] = []
-    for name, text in texts.items():
+    for name, setting in settings.items():
+        said = written(name, setting)
         if name not in parameters:
             known = ", ".join(parameters) or "none"
             hint = nearest(name, list(parameters))
-            mistakes.append((f"--set {name}={text}", f"{where} has no parameter {name}", f"use one of {known}{hint}"))
+            mistakes.append((said, f"{where} has no parameter {name}", f"use one of {known}{hint}"))
             continue
         default = parameters[name].default
-        wanted = hints.get(name, type(default) if default not in (None, inspect.Parameter.empty) else str)
+        untyped = str if isinstance(setting, str) else Any
+        wanted = hints.get(name, type(default) if default not in (None, inspect.Parameter.empty) else untyped)
         kind = getattr(wanted, "__name__", str(wanted))
         try:
-            values[name] = TypeAdapter(wanted).validate_python(_structured(text, wanted))
+            values[name] = _validated(setting, wanted, default)
         except PydanticUserError:
-            mistakes.append((f"--set {name}={text}", f"{name} is of type {kind}", "set it in the job file"))
+            mistakes.append((said, f"{name} is of type {kind}", "set it in the job file"))
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
-            mistakes.append((f"--set {name}={text}", f"{name} is of type {kind}: {message}", f"write --set {name}=..."))
+            form = f"--set {name}=..." if isinstance(setting, str) else f"{name}= with a value of that type"
+            mistakes.append((said, f"{name} is of type {kind}: {message}", f"write {form}"))
     if mistakes:
         given, conflict, remedy = ("\n".join(m[i] for m in mistakes) for i in range(3))
         raise SettingError(given=given, conflict=conflict, remedy=remedy)
     return values
 
 
-def setting_text(name: str, value: Any) -> str:
-    """A value of Python as a text that `parse_settings` takes. Raises: SettingError where it has none."""
-    if isinstance(value, str):
+def setting_of(name: str, value: Any) -> Setting:
+    """A value of Python as a setting, which keeps its type. Raises: SettingError where JSON has no such value."""
+    value = str(value) if isinstance(value, Path) else value
+    if isinstance(value, str) and value[:1] not in ("[", "{") and value.lower() not in _NONE:
         return value
-    if isinstance(value, Path):
-        return str(value)
-    if value is None:
-        return "none"
     try:
-        return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
+        held = json.loads(json.dumps(value))
     except (TypeError, ValueError):
+        held = None
+    if (held is None and value is not None) or not _has_text_keys(value):
         raise SettingError(
             given=f"{name}={value!r:.80}",
-            conflict=f"a setting is a number, a text, a list or a dict, and no {type(value).__name__}",
+            conflict="a setting is a number, a text, a list or a dict with texts as keys, "
+            f"and no {'other dict' if isinstance(value, dict) else type(value).__name__}",
             remedy="make that in the job function, or in a function that calls it: shoal.run(lambda: job(...))",
-        ) from None
+        )
+    return {"value": held}
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Whether all dicts in a value have texts as keys; JSON would make texts of others."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(inner) for key, inner in value.items())
+    return not isinstance(value, list | tuple) or all(_has_text_keys(inner) for inner in value)
+
+
+def written(name: str, setting: Setting) -> str:
+    """A setting as it was given: on the command line, or in Python."""
+    return f"--set {name}={setting}" if isinstance(setting, str) else f"{name}={setting['value']!r}"
+
+
+def _validated(setting: Setting, wanted: Any, default: Any) -> Any:
+    """A setting as a value of the wanted type. Of a value, the type is changed from int to float, or list to tuple."""
+    if isinstance(setting, str):
+        return TypeAdapter(wanted).validate_python(_structured(setting, wanted))
+    value = setting["value"]
+    if value is None and default is None:
+        return None
+    return TypeAdapter(wanted).validate_json(json.dumps(value), strict=True)
 
 
 def _structured(text: str, wanted: Any) -> Any:
@@ -292,7 +322,7 @@ def _structured(text: str, wanted: Any) -> Any:
         return text
     if get_origin(wanted) is Literal:
         return next((option for option in get_args(wanted) if str(option) == text), text)
-    if text.lower() in ("none", "null"):
+    if text.lower() in _NONE:
         return None
     if text[:1] in "[{":
         try:

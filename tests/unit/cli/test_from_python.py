@@ -96,6 +96,10 @@ def returned(lr: float = 0.1) -> None:
     """No Job."""
 
 
+def named(name: str = "a") -> None:
+    """No Job either."""
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], type[ShoalError], str]] = {
     "no job": (lambda: shoal.run(3), JobError, "shoal.run(3, ...); a value of type int is no job; give a job function"),
     "no job to plan": (lambda: shoal.plan(None), JobError, "shoal.plan(None, ...)"),
@@ -105,6 +109,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[ShoalError], str]] = {
     "of another call": (lambda: shoal.plan(returned, gpus=2), CommandError, "for gpus write max_devices="),
     "settings": (lambda: shoal.plan(returned, settings={"lr": "high"}), SettingError, "--set lr=high; lr is of type"),
     "an object": (lambda: shoal.plan(returned, lr=object()), SettingError, "a setting is a number, a text"),
+    "a setting twice": (
+        lambda: shoal.run(returned, settings={"lr": 0.1}, lr=0.2),
+        SettingError,
+        "settings={'lr': 0.1}, lr=0.2; lr is set twice; write one of them",
+    ),
+    "a number for a text": (
+        lambda: shoal.plan(named, name=5),
+        SettingError,
+        "name=5; name is of type str: Input should",
+    ),
+    "a truth for a number": (lambda: shoal.plan(returned, lr=True), SettingError, "lr=True; lr is of type float"),
+    "keys that are numbers": (lambda: shoal.plan(named, name={1: 2}), SettingError, "and no other dict; make that in"),
     "no Job": (lambda: shoal.plan(returned), JobFileError, "returned NoneType; a job function returns a shoal.Job"),
     "a plan": (lambda: shoal.run(returned, plan=3), CommandError, "plan=3; a value of type int is no plan"),
     "no run": (lambda: shoal.Run("nowhere"), RunDirectoryError, "no run began there"),
@@ -145,7 +161,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "devices": (["--devices", "3"], {"devices": 3}),
     "exact": (["--exact"], {"exact": True}),
     "precision": (["--precision", "bf16"], {"precision": "bf16"}),
-    "set": (["--set", "x=[1, 2]", "--set", "lr=0.5"], {"lr": 0.5, "settings": {"x": [1, 2]}}),
+    "set": (["--set", "x=1, 2", "--set", "lr=0.5"], {"lr": "0.5", "settings": {"x": "1, 2"}}),
     "out": (["--out", "there"], {"out": Path("there")}),
     "max_microbatch": (["--max-microbatch", "4"], {"max_microbatch": 4}),
     "workers": (["--workers", "2"], {"workers": 2}),
@@ -169,7 +185,7 @@ PLAN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "seq": (["--seq", "64"], {"seq": 64}),
     "batch": (["--batch", "8"], {"batch": 8}),
     "precision": (["--precision", "bf16"], {"precision": "bf16"}),
-    "set": (["--set", "lr=0.5"], {"lr": 0.5}),
+    "set": (["--set", "lr=0.5"], {"lr": "0.5"}),
     "mtbf": (["--mtbf", "8"], {"mtbf": "8"}),
     "price": (["--price", "2.5"], {"price": "2.5"}),
     "tokens": (["--tokens", "1e9"], {"tokens": "1e9"}),
@@ -197,7 +213,8 @@ def test_each_option_arrives_as_the_commands(name: str, job: str, monkeypatch: p
         with pytest.raises(CaughtError) as found:
             getattr(shoal, name)(arguments[0] if option == "job" else job, **given)
         (options,) = found.value.args
-        assert {**vars(options), "started_at": 0} == {**vars(wanted), "started_at": 0}, option
+        pairs = tuple(tuple(text.split("=")) for text in wanted.set)
+        assert {**vars(options), "started_at": 0} == {**vars(wanted), "started_at": 0, "set": pairs}, option
 
 
 def plain(name: str, job: str) -> Any:

@@ -1,5 +1,6 @@
 """Job files are run as scripts; the parameters of the job function are the settings, with their types."""
 
+import json
 import os
 import re
 import sys
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import JobError, JobFileError, SettingError
-from shoal.runs.job_file import JobRequest, LoadedJob, load, parse_settings, parse_target
+from shoal.runs.job_file import JobRequest, LoadedJob, load, parse_settings, parse_target, setting_of
 
 JOB = "return shoal.Job(model=object, loss=print, optimizer=print, train_data=[1], global_batch=8, seed=seed)"
 Write = Callable[[str], Path]
@@ -123,6 +124,52 @@ def test_a_parameter_of_a_strange_type_is_told() -> None:
 
     with pytest.raises(SettingError):
         parse_settings(job, {"strange": "1"}, where="f.py:job")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("untyped", 5),
+        ("untyped", None),
+        ("untyped", False),
+        ("untyped", {"a": [1, 2.5, None]}),
+        ("untyped", "none"),
+        ("tag", None),
+        ("either", "none"),
+        ("either", "[1]"),
+        ("either", None),
+        ("number", 5),
+        ("number", 0.1 + 0.2),
+        ("number", float("inf")),
+        ("pair", (1, 2)),
+        ("path", Path("none")),
+        ("depth", 50),
+    ],
+)
+def test_a_value_of_python_keeps_its_type(name: str, value: object) -> None:
+    def job(
+        untyped=None,
+        tag: str = None,  # type: ignore[assignment]  # noqa: RUF013  (met in the wild)
+        either: str | None = "x",
+        number: float | int = 1,
+        pair: tuple[int, ...] = (),
+        path: Path | None = None,
+        depth: Literal[18, 50] = 18,
+    ) -> None: ...
+
+    sent = json.loads(json.dumps(setting_of(name, value)))
+    found = parse_settings(job, {name: sent}, where="f.py:job")
+    assert found == {name: value}
+    assert type(found[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("layers", 2.0), ("layers", True), ("fast", 1), ("name", 5), ("name", None), ("lr", "x")]
+)
+def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
+    with pytest.raises(SettingError, match=f"{name} is of type"):
+        parse_settings(typed, {name: setting_of(name, value)}, where="f.py:job")
+    assert parse_settings(typed, {"lr": setting_of("lr", 5)}, where="f.py:job") == {"lr": 5.0}
 
 
 def test_a_literal_of_numbers() -> None:
