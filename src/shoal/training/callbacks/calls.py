@@ -71,6 +71,7 @@ class CallbackCalls:
         self._warned: set[str] = set()
         self._state = RunState()
         self.unagreed = False
+        self.meddled: str | None = None  # why the model is not that of the state any more, and may not be saved
 
     def __len__(self) -> int:
         return len(self._callbacks)
@@ -113,7 +114,9 @@ class CallbackCalls:
 
     def failed(self, error: Exception) -> None:
         """At the end of a training that has failed."""
-        self._call("on_end", Ending("failed", self._state.step, {}, error=str(as_shoal_error(error))))
+        ending = Ending("failed", self._state.step, {}, error=str(as_shoal_error(error)))
+        with contextlib.suppress(JobError):  # of a hook that changes the model: the run has failed as it is
+            self._call("on_end", ending)
 
     def _call(self, hook: str, *arguments: Any) -> None:
         if self._run is None:
@@ -127,7 +130,8 @@ class CallbackCalls:
             try:
                 with self._guard.around(callback.key, hook):
                     getattr(callback, hook)(self._run, *arguments)
-            except _Meddled as error:  # the model is not that of the job any more
+            except _Meddled as error:  # at once: nothing may be computed or saved with it
+                self.meddled = f"callback {callback.key} has changed the model"
                 raise error.told from None
             except (Exception, SystemExit) as error:
                 if is_lost_peer(error):

@@ -178,6 +178,18 @@ def test_a_callback_that_changes_a_parameter_ends_the_run() -> None:
         trained(job(Closes()))
 
 
+def test_a_changed_parameter_is_in_no_checkpoint(tmp_path: Path) -> None:
+    class Late(shoal.Callback):
+        def on_step(self, run: Any, record: Any) -> None:
+            if run.step == 5:
+                next(run.model.parameters()).mul_(0.0)
+
+    with pytest.raises(JobError, match="callback Late has changed the model; --resume goes on from step 4"):
+        trained(job(Late()), tmp_path)
+    assert not (tmp_path / "step-00000005").exists()
+    assert (tmp_path / "step-00000004").exists()
+
+
 class Raises(shoal.Callback):
     """Raises in a hook."""
 
