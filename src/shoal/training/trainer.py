@@ -57,8 +57,7 @@ class Trainer:
             status = self._steps()
         except Exception as error:
             told = as_shoal_error(error)
-            torn = parts.updater.num_begun != self._num_updates  # model and optimizer are then not those of the state
-            parts.keeper.rescue(told, self.state, "the error came in the midst of an update" if torn else None)
+            parts.keeper.rescue(told, self.state, self._torn)
             self._records.write()  # the last good step's, of which the other ranks' measures are still to come
             callbacks.failed(told)
             raise told from error
@@ -67,6 +66,13 @@ class Trainer:
         outcome.ended_by = self._ended_by
         callbacks.conclude(self._mesh, status, outcome.metrics, self._ended_by)
         return outcome
+
+    @property
+    def _torn(self) -> str | None:
+        """Why model and optimizer are not those of the state, if so."""
+        if self._parts.updater.num_begun != self._num_updates:
+            return "the error came in the midst of an update"
+        return self._parts.callbacks.meddled
 
     def _steps(self) -> str:
         """All the steps that are left, or until a stop: completed or preempted."""

@@ -54,7 +54,7 @@ class Limbs:
 
     sharded_model: ShardedModel
     build: Callable[[], nn.Module]
-    touched: Callable[[], None]
+    gives: Callable[[str], None]
     note: Callable[[str], None]
 
 
@@ -128,7 +128,7 @@ class RunControl:
     def model(self) -> nn.Module:
         """This rank's model, or its part of it; modes and buffers are put back after the hook. Not to be changed."""
         model = self._held().model
-        self._limbs.touched()
+        self._limbs.gives("model")
         return model
 
     def _held(self) -> ShardedModel:
@@ -147,10 +147,17 @@ class RunControl:
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Name and this rank's own memory of each parameter that it has, or of its slice. Not to be changed."""
-        return ((name, local(p)) for name, p in self._held().parameters())
+        held = self._held()
+        self._limbs.gives("parameters")
+        return ((name, local(p)) for name, p in held.parameters())
 
     def trained_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """As `parameters`, of those that are trained."""
+        self._limbs.gives("parameters")
+        return self.unwatched_parameters()
+
+    def unwatched_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """As `trained_parameters`, for callbacks of shoal: what they do with them is not looked for in later hooks."""
         return ((name, local(p)) for name, p in self._held().parameters() if p.requires_grad)
 
     def whole_model(self) -> nn.Module | None:

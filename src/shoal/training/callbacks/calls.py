@@ -18,7 +18,7 @@ from shoal.distributed.failures import as_shoal_error, is_lost_peer, place_of
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.numerics.isolation import generators_kept
-from shoal.parallel.model.sharded_model import ShardedModel
+from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import (
     CHECKPOINT,
@@ -34,6 +34,7 @@ from shoal.training.callbacks.base import (
 )
 from shoal.training.callbacks.ema import EMA
 
+_CHUNK = 1 << 22  # elements of which a checksum is taken at once: 32 MiB each time
 _ASKING = ("on_start", "on_step", "on_evaluation", "on_checkpoint")
 
 
@@ -71,6 +72,7 @@ class CallbackCalls:
         self._warned: set[str] = set()
         self._state = RunState()
         self.unagreed = False
+        self.meddled: str | None = None  # why the model is not that of the state any more, and may not be saved
 
     def __len__(self) -> int:
         return len(self._callbacks)
@@ -81,7 +83,7 @@ class CallbackCalls:
     ) -> None:
         """Gives the callbacks their run, before the first step."""
         self._guard = _Guard(model)
-        self._run = RunControl(facts, Limbs(model, build, self._guard.arm, note), lambda: self._state)
+        self._run = RunControl(facts, Limbs(model, build, self._guard.gives, note), lambda: self._state)
 
     def start(self, state: RunState) -> None:
         """Before the first step."""
@@ -113,7 +115,9 @@ class CallbackCalls:
 
     def failed(self, error: Exception) -> None:
         """At the end of a training that has failed."""
-        self._call("on_end", Ending("failed", self._state.step, {}, error=str(as_shoal_error(error))))
+        ending = Ending("failed", self._state.step, {}, error=str(as_shoal_error(error)))
+        with contextlib.suppress(JobError):  # of a hook that changes the model: the run has failed as it is
+            self._call("on_end", ending)
 
     def _call(self, hook: str, *arguments: Any) -> None:
         if self._run is None:
@@ -127,7 +131,8 @@ class CallbackCalls:
             try:
                 with self._guard.around(callback.key, hook):
                     getattr(callback, hook)(self._run, *arguments)
-            except _Meddled as error:  # the model is not that of the job any more
+            except _Meddled as error:  # at once: nothing may be computed or saved with it
+                self.meddled = f"callback {callback.key} has changed the model"
                 raise error.told from None
             except (Exception, SystemExit) as error:
                 if is_lost_peer(error):
@@ -271,23 +276,48 @@ class _Guard:
         self._model, self._device = model, model.mesh.device
         self._armed: tuple[list[tuple[nn.Module, bool]], list[tuple[Tensor, Tensor]]] | None = None
         self._inside = False
+        # A callback may keep what it was given once, and use it in any later hook.
+        self._has_model = self._has_parameters = False
+        self._sums: list[int] = []
 
-    def arm(self) -> None:
-        """Notes modes and buffers: the hook that runs has asked for the model."""
+    def gives(self, what: str) -> None:
+        """Before a hook has the "model" or its "parameters"; they are watched from now on."""
+        if not self._has_parameters:
+            self._has_parameters = True
+            if self._inside:
+                self._sums = self._sums_now()
+        if what == "model":
+            self._has_model = True
+            self._arm()
+
+    def _arm(self) -> None:
         if not self._inside or self._armed is not None:
             return
         modes = [(module, module.training) for module in self._model.model.modules()]
         buffers = [(b, b.detach().clone()) for _, b in self._model.buffers()]
         self._armed = modes, buffers
 
-    def _versions(self) -> dict[str, int]:
-        return {name: getattr(p, "_local_tensor", p)._version for name, p in self._model.parameters()}
+    def _seen(self) -> dict[str, tuple[int, bool, int]]:
+        """Of each parameter: torch's count of changes, whether it is trained, and which object it is."""
+        return {
+            name: (getattr(p, "_local_tensor", p)._version, p.requires_grad, id(p))
+            for name, p in self._model.parameters()
+        }
+
+    def _sums_now(self) -> list[int]:
+        """A checksum of each parameter: torch counts no change that is made through `p.data`."""
+        sums = [_checksum(local(p)) for _, p in self._model.parameters()]
+        return torch.stack(sums).tolist() if sums else []
 
     @contextlib.contextmanager
     def around(self, key: str, hook: str) -> Iterator[None]:
         """Around one hook. Raises: _Meddled where it has changed a parameter."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        before, self._inside = self._versions(), True
+        before, self._inside = self._seen(), True
+        if self._has_parameters:
+            self._sums = self._sums_now()
+        if self._has_model:
+            self._arm()
         try:
             with torch.no_grad(), generators_kept():
                 yield
@@ -296,7 +326,7 @@ class _Guard:
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda, self._device)
             self._put_back()
-        changed = next((name for name, version in self._versions().items() if before.get(name) != version), None)
+        changed = self._changed(before)
         if changed is not None:
             raise _Meddled(
                 JobError(
@@ -308,6 +338,15 @@ class _Guard:
                 )
             )
 
+    def _changed(self, before: Mapping[str, tuple[int, bool, int]]) -> str | None:
+        """The first parameter that is not as it was before a hook."""
+        now = self._seen()
+        changed = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
+        if changed is None and self._has_parameters:
+            sums = zip(now, self._sums, self._sums_now(), strict=True)
+            changed = next((name for name, was, found in sums if was != found), None)
+        return changed
+
     def _put_back(self) -> None:
         armed, self._armed = self._armed, None
         if armed is None:
@@ -317,3 +356,14 @@ class _Guard:
         with torch.no_grad():
             for buffer, kept in armed[1]:  # always: torch counts no version where batch statistics are written
                 buffer.copy_(kept)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bits, weighted by their places so that a change of signs or of the order shows; int64 []."""
+    own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = own.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]).reshape(-1)
+    weights = torch.arange(1, 2 * min(bits.numel(), _CHUNK) + 1, 2, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(_CHUNK):
+        total = 3 * total + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
+    return total

@@ -43,7 +43,7 @@ class EMA(Callback):
         self._averages: dict[str, Tensor] = {}
 
     def on_start(self, run: RunControl) -> None:
-        own = dict(run.trained_parameters())
+        own = dict(run.unwatched_parameters())
         for name in self._averages.keys() - own.keys():  # frozen since
             del self._averages[name]
         for name, weights in own.items():

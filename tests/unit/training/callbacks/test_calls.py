@@ -166,6 +166,50 @@ def test_what_a_callback_computes_changes_nothing() -> None:
     assert with_it[1].metrics == without[1].metrics
 
 
+class Keeps(shoal.Callback):
+    """Keeps the model that it was given, and uses it in later hooks."""
+
+    def on_start(self, run: Any) -> None:
+        self.model = run.model
+
+    def on_step(self, run: Any, record: Any) -> None:
+        self.model.train()(X)
+        self.model.eval()
+
+
+def test_a_kept_model_changes_nothing() -> None:
+    assert trained(job(Keeps()))[0] == trained(job())[0]
+
+
+class Reaches(shoal.Callback):
+    """Changes a parameter in a way that torch does not count."""
+
+    def __init__(self, change: str) -> None:
+        self.change = change
+
+    def on_start(self, run: Any) -> None:
+        self.parameters = dict(run.parameters())
+        self.layer = run.model.inner[0]
+
+    def on_step(self, run: Any, record: Any) -> None:
+        if run.step != 2:
+            return
+        if self.change == "data":
+            self.layer.weight.data.mul_(0.5)
+        elif self.change == "parameters":
+            self.parameters["inner.0.weight"].data.mul_(0.5)
+        elif self.change == "frozen":
+            self.layer.weight.requires_grad_(False)
+        else:
+            self.layer.weight = nn.Parameter(self.layer.weight.clone())
+
+
+@pytest.mark.parametrize("change", ["data", "parameters", "frozen", "replaced"])
+def test_changes_that_torch_does_not_count_end_the_run(change: str) -> None:
+    with pytest.raises(JobError, match=r"callback Reaches, whose on_step changes inner\.0\.weight"):
+        trained(job(Reaches(change)))
+
+
 class Closes(shoal.Callback):
     """Changes a parameter of a model that it has by itself."""
 
@@ -176,6 +220,18 @@ class Closes(shoal.Callback):
 def test_a_callback_that_changes_a_parameter_ends_the_run() -> None:
     with pytest.raises(JobError, match=r"callback Closes, whose on_step changes inner\.0\.weight"):
         trained(job(Closes()))
+
+
+def test_a_changed_parameter_is_in_no_checkpoint(tmp_path: Path) -> None:
+    class Late(shoal.Callback):
+        def on_step(self, run: Any, record: Any) -> None:
+            if run.step == 5:
+                next(run.model.parameters()).mul_(0.0)
+
+    with pytest.raises(JobError, match="callback Late has changed the model; --resume goes on from step 4"):
+        trained(job(Late()), tmp_path)
+    assert not (tmp_path / "step-00000005").exists()
+    assert (tmp_path / "step-00000004").exists()
 
 
 class Raises(shoal.Callback):
