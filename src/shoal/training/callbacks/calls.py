@@ -359,9 +359,10 @@ class _Guard:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, weighted by their places, so that signs and the order show; int64 []."""
+    """Sum of a tensor's bits, weighted by place so that changes of sign and order show; int64 []."""
     own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits = own.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]).reshape(-1)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
+    bits = own.view(kind).reshape(-1)
     weights = torch.arange(1, 2 * min(bits.numel(), _CHUNK) + 1, 2, device=bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for chunk in bits.split(_CHUNK):
