@@ -75,9 +75,11 @@ class Told(shoal.Callback):
 class Raises(shoal.Callback):
     """Raises on one rank after a step."""
 
+    def __new__(cls, hook: str = "on_step", rank: int = 0, required: bool = False) -> Raises:
+        return super().__new__(type(cls.__name__, (cls,), {hook: cls._raise}))
+
     def __init__(self, hook: str = "on_step", rank: int = 0, required: bool = False) -> None:
         self.required, self.rank = required, rank
-        setattr(self, hook, self._raise)
 
     def _raise(self, run: Any, *arguments: Any) -> None:
         if run.rank == self.rank and run.step >= 3:

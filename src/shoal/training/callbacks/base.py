@@ -257,5 +257,16 @@ class Callback:
 
 
 def overrides(callback: Callback, hook: str) -> bool:
-    """Whether a callback has a hook of its own."""
-    return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
+    """Whether a callback's class has a hook of its own."""
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
+def refuse_own(callback: Callback) -> None:
+    """Raises: JobError where an object has what its class says for all ranks: by it they know when to agree."""
+    for name in vars(Callback):
+        if name in vars(callback) and (name == "watches_only" or callable(getattr(Callback, name))):
+            raise JobError(
+                given=f"{name} of one {type(callback).__name__}",
+                conflict="the ranks agree by the hooks of a callback's class, which are the same on all of them",
+                remedy=f"define {name} in the class; what is for one rank stands there under `if run.rank == 0:`",
+            )

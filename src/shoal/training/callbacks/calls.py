@@ -31,6 +31,7 @@ from shoal.training.callbacks.base import (
     RunControl,
     RunFacts,
     overrides,
+    refuse_own,
 )
 from shoal.training.callbacks.ema import EMA
 
@@ -51,10 +52,11 @@ class CallbackCalls:
     """Calls the callbacks of one rank. `unagreed`: some may have asked for something since the ranks last agreed."""
 
     def __init__(self, callbacks: Sequence[Callback] = (), mesh: Mesh | None = None) -> None:
-        """Raises: JobError for two callbacks that cannot be together."""
+        """Raises: JobError for callbacks that cannot be together, or whose hooks are not those of their classes."""
         self._callbacks, self._mesh = list(callbacks), mesh
         seen: Counter[str] = Counter()
         for callback in self._callbacks:
+            refuse_own(callback)
             name = type(callback).__name__
             seen[name] += 1
             callback.key = name if seen[name] == 1 else f"{name}-{seen[name]}"
@@ -125,7 +127,7 @@ class CallbackCalls:
         for callback in self._callbacks:
             if callback.key in self._off or not overrides(callback, hook):
                 continue
-            if hook in _ASKING and not callback.watches_only:
+            if hook in _ASKING and not type(callback).watches_only:
                 self.unagreed = True
             self._run.caller = callback
             try:

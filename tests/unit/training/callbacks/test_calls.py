@@ -18,6 +18,7 @@ from shoal.checkpoint import weights_sha256
 from shoal.distributed.mesh import alone
 from shoal.errors import JobError, UserCodeError
 from shoal.plans.plan import Plan
+from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.engine import Options, build
 from shoal.training.preflight import judged
 from shoal.training.step_records import Outcome, Surroundings
@@ -237,14 +238,25 @@ def test_a_changed_parameter_is_in_no_checkpoint(tmp_path: Path) -> None:
 class Raises(shoal.Callback):
     """Raises in a hook."""
 
+    def __new__(cls, hook: str, required: bool = False) -> Raises:
+        return super().__new__(type(cls.__name__, (cls,), {hook: cls._raise}))
+
     def __init__(self, hook: str, required: bool = False) -> None:
         self.required = required
         self.calls = 0
-        setattr(self, hook, self._raise)
 
     def _raise(self, *arguments: Any) -> None:
         self.calls += 1
         raise ValueError("no such thing\nat all")
+
+
+@pytest.mark.parametrize("name", ["on_step", "state_dict", "watches_only"])
+def test_what_all_ranks_go_by_is_of_the_class(name: str) -> None:
+    """Set on an object it may be of one rank alone, and the others would wait for it."""
+    own = shoal.Callback()
+    setattr(own, name, None)
+    with pytest.raises(JobError, match=f"define {name} in the class"):
+        CallbackCalls([own])
 
 
 HOOKS = ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end", "state_dict", "parameter_tensors")
@@ -270,9 +282,10 @@ def test_one_that_is_required_ends_the_run(hook: str, tmp_path: Path) -> None:
 
 
 def test_a_watcher_may_not_ask() -> None:
-    told = Told(2, "end")
-    told.watches_only = True
-    lines = trained(job(told))[2]
+    class Watches(Told):
+        watches_only = True
+
+    lines = trained(job(Watches(2, "end")))[2]
     assert any("which says watches_only = True" in line for line in lines)
 
 
