@@ -61,6 +61,23 @@ def test_a_schedule_over_the_length(tmp_path: Path) -> None:
     assert "length:" not in again.stdout
 
 
+def test_another_default_in_the_file(tmp_path: Path) -> None:
+    """Counts as a setting does; a resume of the same file does not load the job twice."""
+    file = tmp_path / "own.py"
+    text = (
+        f"import sys\nsys.path.append({str(JOBS)!r})\nimport longer\nprint('loaded')\n\n\ndef job(epochs: int = 1):\n"
+    )
+    file.write_text(f"{text}    return longer.job(epochs)\n")
+    call = Run(file, tmp_path / "run", 1, exact=True, environment=ONE_THREAD)
+    run(call).expect(0)
+    call.arguments = ("--resume",)
+    assert run(call).expect(0).stdout.count("loaded") == 1
+    file.write_text(file.read_text().replace("epochs: int = 1", "epochs: int = 2"))
+    longer = run(call).expect(0)
+    assert "settings: epochs = 2, was 1; of the job they change nothing but how long" in longer.stdout
+    assert longer.result["steps"] == 8
+
+
 @parametrize(
     ("changes", "named"),
     [

@@ -26,6 +26,7 @@ from shoal.training.same_job import differing_fields
 # A resume may change how long and what happens at a bad step; everything else is what was trained.
 _MAY_CHANGE = (
     "file",
+    "file_sha256",
     "by_value",
     "why_grains",
     "given",
@@ -63,7 +64,7 @@ def differences(
                 free = [f"settings: {text}; of the job they change nothing but how long" for text in texts]
             else:
                 given += [f"the setting {text}" for text in texts]
-                held += [f"another {field}" for field in fields_changed or ()]
+                held += [f"{'other' if field.endswith('s') else 'another'} {field}" for field in fields_changed or ()]
         else:
             given.append(f"{name} = {now[name]}")
             held.append(f"{name} = {saved[name]}")
@@ -72,7 +73,8 @@ def differences(
     raise JobMismatchError(
         given="\n".join(given),
         conflict="the run to resume has " + ", ".join(held or ["begun with other code or settings"]),
-        remedy="resume with the job and settings that the run began with, or others of its length alone; add "
+        remedy="resume with the job and settings that the run began with, or others, given with --set, of "
+        "its length alone; add "
         "--accept-changes where the steps from here on are to be computed by the job as it is now; or start anew with "
         "another --out",
     )

@@ -114,13 +114,23 @@ def _attempt(request: RunRequest) -> Callable[[], LoadedJob]:
 def _compared(request: RunRequest) -> list[str] | None:
     """Fields of the job that a resume's other settings change; None where it cannot be told, or need not."""
     saved = read_json(RunDirectory(request.out).job) if request.resume and not request.accept_changes else None
-    if not saved or dict(request.job.settings) == saved.get("given"):
+    if not saved or request.restarts or _same_settings(request, saved):
         return None
     try:
         fields: list[str] | None = in_child(lambda: {"fields": fields_changed(request.job, saved)})["fields"]
     except LaunchError:  # the job raises, and its own loading tells it
         return None
     return fields
+
+
+def _same_settings(request: RunRequest, saved: dict[str, Any]) -> bool:
+    """Whether the job's settings can be no others: as given, in the same file, which has the defaults."""
+    if dict(request.job.settings) != saved.get("given") or request.job.handed is not None:
+        return False
+    try:
+        return hashlib.sha256(request.job.path.read_bytes()).hexdigest() == saved.get("file_sha256")
+    except OSError:
+        return False
 
 
 def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Call]:
@@ -287,6 +297,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
     shapes = "\n".join(f"{name} {list(shape)}" for name, shape in engine.sharded_model.shapes().items())
     return {
         "file": str(request.job.path),
+        "file_sha256": loaded.file_sha256,
         "function": loaded.function,
         "settings": loaded.settings,
         "code": loaded.code,
