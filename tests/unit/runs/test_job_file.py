@@ -288,3 +288,15 @@ def test_the_number_of_ranks_is_not_visible(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setenv(name, "3")
     assert load(JobRequest(path)).job.global_batch == 1
     assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("3", "3")
+
+
+def test_what_the_file_says_now_is_loaded(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it was changed within a second to a text of the same length."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = write(f"import shoal\ndef job(seed: int = 1):\n    {JOB}\n")
+    seen = []
+    for old, new in (("= 1", "= 2"), ("= 2", "= 3"), ("= 3", "= 4")):
+        os.utime(file, (1e9, 1e9))
+        seen.append(loaded(file).settings["seed"])
+        file.write_text(file.read_text().replace(old, new))
+    assert seen == [1, 2, 3]
