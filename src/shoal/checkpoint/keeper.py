@@ -294,6 +294,11 @@ class Keeper:
         if self._writer is not None:
             self._writer.wrote(failure, time.monotonic() - began)
 
+    def clean(self) -> None:
+        """Removes what the writer of a killed run left half done. Before this one writes anything."""
+        if self._store is not None and self._mesh.rank == 0:
+            self._store.clean()
+
     def load(self, loss_scale: LossScale) -> tuple[RunState | None, list[str]]:
         """Sets model, optimizer and loader from the newest good checkpoint; and lines about damaged ones.
 
@@ -303,8 +308,6 @@ class Keeper:
         if self._store is None:
             return None, []
         store = self._store
-        if self._mesh.rank == 0:
-            store.clean()
         newest, complaints = together(self._mesh, lambda: self._newest_good(store))
         step, complaints = self._mesh.gather_json([newest.step if newest else None, complaints])[0]
         if step is None:

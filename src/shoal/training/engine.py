@@ -74,6 +74,7 @@ class Engine(TrainingParts):
 
     def load(self) -> tuple[RunState | None, list[str]]:
         """The state of the newest good checkpoint, and lines about damaged ones. Collective: all ranks."""
+        self.keeper.clean()  # not at a rollback, during which a checkpoint may be on its way
         return self.keeper.load(self.first_state().loss_scale)
 
     def rehearse(self) -> None:

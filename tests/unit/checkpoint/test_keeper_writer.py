@@ -6,10 +6,12 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 import shoal.checkpoint.keeper
-from shoal.checkpoint.keeper import CheckpointWriter
+from shoal.checkpoint.keeper import CheckpointWriter, Keeper
 from shoal.checkpoint.store import Snapshot, Store
+from shoal.distributed.mesh import alone
 
 
 class Gated(Store):
@@ -98,3 +100,14 @@ def test_the_time_between_two_follows_what_one_costs(monkeypatch: pytest.MonkeyP
     first_due()
     assert now[0] - began in (200.0, 202.0)  # 2 s are 1 % of that; since the writing began or ended
     writer.close()
+
+
+def test_what_is_on_its_way_is_left_by_a_rollback(tmp_path: Path) -> None:
+    """It is of this process; only what came before the first step is a killed writer's."""
+    half = tmp_path / ".tmp-step-00000005"
+    half.mkdir()
+    keeper = Keeper(alone(torch.device("cpu")), Store(tmp_path), None, 1)  # type: ignore[arg-type]
+    assert keeper.load(None) == (None, [])  # type: ignore[arg-type]
+    assert half.exists()
+    keeper.clean()
+    assert not half.exists()
