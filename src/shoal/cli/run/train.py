@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -119,6 +120,9 @@ def _compared(request: RunRequest) -> list[str] | None:
     try:
         fields: list[str] | None = in_child(lambda: {"fields": fields_changed(request.job, saved)})["fields"]
     except LaunchError:  # the job raises, and its own loading tells it
+        return None
+    except SystemExit:  # a request to stop, which that child was ended by: it is the run's to heed
+        os.kill(os.getpid(), signal.SIGTERM)
         return None
     return fields
 
