@@ -243,7 +243,8 @@ def test_a_worker_sends_and_gets_what_the_formula_says(exact: bool, tmp_path: Pa
 class Treacherous(torch.optim.SGD):
     """Climbs instead of descending from update 21 on: until the run has gone back from there, or always.
 
-    As momentum does on parameters that are out of date, and always at the same update.
+    As momentum does on parameters that are out of date, and always at the same update. The climb is without momentum,
+    which would go on down for as many updates as the timing of the workers has it.
     """
 
     def __init__(self, parameters: Any, always: bool) -> None:
@@ -255,7 +256,8 @@ class Treacherous(torch.optim.SGD):
         group = self.param_groups[0]
         group["turned"] = group["turned"] or group["count"] < self._seen
         group["count"] = self._seen = group["count"] + 1
-        group["maximize"] = group["count"] > 20 and (self._always or not group["turned"])
+        climbs = group["count"] > 20 and (self._always or not group["turned"])
+        group.update(maximize=climbs, momentum=0.0 if climbs else 0.9, lr=0.5 if climbs else 0.05)
         super().step(closure)
 
 
