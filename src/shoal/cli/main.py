@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from shoal.cli.options import (
     BenchOptions,
+    DoctorOptions,
     EvaluateOptions,
     ExportOptions,
     PlanOptions,
@@ -184,6 +185,13 @@ _COMMANDS = {
         "a job's evaluation on the weights of a checkpoint",
         "Compute the metrics of a job on its evaluation data with the weights of a checkpoint, of any layout.",
         "exit codes: 0 done, 2 user error, 69 a process died, 74 the checkpoint is damaged",
+    ),
+    "doctor": _Command(
+        "shoal.cli.doctor",
+        DoctorOptions,
+        "what of this machine makes training slow, and what to do",
+        "Examine this machine: versions, cores, threads, memory, limits, network, disk, clocks and GPUs.",
+        "exit codes: 0 nothing keeps training from working here, 1 something does, 2 user error",
     ),
     "bench": _Command(
         "shoal.cli.bench",

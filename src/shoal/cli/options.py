@@ -163,6 +163,14 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `shoal doctor`."""
+
+    folder: str = _option("where runs are written, for the trial of the disk (default: runs)", "DIR", default="runs")
+    json: bool = _switch("print one JSON object and nothing else")
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """Options of `shoal bench`."""
 
