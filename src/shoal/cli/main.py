@@ -19,6 +19,7 @@ from shoal.cli.options import (
     EvaluateOptions,
     ExportOptions,
     PlanOptions,
+    ReportOptions,
     RunOptions,
     VerifyOptions,
     add_options,
@@ -192,6 +193,13 @@ _COMMANDS = {
         "what of this machine makes training slow, and what to do",
         "Examine this machine: versions, cores, threads, memory, limits, network, disk, clocks and GPUs.",
         "exit codes: 0 nothing keeps training from working here, 1 something does, 2 user error",
+    ),
+    "report": _Command(
+        "shoal.cli.report",
+        ReportOptions,
+        "where a run's time went, as one HTML page",
+        "Write one page of a run, or of several side by side: where the time went, beside what was predicted.",
+        "exit codes: 0 done, 2 user error",
     ),
     "bench": _Command(
         "shoal.cli.bench",
