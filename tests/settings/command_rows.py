@@ -158,6 +158,13 @@ RUN_OPTIONS: Table = {
         PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
     ),
     "--max-restarts": Refuses(PLAIN.with_("--max-restarts", "-1"), "--max-restarts"),
+    "--evaluate-every": Acts(
+        PLAIN.with_("--evaluate-every", "2"),
+        PLAIN,
+        lambda ended: [record["step"] for record in ended.records if record["metrics"]],
+        [2, 4],
+    ),
+    "--evaluate-every: more than the steps": Says(PLAIN.with_("--evaluate-every", "9"), "evaluat"),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
     "--trace": Acts(
@@ -420,6 +427,31 @@ def report(*arguments: str, **changes: Any) -> Call:
 REPORT_OPTIONS: Table = {
     "runs": Refuses(report(after=None), "no run began there"),
     "--json": Acts(report("--json"), report(), lambda ended: '"wall": {' in ended.said, True),
+}
+
+
+LONGER = PLAIN.with_("--steps", "8")
+
+
+def doctor(*arguments: str, after: Call | None = LONGER) -> Call:
+    """An examination of a run."""
+    return Call("doctor", ("out", *arguments), job=None, after=after)
+
+
+DOCTOR_OPTIONS: Table = {
+    "run": Refuses(doctor(after=None), "no run began there"),
+    "run: too short": Refuses(doctor(after=PLAIN.with_("--steps", "2")), "fewer than four steps"),
+    "--job": Refuses(doctor("--try"), "add --job"),
+    "--job: of the machine": Refuses(Call("doctor", ("--job", "job.py"), job=None), "is about a run"),
+    "--try": Refuses(Call("doctor", ("--try",), job=None), "is about a run"),
+    "--steps": Refuses(doctor("--steps", "3"), "--steps takes a whole number of at least 10"),
+    "--folder": Acts(
+        Call("doctor", ("--json", "--folder", ".."), job=None),
+        Call("doctor", ("--json",), job=None),
+        lambda ended: '"seen": ".. (' in ended.said,
+        True,
+    ),
+    "--json": Acts(doctor("--json"), doctor(), lambda ended: '"causes": [' in ended.said, True),
 }
 
 

@@ -7,6 +7,7 @@ import argparse
 import pytest
 from tests.settings.command_rows import (
     BENCH_OPTIONS,
+    DOCTOR_OPTIONS,
     EVALUATE_OPTIONS,
     EXPORT_OPTIONS,
     PLAN_OPTIONS,
@@ -29,6 +30,7 @@ TABLES: dict[str, Table] = {
     "export": EXPORT_OPTIONS,
     "evaluate": EVALUATE_OPTIONS,
     "report": REPORT_OPTIONS,
+    "doctor": DOCTOR_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
 CASES = [(command, key) for command, table in TABLES.items() for key in table]

@@ -1,4 +1,4 @@
-"""The `shoal doctor` command: what of this machine, or of a run, costs time, and what to do about it."""
+"""The `shoal doctor` command: an examination of this machine, or of a run that is on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.cli.options import DoctorOptions
-from shoal.errors import ExitCode
+from shoal.errors import CommandError, ExitCode
 from shoal.hardware.health import HealthCheck, Severity, judged, worst
 from shoal.hardware.host_facts import host_facts
 
@@ -15,7 +15,19 @@ _SIGNS = {Severity.OK: "ok", Severity.NOTE: "note", Severity.WARNING: "SLOW", Se
 
 
 def doctor(options: DoctorOptions) -> ExitCode:
-    """Examines this machine."""
+    """Examines this machine, or a run. Raises: CommandError; as `shoal.cli.doctor_of_run`."""
+    if options.run is not None:
+        from shoal.cli.doctor_of_run import examine  # plans and their reader, which a machine's examination needs not
+
+        return examine(options)
+    given = {"--job": options.job, "--try": options.try_out, "--steps": options.steps}
+    wrong = [name for name, value in given.items() if value]
+    if wrong:
+        raise CommandError(
+            given=f"shoal doctor {' '.join(wrong)}",
+            conflict=f"{wrong[0]} is about a run, and none is given",
+            remedy="write shoal doctor RUN, or leave it out to examine this machine",
+        )
     facts = host_facts(Path(options.folder))
     checks = judged(facts)
     if options.json:

@@ -52,6 +52,7 @@ def run(
     resume: bool = False,
     accept_changes: bool = False,
     checkpoint_every: int | None = None,
+    evaluate_every: int | None = None,
     require_certificate: PathText | None = None,
     no_telemetry: bool = False,
     track: str | Sequence[str] = (),
@@ -77,6 +78,7 @@ def run(
     | `steps` | end after this step; the schedule stays that of the job's own length |
     | `resume`, `accept_changes` | go on from the newest good checkpoint; although the job was changed |
     | `checkpoint_every` | steps between checkpoints |
+    | `evaluate_every` | steps between evaluations; after each epoch |
     | `require_certificate` | train only what `shoal verify` has verified: its file |
     | `no_telemetry` | no spans and no step records |
     | `track` | trackers, "tensorboard" or "mlflow:sqlite:///runs.db" |

@@ -190,8 +190,8 @@ _COMMANDS = {
     "doctor": _Command(
         "shoal.cli.doctor",
         DoctorOptions,
-        "what of this machine makes training slow, and what to do",
-        "Examine this machine: versions, cores, threads, memory, limits, network, disk, clocks and GPUs.",
+        "what of this machine, or of a run, costs time, and what to do",
+        "Examine this machine, or find out what a run's time was lost to, and what would bring it back.",
         "exit codes: 0 nothing keeps training from working here, 1 something does, 2 user error",
     ),
     "report": _Command(

@@ -63,6 +63,7 @@ class RunOptions(TrainingOptions):
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
     accept_changes: bool = _switch("with --resume: go on although the job was changed")
     checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
+    evaluate_every: int | None = _option("steps between evaluations (default: after each epoch)", "N", least=1)
     require_certificate: str | None = _option("train only what `shoal verify` has verified", "FILE")
     no_telemetry: bool = _switch("no spans and no step records")
     track: tuple[str, ...] = _option(
@@ -166,6 +167,17 @@ class EvaluateOptions:
 class DoctorOptions:
     """Options of `shoal doctor`."""
 
+    run: str | None = _option("a run directory; without one this machine is examined", "RUN", "run", nargs="?")
+    job: str | None = _option("the run's job, for --try: a Python file and its job function", "JOBFILE[:FUNCTION]")
+    try_out: bool = _option(
+        "run the three best remedies for some steps, beside the run as it is",
+        None,
+        "--try",
+        default=False,
+        action="store_true",
+        dest="try_out",
+    )
+    steps: int | None = _option("with --try: steps of each trial", "N", least=10)
     folder: str = _option("where runs are written, for the trial of the disk (default: runs)", "DIR", default="runs")
     json: bool = _switch("print one JSON object and nothing else")
 

@@ -1,4 +1,4 @@
-"""Judgement of a host's facts: what stands in the way of training, or makes it slow, and what to do about it."""
+"""Judgement of a host's facts: obstacles to training and causes of slow training, each with its remedy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class Severity(StrEnum):
-    """How much a check matters: nothing, a remark, slow or fragile, or training cannot work."""
+    """Severity of a check: nothing, a remark, slow or fragile, or training cannot work."""
 
     OK = "ok"
     NOTE = "note"

@@ -99,6 +99,10 @@ class Attempt:
     world_size: int = 1
     host: str = ""
     device: str = ""
+    threads: int | None = None  # of each process
+    cores: int | None = None  # of rank 0's host
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
     undone: tuple[Undone, ...] = ()
     ended_at: float | None = None
     trained_at: float | None = None

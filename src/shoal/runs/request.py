@@ -56,6 +56,7 @@ class RunRequest:
     recorded_grains: int | None = None  # those of the run that this call resumes
     trackers: tuple[TrackerName, ...] = ()
     trace: TraceSteps | None = None
+    evaluate_every: int | None = None
 
     def check(self) -> None:
         """Raises: RunDirectoryError, IntegrityError, CertificateError of the directory, its job, the certificate."""

@@ -50,6 +50,7 @@ class Surroundings:
     """Functions around a training: a line for people, a finished step, whether a stop was requested; and its files.
 
     `out`: the run directory; `settings` of the job function; `description`: the content of job.json.
+    `evaluate_every`: steps between evaluations, in place of each pass over the data.
     """
 
     note: Callable[[str], None]
@@ -58,6 +59,7 @@ class Surroundings:
     out: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     description: Mapping[str, Any] = field(default_factory=dict)
+    evaluate_every: int | None = None
 
 
 @dataclass
@@ -122,9 +124,11 @@ class StepRecords:
         self._step_seconds.append(seconds)
         return self._waiting
 
-    def ends_epoch(self, state: RunState) -> bool:
-        """Whether the step that was added last has ended a pass over the data."""
-        order = self._parts.order
+    def is_evaluation_due(self, state: RunState) -> bool:
+        """Whether the step that was added last is evaluated: each so many, or that which ended a pass over the data."""
+        order, every = self._parts.order, self._around.evaluate_every
+        if every is not None:
+            return self._waiting is not None and state.step % every == 0
         return self._waiting is not None and order.epoch(state.step) != order.epoch(state.step - 1)
 
     def evaluate(self, state: RunState) -> None:

@@ -231,5 +231,5 @@ class Trainer:
         )
         self._measures = measures(record.spans, record.seconds, record.memory_bytes)
         parts.callbacks.stepped(state, record)
-        if self._records.ends_epoch(state):
+        if self._records.is_evaluation_due(state):
             self._records.evaluate(state)

@@ -136,6 +136,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         initial_weights=weights,
         trackers=trackers,
         trace=trace,
+        evaluate_every=options.evaluate_every,
         numbered=None if options.out or options.resume else name,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
     )

@@ -272,10 +272,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
                 result.take(record)
                 reporter.step(record, slowest_rank)
 
-            about = (request.out, loaded.settings, description)
+            about = (request.out, loaded.settings, description, request.evaluate_every)
             around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
-            if call.profile is not None:
-                call.profile.attach(reporter.note)
             if first < num_steps:
                 engine.rehearse()
             log = AttemptLog(directory.attempts if mesh.rank == 0 else None)
@@ -283,9 +281,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             result.log = log
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
             with contextlib.closing(records):
-                outcome, served = _trained(engine, (state, num_steps), around, records, crew)
-            if call.profile is not None:
-                call.profile.conclude()
+                outcome, served = _trained(engine, (state, num_steps), around, records, crew, profile=call.profile)
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
             result.write_failed(as_shoal_error(caught))
@@ -312,6 +308,10 @@ def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunS
         restarts=call.request.restarts,
         num_steps=num_steps,
         world_size=engine.plan.degrees.world_size,
+        threads=torch.get_num_threads(),
+        cores=cores(),
+        evaluate_every=call.request.evaluate_every,
+        checkpoint_every=call.request.checkpoint_every,
         host=platform.node(),
         device=torch.cuda.get_device_name(engine.mesh.device) if device == "cuda" else device,
     )
@@ -323,11 +323,18 @@ def _trained(
     around: Surroundings,
     records: RecordWriter,
     crew: Members | None,
+    *,
+    profile: StepProfile | None,
 ) -> tuple[Outcome, dict[str, Any] | None]:
     """From a state up to a step: how it ended, and with a crew what came of its pushes."""
     state, num_steps = course
     if crew is None:
-        return engine.trainer(state, num_steps, around, records).train(), None
+        if profile is not None:
+            profile.attach(around.note)
+        outcome = engine.trainer(state, num_steps, around, records).train()
+        if profile is not None:
+            profile.conclude()
+        return outcome, None
     from shoal.training.parameter_server.conductor import Conductor
 
     conductor = Conductor(engine, around, state or engine.first_state(), num_steps, records, crew=crew)

@@ -152,7 +152,7 @@ class Conductor:
             self.tally.undone += self._retreat.go(self._records, self._desk)
             step = self.state.step
         self._retreat.keep_if_best()
-        if self._records.ends_epoch(self.state):
+        if self._records.is_evaluation_due(self.state):
             self.servers.fetch(optimizer=self._engine.job.watched is not None)  # the best is saved
             self._records.evaluate(self.state)
         is_ended = self._heed()

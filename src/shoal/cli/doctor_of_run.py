@@ -1,0 +1,203 @@
+"""The `shoal doctor RUN` command: time that a run lost, by cause, what would bring it back, and trials of that."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.options import DoctorOptions
+from shoal.cli.report import account_of
+from shoal.errors import CommandError, ExitCode, RunDirectoryError
+from shoal.planner.diagnose.causes import LostTime, Remedy, causes
+from shoal.planner.diagnose.read_backs import lost_in, places_of, read_backs
+from shoal.planner.diagnose.run_times import RunTimes, run_times
+from shoal.planner.diagnose.trial import TrialJob, TrialResult, changed_plan, tried
+from shoal.plans.plan import Plan, plan_text, read_plan
+from shoal.runs.chrome_trace import read as read_trace
+from shoal.runs.directory import RunDirectory, write_file
+from shoal.runs.run_files import RunFiles, read_run
+
+_BEST = 3
+_LEAST_STEPS, _MOST_STEPS = 40, 400
+_PERIODS = 3
+_UNSTEADY = 1.5
+
+
+def examine(options: DoctorOptions) -> ExitCode:
+    """Diagnoses a run. Raises: RunDirectoryError where none is, or its records are few; CommandError; LaunchError."""
+    path = Path(str(options.run))
+    if options.try_out and options.job is None:
+        raise CommandError(
+            given=f"shoal doctor {path} --try",
+            conflict="a trial trains the job, and a run directory is data: no code that it names is run",
+            remedy=f"add --job JOBFILE[:FUNCTION], as shoal run had it{_named(path)}",
+        )
+    files = read_run(path)
+    times = run_times(files, account_of(files))
+    if times is None:
+        raise RunDirectoryError(
+            given=str(path),
+            conflict="the run has records of fewer than four steps, from which nothing follows",
+            remedy="train some more steps, without --no-telemetry",
+        )
+    found = causes(times, *_traced(files, times))
+    plans = _write_plans(files, found)
+    results = _tried(options, files, times, found) if options.try_out else []
+    if options.json:
+        print(json.dumps(_document(path, times, found, plans, results), indent=2))
+    else:
+        print("\n".join(_lines(path, times, found, plans)))
+        print("\n".join(_result_lines(results)))
+    return ExitCode.DONE
+
+
+def _named(path: Path) -> str:
+    with contextlib.suppress(RunDirectoryError):
+        job = read_run(path).job
+        return f": its job.json says {job.get('file')}:{job.get('function')}"
+    return ""
+
+
+def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
+    """What only a trace shows, where the run has one."""
+    newest = max(files.path.glob("trace-*.json.gz"), key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        return []
+    try:
+        document = read_trace(newest)
+        first, _, last = str(document["otherData"]["steps"]).partition("-")
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    seconds = [r.seconds for r in files.records if int(first) <= r.step <= int(last or first)]
+    reads = read_backs(document, times, sum(seconds) / len(seconds)) if seconds else None
+    return [lost_in(reads, times, places_of(Path(str(files.job.get("file")))))] if reads is not None else []
+
+
+def _write_plans(files: RunFiles, found: Sequence[LostTime]) -> dict[str, Path]:
+    """A plan file of each remedy that is one, by its name, in the run directory where that can be written."""
+    kept, written = RunDirectory(files.path).plan, dict[str, Path]()
+    if not kept.exists():
+        return written
+    plan = read_plan(kept)
+    for remedy in (remedy for loss in found for remedy in loss.remedies if remedy.sections or remedy.devices):
+        target = files.path / "doctor" / f"{remedy.name}.toml"
+        with contextlib.suppress(OSError):
+            target.parent.mkdir(exist_ok=True)
+            write_file(target, plan_text(changed_plan(plan, remedy)))
+            written[remedy.name] = target
+    return written
+
+
+def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, found: Sequence[LostTime]) -> list[TrialResult]:
+    """The best remedies that can be tried, as they ran."""
+    best = [max((r for r in loss.remedies if r.can_be_tried), key=lambda r: r.gain, default=None) for loss in found]
+    remedies = [remedy for remedy in best if remedy is not None][:_BEST]
+    if not remedies:
+        return []
+    last = files.attempts[-1] if files.attempts else None
+    arguments = [text for name, value in files.job.get("given", {}).items() for text in ("--set", f"{name}={value}")]
+    for option in ("evaluate_every", "checkpoint_every"):
+        value = getattr(last, option) if last is not None else None
+        if value is not None:
+            arguments += [f"--{option.replace('_', '-')}", str(value)]
+    kept = RunDirectory(files.path).plan
+    job = TrialJob(
+        str(options.job),
+        read_plan(kept) if kept.exists() else Plan(),
+        options.steps or _steps(times),
+        tuple(arguments),
+        _variables(times),
+    )
+    return tried(job, remedies, lambda text: print(text, file=sys.stderr, flush=True))
+
+
+def _steps(times: RunTimes) -> int:
+    """Steps of a trial: some periods of what comes now and then."""
+    longest = max(times.evaluation.every or 0.0, times.checkpoint.every or 0.0)
+    return min(_MOST_STEPS, max(_LEAST_STEPS, round(_PERIODS * longest) + 3))
+
+
+def _variables(times: RunTimes) -> dict[str, str | None]:
+    """The threads that the run had, also where this shell would give others."""
+    if times.threads is None or times.cores is None or times.device != "cpu":
+        return {}
+    fair = max(1, times.cores // times.world_size)
+    return {"OMP_NUM_THREADS": None if times.threads == fair else str(times.threads)}
+
+
+def _lines(path: Path, times: RunTimes, found: Sequence[LostTime], plans: dict[str, Path]) -> list[str]:
+    """The diagnosis as people read it."""
+    computing = f"{times.computing / times.total:.0%} of it forward and backward"
+    ranks = f"{times.world_size} process{'es' if times.world_size > 1 else ''}"
+    told = [f"{path}: {_ms(times.total)} a step on {ranks}, {computing} ({times.num_steps} steps)"]
+    if not found:
+        told.append("healthy: nothing that could be had back takes 3 % of the time")
+    for number, loss in enumerate(found, 1):
+        told.append(f"{number}. {loss.title}: {_ms(loss.seconds)} a step, {loss.share:.0%} of the time")
+        told.append(f"   {loss.seen}")
+        for remedy in loss.remedies:
+            told.append(f"   {-remedy.gain:+.0%} of the time: {remedy.words}")
+            if remedy.can_be_tried:
+                told.append(f"      {_how(remedy, plans)}")
+    if times.spread[1] > _UNSTEADY:
+        low, high = times.spread
+        told.append(f"note: steps vary, a tenth below {low:.2g} and a tenth above {high:.2g} times the median:")
+        told.append("   other programs, clocks, or work that not each step has; shoal doctor examines the machine")
+    if times.wall > 0.0:
+        share = times.start_up / times.wall
+        told.append(f"once a call: {times.start_up:.1f} s from the command to the first step, {share:.0%} of this run")
+    return told
+
+
+def _how(remedy: Remedy, plans: dict[str, Path]) -> str:
+    """What to write for a remedy."""
+    variables = [f"{name}={value}" for name, value in remedy.variables.items() if value is not None]
+    plan = ["--plan", str(plans[remedy.name])] if remedy.name in plans else []
+    return " ".join([*variables, "shoal run JOBFILE", *plan, *remedy.arguments])
+
+
+def _result_lines(results: Sequence[TrialResult]) -> list[str]:
+    told = ["tried:"] if results else []
+    for result in results:
+        if result.gain is None:
+            told.append(f"   {result.remedy.words}: it did not run: {result.error}")
+            continue
+        rounds = ", ".join(f"{-gain:+.0%}" for gain in result.gains)
+        beside = f"{rounds}; {-result.remedy.gain:+.0%} was expected"
+        told.append(f"   {-result.gain:+.0%} of the time ({beside}): {result.remedy.words}")
+    return told
+
+
+def _document(
+    path: Path, times: RunTimes, found: Sequence[LostTime], plans: dict[str, Path], results: Sequence[TrialResult]
+) -> dict[str, Any]:
+    told = []
+    for loss in found:
+        remedies = [
+            {**asdict(remedy), "plan": os.fspath(plans[remedy.name]) if remedy.name in plans else None}
+            for remedy in loss.remedies
+        ]
+        told.append({**asdict(loss), "regained": loss.regained, "remedies": remedies})
+    tries = [
+        {"name": r.remedy.name, "expected": r.remedy.gain, "gain": r.gain, "gains": r.gains, "error": r.error}
+        for r in results
+    ]
+    return {
+        "run": str(path),
+        "healthy": not found,
+        "step_seconds": times.total,
+        "computing_share": times.computing / times.total,
+        "start_up_seconds": times.start_up,
+        "causes": told,
+        "tried": tries,
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"

@@ -1,0 +1,298 @@
+"""Causes of lost time in a run, each with what it costs, and remedies with what they would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.planner.diagnose.fewer_devices import on_devices
+from shoal.planner.diagnose.run_times import RunTimes
+
+# What is less is not told: no remedy is worth a change for it, and no account is that exact.
+WORTH = 0.03
+_RARER = 10
+_CHECKPOINT_SHARE = 0.01  # of the time: what shoal's own choice of when to write one costs
+_MOST_WORKERS = 8
+# A sample that takes less is computed; what waits for a disk or a network takes longer.
+_COMPUTED = 2e-4
+_HANDED_OVER = 5e-3  # a microbatch from a data worker, as seen on two cores
+# A rank is slow where it is the slowest in so many steps, by so much of a step.
+_OFTEN, _SLOWER = 0.8, 0.05
+_BUCKET_BYTES = 1 << 20
+_FEW_MESSAGES = 4
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Change of a run that would bring time back: `gain` is a fraction of the time of training.
+
+    `sections` of the plan that change, `devices` where their number does, further `arguments` of `shoal run`, and
+    environment `variables` (None: unset). Without any of them it is for people to do.
+    """
+
+    name: str
+    words: str
+    gain: float
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    devices: int | None = None
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def can_be_tried(self) -> bool:
+        """Whether a run of the same job can show it."""
+        return bool(self.sections or self.devices or self.arguments or self.variables)
+
+
+@dataclass(frozen=True)
+class LostTime:
+    """Cause of lost time: `seconds` of each step that it takes, `share` of the time of training, and what was seen.
+
+    `regained`: the share that would come back, by its best remedy where it has one.
+    """
+
+    cause: str
+    title: str
+    seconds: float
+    share: float
+    seen: str
+    remedies: tuple[Remedy, ...] = ()
+    could: float = 0.0
+
+    @property
+    def regained(self) -> float:
+        """Fraction of the time of training that would come back."""
+        return max((remedy.gain for remedy in self.remedies), default=self.could)
+
+
+Losses = Iterator[LostTime]
+
+
+def causes(times: RunTimes, *more: LostTime) -> tuple[LostTime, ...]:
+    """Causes that are worth telling, those first that cost most of what could come back; `more` are known already."""
+    rules: tuple[Callable[[RunTimes], Losses], ...] = (
+        _evaluation,
+        _checkpoints,
+        _data,
+        _threads,
+        _slow_rank,
+        _shares,
+        _bubbles,
+        _messages,
+        _devices,
+        _host,
+    )
+    found = [*more, *(loss for rule in rules for loss in rule(times))]
+    return tuple(sorted((loss for loss in found if loss.regained >= WORTH), key=lambda loss: -loss.regained))
+
+
+def _lost(times: RunTimes, cause: str, title: str, seconds: float, seen: str, *remedies: Remedy) -> LostTime:
+    return LostTime(cause, title, seconds, seconds / times.total, seen, remedies, seconds / times.total)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
+
+
+def _devices_of(count: int) -> str:
+    return f"{count} device{'s' if count > 1 else ''}"
+
+
+def _evaluation(times: RunTimes) -> Losses:
+    cost = times.evaluation
+    if not cost.per_step or cost.every is None:
+        return
+    every = round(cost.every)
+    rarer = every * _RARER
+    gain = cost.per_step * (1 - 1 / _RARER) / times.total
+    seen = f"an evaluation of {_ms(cost.each)} after every {every} steps"
+    words = f"evaluation every {rarer} steps instead of {every}"
+    if times.asks_evaluations:
+        words += ", where the job's callback asks for it"
+        remedy = Remedy("evaluate-rarely", words, gain)
+    else:
+        remedy = Remedy("evaluate-rarely", words, gain, arguments=("--evaluate-every", str(rarer)))
+    yield _lost(times, "evaluation", "evaluation", cost.per_step, seen, remedy)
+
+
+def _checkpoints(times: RunTimes) -> Losses:
+    cost = times.checkpoint
+    if not cost.per_step or cost.every is None:
+        return
+    every = round(cost.every)
+    gain = (cost.per_step - _CHECKPOINT_SHARE * times.step) / times.total
+    rarer = max(every + 1, round(every * cost.per_step / (_CHECKPOINT_SHARE * times.step)))
+    seen = f"training waits {_ms(cost.each)} for a checkpoint after every {'step' if every == 1 else f'{every} steps'}"
+    words = f"a checkpoint every {rarer} steps instead of {every}, or without --checkpoint-every, as costs 1 %"
+    remedy = Remedy("checkpoint-rarely", words, gain, arguments=("--checkpoint-every", str(rarer)))
+    yield _lost(times, "checkpoints", "checkpoints", cost.per_step, seen, remedy)
+
+
+def _data(times: RunTimes) -> Losses:
+    waits = times.ranks.get("data_wait")
+    wait = max(times.spans.get("data_wait", 0.0), waits.most if waits is not None else 0.0)
+    rest = max(times.step - wait, 1e-9)
+    workers = int(times.section("data").get("workers") or 0)
+    read = (times.step * workers) if workers else wait  # with workers reading goes on beside the step
+    computes = read < _COMPUTED * times.samples / times.world_size
+    most = _spare_cores(times) // times.world_size if computes else _MOST_WORKERS
+    if most <= workers:
+        return
+    wanted = next((n for n in range(workers + 1, most) if read / n <= rest), most)
+    then = max(rest + _HANDED_OVER * times.microbatches, read / wanted)
+    seen = f"a step waits {_ms(wait)} for its samples, with {workers or 'no'} data workers a rank"
+    words = f"{wanted} data worker{'s' if wanted > 1 else ''} a rank"
+    if not computes and _spare_cores(times) < wanted * times.world_size:
+        words += ", where reading waits; where it computes, each takes a core that the ranks have now"
+    gain = (times.step - then) / times.total
+    remedy = Remedy("workers", words, gain, {"data": {"workers": wanted}})
+    yield _lost(times, "data", "waiting for samples", wait, seen, remedy)
+
+
+def _spare_cores(times: RunTimes) -> int:
+    """Cores that no rank uses, as far as the run said it."""
+    if times.cores is None:
+        return _MOST_WORKERS * times.world_size
+    return max(0, times.cores - times.world_size * (times.threads or 1))
+
+
+def _threads(times: RunTimes) -> Losses:
+    """More threads than cores: each takes its turn, and who waits for the others takes one too."""
+    if times.threads is None or times.cores is None or times.device != "cpu":
+        return
+    fair = max(1, times.cores // times.world_size)
+    if times.threads <= fair:
+        return
+    running = times.threads * times.world_size
+    carried = max(times.cores, fair * times.world_size)
+    busy = times.step - times.spans.get("data_wait", 0.0)
+    lost = busy * (1 - carried / running)
+    seen = f"{times.world_size} processes of {times.threads} threads on {times.cores} cores"
+    words = (
+        f"{fair} thread{'s' if fair > 1 else ''} a process: OMP_NUM_THREADS={fair}, or unset, as shoal divides cores"
+    )
+    remedy = Remedy("threads", words, lost / times.total, variables={"OMP_NUM_THREADS": str(fair)})
+    yield _lost(times, "threads", "more threads than cores", lost, seen, remedy)
+
+
+def _slow_rank(times: RunTimes) -> Losses:
+    busy = times.ranks.get("busy_seconds")
+    if busy is None or times.world_size < 2 or busy.how_often < _OFTEN or _crowded(times):
+        return
+    fair = busy.most * (1 - 1 / times.share_of_grains)  # which a rank with more grains takes longer
+    wait = busy.most - busy.least - fair
+    if wait < _SLOWER * times.step:
+        return
+    ratio, often = busy.most / max(busy.least, 1e-9), busy.how_often
+    seen = f"rank {busy.rank_of_most} is {ratio:.2g} times as long busy as the quickest, in {often:.0%} of steps"
+    found = on_devices(times, times.world_size - 1, busy.least)
+    remedies = []
+    if found is not None and found < times.step:
+        words = f"{_devices_of(times.world_size - 1)}, without that of rank {busy.rank_of_most}"
+        remedies.append(
+            Remedy("without-slow-rank", words, (times.step - found) / times.total, devices=times.world_size - 1)
+        )
+    words = f"rank {busy.rank_of_most} as quick as the others: look at what else runs on its host and cores"
+    remedies.append(Remedy("mend-slow-rank", words, wait / times.total))
+    yield _lost(times, "slow rank", f"waiting for rank {busy.rank_of_most}", wait, seen, *remedies)
+
+
+def _crowded(times: RunTimes) -> bool:
+    """Whether there are more processes, or threads of them, than cores: then ranks are slow by turns."""
+    if times.cores is None or times.device != "cpu":
+        return False
+    return (times.threads or 1) * times.world_size > times.cores
+
+
+def _shares(times: RunTimes) -> Losses:
+    if times.share_of_grains <= 1.0:
+        return
+    lost = times.computing * (1 - 1 / times.share_of_grains)
+    seen = (
+        f"{times.grains} grains do not divide evenly: the fullest rank has {times.share_of_grains:.2g} times the mean"
+    )
+    words = "a number of devices that divides the grains, or another Job(grains=...), which changes the run"
+    remedy = Remedy("even-shares", words, lost / times.total)
+    yield _lost(times, "shares", "uneven shares", lost, seen, remedy)
+
+
+def _bubbles(times: RunTimes) -> Losses:
+    stages = int(times.section("layout").get("pipeline") or 1)
+    if stages < 2:
+        return
+    per_rank = int(times.section("pipeline").get("stages_per_rank") or 1)
+    bubble = _bubble(stages, per_rank, times.microbatches)
+    lost = times.computing * bubble
+    seen = (
+        f"{stages} stages with {times.microbatches} microbatches stand still for {bubble:.0%} of forward and backward"
+    )
+    held = int(times.section("batch").get("grains_per_microbatch") or 1)
+    remedies = []
+    if held > 1:
+        then = _bubble(stages, per_rank, times.microbatches * 2)
+        gain = times.computing * (1 - (1 - bubble) / (1 - then)) / times.total
+        words = f"{times.microbatches * 2} microbatches instead of {times.microbatches}"
+        remedies.append(Remedy("microbatches", words, gain, {"batch": {"grains_per_microbatch": -(-held // 2)}}))
+    yield _lost(times, "bubbles", "pipeline bubbles", lost, seen, *remedies)
+
+
+def _bubble(stages: int, per_rank: int, microbatches: int) -> float:
+    """Share of a pipeline's time in which a rank stands still (1F1B, interleaved over `per_rank` stages)."""
+    waits = (stages - 1) / per_rank
+    return waits / (waits + microbatches)
+
+
+def _communication(times: RunTimes) -> float:
+    """Seconds of sums that no rank waits longer for than another: the exposed part of the rank that waits least."""
+    exposed = times.ranks.get("exposed_communication")
+    return exposed.least if exposed is not None else times.spans.get("exposed_communication", 0.0)
+
+
+def _messages(times: RunTimes) -> Losses:
+    """Sums of many small messages, each of which has the latency of a large one."""
+    needed = 1 + times.message_bytes // _BUCKET_BYTES
+    if times.messages is None or times.world_size < 2 or times.messages <= _FEW_MESSAGES * needed:
+        return
+    sums = _communication(times)
+    lost = sums * (1 - needed / times.messages)
+    seen = f"{times.messages} messages a step for {times.message_bytes / 1e3:.3g} KB of gradients, {_ms(sums)} exposed"
+    remedies = [Remedy("larger-buckets", f"buckets for {needed} messages a step", lost / times.total)]
+    if times.device == "cpu" and times.section("collectives").get("all_reduce") != "shared_memory":
+        words = "sums in shared memory, where the ranks are of one host"
+        remedies.insert(
+            0, Remedy("shared-memory", words, lost / times.total, {"collectives": {"all_reduce": "shared_memory"}})
+        )
+    yield _lost(times, "messages", "many small sums", lost, seen, *remedies)
+
+
+def _devices(times: RunTimes) -> Losses:
+    """More ranks than the batch has work for: what each adds in sums and waits is more than it takes off."""
+    if times.world_size < 2 or int(times.section("layout").get("pipeline") or 1) > 1:
+        return
+    if (
+        times.threads is not None
+        and times.cores is not None
+        and times.threads > max(1, times.cores // times.world_size)
+    ):
+        return  # threads are the first thing to mend
+    others = [n for n in range(1, times.world_size) if times.world_size % n == 0]
+    found = {n: seconds for n in others if (seconds := on_devices(times, n)) is not None}
+    if not found:
+        return
+    best = min(found, key=lambda n: found[n])
+    lost = times.step - found[best]
+    per_rank = times.samples / times.world_size
+    seen = f"{per_rank:.3g} samples a rank: {_ms(times.computing)} of computing, {_ms(_communication(times))} of sums"
+    if _crowded(times):
+        seen += f"; {times.world_size} processes on {times.cores} cores"
+    price = f"at {best / times.world_size:.0%} of the price an hour"
+    words = f"{_devices_of(best)} instead of {times.world_size}, {price}"
+    remedy = Remedy("fewer-devices", words, lost / times.total, devices=best)
+    yield _lost(times, "devices", "more devices than the batch has work for", lost, seen, remedy)
+
+
+def _host(times: RunTimes) -> Losses:
+    other = times.spans.get("other", 0.0)
+    seen = f"{_ms(other)} a step are neither data, model, sums nor update"
+    yield _lost(times, "host", "the host beside the model", other, seen)

@@ -1,0 +1,167 @@
+"""Times of a run's training as a diagnosis needs them: of a step, its spans, and what comes between steps.
+
+Start-up and shut-down are once a call, and are kept apart: a longer run has them once too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any
+
+from shoal.report.account import Account
+from shoal.report.step_times import steady
+from shoal.runs.records import SPANS, StepRecord
+from shoal.runs.run_files import RunFiles
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """Times of an event that not each step has: seconds of each, steps from one to the next, and seconds a step."""
+
+    each: float = 0.0
+    every: float | None = None
+    per_step: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankSpread:
+    """A span over the ranks: means over steps of the least and the most, and the rank that has the most most often."""
+
+    least: float
+    most: float
+    rank_of_most: int = 0
+    how_often: float = 1.0
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """Seconds a step of a run. `step` is without checkpoints; `spans` are rank 0's, and sum to it.
+
+    `threads` of each process and `cores` of its host: None where the run did not say. `share_of_grains`: the most
+    grains of a rank over their mean.
+    """
+
+    num_steps: int
+    step: float
+    spread: tuple[float, float]  # the first and the last decile over the median
+    spans: Mapping[str, float]
+    ranks: Mapping[str, RankSpread]
+    evaluation: Periodic
+    checkpoint: Periodic
+    world_size: int
+    device: str = "cpu"
+    host: str = ""
+    threads: int | None = None
+    cores: int | None = None
+    grains: int = 1
+    share_of_grains: float = 1.0
+    microbatches: int = 1
+    parameters: int = 0
+    samples: float = 0.0
+    epoch_steps: float | None = None
+    asks_evaluations: bool = False
+    messages: int | None = None
+    message_bytes: int = 0
+    start_up: float = 0.0
+    wall: float = 0.0
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """Seconds a step, with evaluations and checkpoints."""
+        return self.step + self.evaluation.per_step + self.checkpoint.per_step
+
+    @property
+    def computing(self) -> float:
+        """Forward and backward."""
+        return self.spans.get("forward", 0.0) + self.spans.get("backward", 0.0)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """A section of the plan."""
+        found = self.plan.get(name)
+        return found if isinstance(found, Mapping) else {}
+
+
+def run_times(files: RunFiles, account: Account) -> RunTimes | None:
+    """Times of a run; None where its records are too few to say anything."""
+    records = steady(files.records)
+    if len(records) < 4:
+        return None
+    plain = [record.seconds - record.spans.get("checkpoint", 0.0) for record in records]
+    step = median(plain)
+    scale = step / mean(plain)  # a step that something else held up is none of the run's
+    spans = {name: scale * mean(r.spans.get(name, 0.0) for r in records) for name in SPANS if name != "checkpoint"}
+    last = files.attempts[-1] if files.attempts else None
+    ordered = sorted(plain)
+    grains, degrees = int(files.job.get("grains") or 1), _degrees(files.plan)
+    apart = degrees["data"] * degrees["shard"]
+    most = -(-grains // apart)
+    sums = [volume for volume in account.traffic if volume.collective == "all_reduce"]
+    return RunTimes(
+        num_steps=len(records),
+        step=step,
+        spread=(ordered[len(ordered) // 10] / step, ordered[-1 - len(ordered) // 10] / step),
+        spans=spans,
+        ranks={
+            e.name: RankSpread(
+                e.least * scale, e.most * scale, e.rank_of_most, e.share_of_steps.get(e.rank_of_most, 0.0)
+            )
+            for e in account.ranks
+        },
+        evaluation=_periodic(records, lambda record: (record.after or {}).get("evaluation", 0.0)),
+        checkpoint=_periodic(
+            records, lambda r: r.spans.get("checkpoint", 0.0) + (r.after or {}).get("checkpoint", 0.0)
+        ),
+        world_size=account.world_size,
+        device="cpu" if account.device in ("", "cpu") else "gpu",
+        host=last.host if last is not None else "",
+        threads=last.threads if last is not None else None,
+        cores=last.cores if last is not None else None,
+        grains=grains,
+        share_of_grains=most / (grains / apart) if grains >= apart else 1.0,
+        microbatches=-(-most // max(1, int(_section(files.plan, "batch").get("grains_per_microbatch") or 1))),
+        parameters=int(files.job.get("parameters") or 0),
+        samples=mean(record.num_samples for record in records),
+        epoch_steps=_epoch_steps(files),
+        asks_evaluations=_asked(records) and (last is None or last.evaluate_every is None),
+        messages=sum(volume.messages for volume in sums) if sums else None,
+        message_bytes=sum(volume.bytes for volume in sums),
+        start_up=account.wall.of("start_up"),
+        wall=account.wall.busy_seconds,
+        plan=files.plan,
+    )
+
+
+def _periodic(records: Sequence[StepRecord], seconds: Callable[[StepRecord], float]) -> Periodic:
+    """The last record is left out: what ends a run comes after it, however long that is."""
+    found = [(record.step, taken) for record in records[:-1] if (taken := seconds(record)) > 0.0]
+    if not found:
+        return Periodic()
+    total = sum(taken for _, taken in found)
+    # Of those that only waited a moment for a thread, none is one of its own.
+    own = [step for step, taken in found if taken > 0.1 * total / len(found)]
+    every = (own[-1] - own[0]) / (len(own) - 1) if len(own) > 1 else None
+    return Periodic(total / len(own), every, total / (len(records) - 1))
+
+
+def _asked(records: Sequence[StepRecord]) -> bool:
+    """Whether steps were evaluated in the midst of an epoch: a callback of the job asks for that."""
+    return any((r.after or {}).get("evaluation") and following.epoch == r.epoch for r, following in pairwise(records))
+
+
+def _epoch_steps(files: RunFiles) -> float | None:
+    samples, batch = files.job.get("train_samples"), files.job.get("global_batch")
+    return samples / batch if isinstance(samples, int) and isinstance(batch, int) and batch else None
+
+
+def _degrees(plan: Mapping[str, Any]) -> dict[str, int]:
+    layout = _section(plan, "layout")
+    return {axis: int(layout.get(axis) or 1) for axis in ("data", "shard", "tensor", "pipeline", "context")}
+
+
+def _section(plan: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = plan.get(name)
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,139 @@
+"""Trials of remedies: short runs of the job with each, in turn with the run as it is, in temporary directories."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+
+from shoal.errors import LaunchError
+from shoal.planner.diagnose.causes import Remedy
+from shoal.plans.plan import Plan, plan_text
+from shoal.plans.relaid import relaid
+from shoal.report.step_times import steady
+from shoal.runs.directory import write_file
+from shoal.runs.records import StepRecord, read_steps
+
+_TAIL = 12
+
+
+@dataclass(frozen=True)
+class TrialJob:
+    """Job of a run as the command line names it, its plan, and how many steps a trial has.
+
+    `arguments`: settings and options of the run that a remedy does not change; `variables` of its environment.
+    """
+
+    job: str
+    plan: Plan
+    num_steps: int
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    rounds: int = 2
+    cwd: Path | None = None
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """Remedy as it was tried: seconds a step of each round without and with it; `error` where it could not run."""
+
+    remedy: Remedy
+    before: tuple[float, ...] = ()
+    after: tuple[float, ...] = ()
+    error: str | None = None
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """Fraction of the time that each round saved."""
+        return tuple(1.0 - then / now for now, then in zip(self.before, self.after, strict=True) if now > 0.0)
+
+    @property
+    def gain(self) -> float | None:
+        """Median of the rounds."""
+        return median(self.gains) if self.gains else None
+
+
+def changed_plan(plan: Plan, remedy: Remedy) -> Plan:
+    """The plan with a remedy, without what was predicted of another. Raises: PlanError."""
+    found = plan.model_copy(update={"prediction": {}})
+    if remedy.devices is not None:
+        found = relaid(found, remedy.devices)
+        if found.layout.world_size == 1 and found.collectives.all_reduce != "native":
+            found = found.with_sections(collectives={"all_reduce": "native"})
+        found = found.with_sections(batch={"grains_per_microbatch": 0})
+    return found.with_sections(**{name: dict(section) for name, section in remedy.sections.items()})
+
+
+def tried(job: TrialJob, remedies: Sequence[Remedy], note: Callable[[str], None]) -> list[TrialResult]:
+    """Runs each remedy, in turn with the run as it is; the order is turned round from round to round.
+
+    Raises: LaunchError where the run as it is cannot be run.
+    """
+    unchanged = Remedy("unchanged", "as it was", 0.0)
+    seconds: dict[str, list[float]] = {remedy.name: [] for remedy in (unchanged, *remedies)}
+    errors: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="shoal-doctor-") as folder:
+        for number in range(job.rounds):
+            order = [unchanged, *(remedies if number % 2 == 0 else reversed(remedies))]
+            for remedy in order:
+                if remedy.name in errors:
+                    continue
+                note(f"trial {number + 1} of {job.rounds}: {remedy.words}")
+                try:
+                    seconds[remedy.name].append(_run(job, remedy, Path(folder) / f"{remedy.name}-{number}"))
+                except LaunchError as error:
+                    if remedy is unchanged:
+                        raise
+                    errors[remedy.name] = error.conflict
+    before = tuple(seconds["unchanged"])
+    return [
+        TrialResult(remedy, error=errors[remedy.name])
+        if remedy.name in errors
+        else TrialResult(remedy, before, tuple(seconds[remedy.name]))
+        for remedy in remedies
+    ]
+
+
+def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:
+    """Seconds a step of a run. Raises: LaunchError with the end of what it said, where it failed."""
+    plan = out.with_suffix(".toml")
+    write_file(plan, plan_text(changed_plan(job.plan, remedy)))
+    names = {argument for argument in remedy.arguments if argument.startswith("--")}
+    kept = _without(job.arguments, names)
+    own = ["run", job.job, "--plan", str(plan), "--out", str(out), "--steps", str(job.num_steps), "--max-restarts", "0"]
+    wanted = {**job.variables, **remedy.variables}
+    variables = {name: value for name, value in os.environ.items() if name not in wanted}
+    variables |= {name: value for name, value in wanted.items() if value is not None}
+    command = [sys.executable, "-m", "shoal", *own, *kept, *remedy.arguments]
+    done = subprocess.run(command, env=variables, cwd=job.cwd, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_TAIL:])
+        raise LaunchError(
+            given=f"shoal {' '.join(own)}",
+            conflict=f"a trial ended with code {done.returncode}: {said}",
+            remedy="run the job by itself first: a trial does what shoal run does",
+        )
+    return seconds_per_step(list(read_steps(out / "records.jsonl")))
+
+
+def _without(arguments: Sequence[str], names: set[str]) -> list[str]:
+    """Pairs of options and values, without those of some options."""
+    pairs = zip(arguments[::2], arguments[1::2], strict=True)
+    return [text for pair in pairs if pair[0] not in names for text in pair]
+
+
+def seconds_per_step(records: Sequence[StepRecord]) -> float:
+    """Seconds a step of a training: the median of steps, and means of what comes now and then.
+
+    What follows the last step ends the run, and is left out.
+    """
+    found = steady(records)
+    checkpoints = [record.spans.get("checkpoint", 0.0) for record in found]
+    steps = [record.seconds - waited for record, waited in zip(found, checkpoints, strict=True)]
+    after = [sum((record.after or {}).values()) for record in found[:-1]]
+    return median(steps) + mean(checkpoints) + (mean(after) if after else 0.0)

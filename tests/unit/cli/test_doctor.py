@@ -1,0 +1,97 @@
+"""The doctor's words: of a machine, of a run that lost time, and of a healthy one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.run_folders import RunFolder
+
+from shoal.cli import doctor as command
+from shoal.cli.doctor import doctor
+from shoal.cli.options import DoctorOptions
+from shoal.errors import CommandError, ExitCode
+from shoal.hardware.health import HealthCheck, Severity
+from shoal.plans.plan import read_plan
+
+
+def waiting(path: Path) -> Path:
+    """A run whose every tenth step is evaluated for as long as six steps take, beside a checkpoint each step."""
+    run = RunFolder(path, prediction=False, ranks=2)
+    run.begins()
+    for _ in range(10):
+        for _ in range(10):
+            run.one_step(0.1, checkpoint=0.02)
+        run.evaluates(0.6)
+    run.ends()
+    return run.written()
+
+
+def test_a_run_that_lost_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = waiting(tmp_path / "run")
+    assert doctor(DoctorOptions(run=str(path))) is ExitCode.DONE
+    said = capsys.readouterr().out
+    first, second = said.index("1. evaluation"), said.index("2. checkpoints")
+    assert first < second
+    assert "an evaluation of 600 ms after every 10 steps" in said
+    assert "evaluation every 100 steps instead of 10" in said
+    assert "shoal run JOBFILE --checkpoint-every" in said
+    assert "once a call: 3.0 s" in said
+
+
+def test_as_json_with_plans_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.run_folders._SHARES", (0.5, 0.0, 0.2, 0.2, 0.04, 0.03, 0.0, 0.03))
+    path = waiting(tmp_path / "run")
+    doctor(DoctorOptions(run=str(path), json=True))
+    found = json.loads(capsys.readouterr().out)
+    assert {"data", "evaluation", "checkpoints"} <= {loss["cause"] for loss in found["causes"]}
+    plans = [remedy["plan"] for loss in found["causes"] for remedy in loss["remedies"] if remedy["plan"]]
+    assert plans
+    for plan in plans:
+        assert Path(plan).is_relative_to(path / "doctor")
+    assert any(read_plan(Path(plan)).data.workers > 0 for plan in plans)
+
+
+def test_a_healthy_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.run_folders._SHARES", (0.0, 0.0, 0.4, 0.55, 0.01, 0.03, 0.0, 0.01))
+    run = RunFolder(tmp_path / "run", prediction=False)
+    run.begins()
+    run.steps(50)
+    run.ends()
+    doctor(DoctorOptions(run=str(run.written())))
+    said = capsys.readouterr().out
+    assert "healthy: nothing that could be had back" in said
+    assert "1. " not in said
+
+
+def test_a_trial_needs_the_job(tmp_path: Path) -> None:
+    path = waiting(tmp_path / "run")
+    with pytest.raises(CommandError, match=r"its job.json says job.py:job"):
+        doctor(DoctorOptions(run=str(path), try_out=True))
+
+
+@pytest.mark.parametrize(
+    ("severity", "code"),
+    [(Severity.OK, ExitCode.DONE), (Severity.WARNING, ExitCode.DONE), (Severity.ERROR, ExitCode.FAILED)],
+)
+def test_the_exit_code_tells_whether_training_can_work(
+    severity: Severity,
+    code: ExitCode,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    checks = (HealthCheck("loopback", severity, "refused", "allow it"),)
+    monkeypatch.setattr(command, "judged", lambda facts: checks)
+    assert doctor(DoctorOptions(folder=str(tmp_path))) is code
+    assert "-> allow it" in capsys.readouterr().out
+    assert doctor(DoctorOptions(folder=str(tmp_path), json=True)) is code
+    assert json.loads(capsys.readouterr().out)["checks"][0]["severity"] == severity.value
+
+
+def test_options_of_a_run_without_one() -> None:
+    with pytest.raises(CommandError, match="--try is about a run"):
+        doctor(DoctorOptions(try_out=True))
