@@ -71,11 +71,9 @@ def _traced(files: RunFiles, times: RunTimes) -> list[LostTime]:
         return []
     try:
         document = read_trace(newest)
-        first, _, last = str(document["otherData"]["steps"]).partition("-")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return []
-    seconds = [r.seconds for r in files.records if int(first) <= r.step <= int(last or first)]
-    reads = read_backs(document, times, sum(seconds) / len(seconds)) if seconds else None
+    reads = read_backs(document, times)
     return [lost_in(reads, times, places_of(Path(str(files.job.get("file")))))] if reads is not None else []
 
 
@@ -125,10 +123,9 @@ def _steps(times: RunTimes) -> int:
 
 def _variables(times: RunTimes) -> dict[str, str | None]:
     """The threads that the run had, also where this shell would give others."""
-    if times.threads is None or times.cores is None or times.device != "cpu":
+    if times.threads is None or times.device != "cpu":
         return {}
-    fair = max(1, times.cores // times.world_size)
-    return {"OMP_NUM_THREADS": None if times.threads == fair else str(times.threads)}
+    return {"OMP_NUM_THREADS": str(times.threads)}
 
 
 def _lines(path: Path, times: RunTimes, found: Sequence[LostTime], plans: dict[str, Path]) -> list[str]:

@@ -167,7 +167,8 @@ def _threads(times: RunTimes) -> Losses:
     running = times.threads * times.world_size
     carried = max(times.cores, fair * times.world_size)
     busy = times.step - times.spans.get("data_wait", 0.0)
-    lost = busy * (1 - carried / running)
+    # Where threads happen not to collide a step is as quick as it would always be.
+    lost = busy * (1 - min(carried / running, times.spread[0]))
     seen = f"{times.world_size} processes of {times.threads} threads on {times.cores} cores"
     words = (
         f"{fair} thread{'s' if fair > 1 else ''} a process: OMP_NUM_THREADS={fair}, or unset, as shoal divides cores"
@@ -281,7 +282,9 @@ def _devices(times: RunTimes) -> Losses:
     if not found:
         return
     best = min(found, key=lambda n: found[n])
-    lost = times.step - found[best]
+    # Waits that have another cause would be mended where they are.
+    mended = sum(loss.regained for loss in (*_messages(times), *_slow_rank(times))) * times.total
+    lost = times.step - mended - found[best]
     per_rank = times.samples / times.world_size
     seen = f"{per_rank:.3g} samples a rank: {_ms(times.computing)} of computing, {_ms(_communication(times))} of sums"
     if _crowded(times):

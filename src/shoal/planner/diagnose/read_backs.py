@@ -15,7 +15,7 @@ from shoal.planner.diagnose.causes import LostTime, Remedy
 from shoal.planner.diagnose.run_times import RunTimes
 from shoal.runs.chrome_trace import SPAN_ROW
 
-_READS = ("aten::item", "aten::_local_scalar_dense")
+_READ = "aten::item"
 _CALLS = ("item", "tolist")
 _COMPUTING = ("forward", "backward")
 # Python between two reads of one loop.
@@ -25,32 +25,30 @@ _FEWEST = 2
 
 @dataclass(frozen=True)
 class ReadBacks:
-    """Reads of a traced step: how many, and their seconds, with the profiler's own part taken off."""
+    """Reads of a step: how many, and their seconds where no profiler runs."""
 
     count: float
     seconds: float
 
 
-def read_backs(document: Mapping[str, Any], times: RunTimes, traced_step: float) -> ReadBacks | None:
-    """Reads in the forwards and backwards of rank 0; `traced_step`: seconds of its steps while they were traced.
+def read_backs(document: Mapping[str, Any], times: RunTimes) -> ReadBacks | None:
+    """Reads in the forwards and backwards of rank 0.
 
-    All events cost the profiler about the same, so that a stretch of them is lengthened by its share of the events.
+    Seconds are those of the trace, Python between two reads included, and no more than all of the run's computing.
+    The profiler adds a fraction of a microsecond to each.
     """
     events = [e for e in document.get("traceEvents", ()) if e.get("ph") == "X" and e.get("pid") == 1]
     spans = [e for e in events if e.get("cat") == "shoal" and e["tid"] % 1000 == SPAN_ROW]
-    steps = [e for e in spans if e["name"].startswith("step ")]
+    count = sum(e["name"].startswith("step ") for e in spans)
     passes = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"] in _COMPUTING]
-    operators = sorted((e for e in events if e.get("cat") == "cpu_op"), key=lambda e: float(e["ts"]))
-    if not steps or not operators:
-        return None
-    found = [e for e in operators if e["name"] == _READS[0] and _is_within(e["ts"], passes)]
-    if len(found) < _FEWEST * len(steps):
+    found = sorted(
+        (e for e in events if e["name"] == _READ and _is_within(e["ts"], passes)), key=lambda e: float(e["ts"])
+    )
+    if not count or len(found) < _FEWEST * count:
         return None
     stretches = _stretches([(e["ts"], e["ts"] + e["dur"]) for e in found])
-    inside = sum(_is_within(e["ts"], stretches) for e in operators)
-    profiler = max(0.0, traced_step - times.step) * inside / len(operators)
-    seconds = sum(ended - began for began, ended in stretches) / 1e6 / len(steps)
-    return ReadBacks(len(found) / len(steps), max(0.0, seconds - profiler))
+    reading = sum(ended - began for began, ended in stretches) / 1e6 / count
+    return ReadBacks(len(found) / count, min(reading, times.computing))
 
 
 def _is_within(at: float, intervals: Sequence[tuple[float, float]]) -> bool:

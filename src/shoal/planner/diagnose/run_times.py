@@ -16,6 +16,9 @@ from shoal.report.step_times import steady
 from shoal.runs.records import SPANS, StepRecord
 from shoal.runs.run_files import RunFiles
 
+# Of gradients: small ones are gathered, and added up by each rank.
+_SUMS = ("all_reduce", "all_gather")
+
 
 @dataclass(frozen=True)
 class Periodic:
@@ -99,7 +102,7 @@ def run_times(files: RunFiles, account: Account) -> RunTimes | None:
     grains, degrees = int(files.job.get("grains") or 1), _degrees(files.plan)
     apart = degrees["data"] * degrees["shard"]
     most = -(-grains // apart)
-    sums = [volume for volume in account.traffic if volume.collective == "all_reduce"]
+    sums = [volume for volume in account.traffic if volume.collective in _SUMS and degrees["shard"] == 1]
     return RunTimes(
         num_steps=len(records),
         step=step,
