@@ -166,6 +166,9 @@ class ReportOptions:
     """Options of `shoal report`."""
 
     runs: tuple[str, ...] = _option("a run directory; of several what differs", "RUN", "runs", default=(), nargs="+")
+    output: str | None = _option(
+        "the page (default: RUN/report.html; of several runs report.html)", "FILE", "-o", "--output"
+    )
     json: bool = _switch("print the account as JSON and nothing else")
 
 
