@@ -173,6 +173,15 @@ class ReportOptions:
 
 
 @dataclass(frozen=True)
+class WatchOptions:
+    """Options of `shoal watch`."""
+
+    run: str = _option("a run directory, of a run on any host that shares it", "RUN", "run", default=MISSING)
+    once: bool = _switch("show it once, for scripts")
+    openmetrics: str | None = _option("also write its numbers for Prometheus, as OpenMetrics text", "FILE")
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """Options of `shoal bench`."""
 

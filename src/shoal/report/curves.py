@@ -185,7 +185,7 @@ def time_chart(found: Account, records: Sequence[StepRecord]) -> Chart | None:
         return lambda record: 1e3 * sum(record.spans.get(name, 0.0) for name in names)
 
     lines = [
-        Line("step", lambda record: 1e3 * record.seconds),
+        Line("whole step", lambda record: 1e3 * record.seconds),
         Line("forward and backward", span("forward", "backward")),
         Line("exposed communication", span("exposed_communication")),
         Line("waiting for data", span("data_wait", "host_to_device")),

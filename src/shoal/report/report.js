@@ -16,9 +16,9 @@
         var x = u.valToPos(mark.x, "x", true);
         if (x < u.bbox.left - 1 || x > u.bbox.left + u.bbox.width + 1) { return; }
         var quiet = mark.kind === "checkpoint";
-        c.strokeStyle = colour(quiet ? "--line" : mark.kind === "resumed" ? "--c3" : "--c2");
+        c.strokeStyle = colour(quiet ? "--quiet" : mark.kind === "resumed" ? "--c3" : "--c2");
         c.lineWidth = (quiet ? 1 : 2) * devicePixelRatio;
-        c.setLineDash(mark.kind === "resumed" ? [6, 4] : []);
+        c.setLineDash(quiet ? [1, 4] : mark.kind === "resumed" ? [6, 4] : []);
         c.beginPath();
         c.moveTo(x, top);
         c.lineTo(x, top + height);
@@ -26,6 +26,12 @@
       });
       c.restore();
     };
+  }
+
+  function short(u, ticks) {
+    return ticks.map(function (tick) {
+      return Math.abs(tick) >= 1e4 ? tick.toLocaleString("en") : String(Number(tick.toPrecision(6)));
+    });
   }
 
   function number(u, value) { return value === null || value === undefined ? "-" : String(value); }
@@ -42,6 +48,7 @@
     return {
       stroke: colour("--text"), grid: { stroke: colour("--line"), width: 0.5 },
       ticks: { stroke: colour("--line") }, size: which === "y" ? 62 : 40,
+      values: chart.log.indexOf(which) < 0 ? short : undefined,
       label: which === "x" ? chart.xName : undefined, labelSize: 20, labelGap: 0
     };
   }
