@@ -34,7 +34,7 @@ from shoal.training.callbacks.base import (
     refuse_own,
 )
 from shoal.training.callbacks.ema import EMA
-from shoal.training.callbacks.guard import Guard, Meddled
+from shoal.training.callbacks.guard import Meddled, ModelGuard
 from shoal.training.callbacks.hook_barrier import HookBarrier, MissingRankError
 
 _ASKING = ("on_start", "on_step", "on_evaluation", "on_checkpoint")
@@ -87,7 +87,7 @@ class CallbackCalls:
         self, facts: RunFacts, model: ShardedModel, build: Callable[[], nn.Module], note: Callable[[str], None]
     ) -> None:
         """Gives the callbacks their run, before the first step."""
-        self._guard, self._model = Guard(model), model
+        self._guard, self._model = ModelGuard(model), model
         limbs = Limbs(model, build, self._guard.gives, note, self._barrier)
         self._run = RunControl(facts, limbs, lambda: self._state)
 

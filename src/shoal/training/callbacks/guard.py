@@ -1,4 +1,4 @@
-"""Guard: context of a callback's hook, after which the model is as it was before."""
+"""ModelGuard: context of a callback's hook, after which the model is as it was before."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Meddled(Exception):  # noqa: N818 - it carries the error
         self.told = told
 
 
-class Guard:
+class ModelGuard:
     """Context of a hook: generators, modes and buffers are afterwards as they were, and parameters have to be."""
 
     def __init__(self, model: ShardedModel) -> None:
