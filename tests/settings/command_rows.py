@@ -158,6 +158,14 @@ RUN_OPTIONS: Table = {
         PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
     ),
     "--max-restarts": Refuses(PLAIN.with_("--max-restarts", "-1"), "--max-restarts"),
+    "--on": Refuses(PLAIN.with_("--on", "locl"), "did you mean 'local'?"),
+    "--on: options of this host": Refuses(PLAIN.with_("--on", "local:x", "--dry-run"), "takes no options"),
+    "--dry-run": Acts(
+        PLAIN.with_("--dry-run", "--devices", "2"),
+        PLAIN,
+        lambda ended: (ended.said.count(" WORLD_SIZE=2 "), (ended.out / "job.json").exists()),
+        (2, False),
+    ),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
     "--trace": Acts(
