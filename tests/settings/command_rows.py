@@ -420,6 +420,17 @@ EVALUATE_OPTIONS: Table = {
 }
 
 
+def report(*arguments: str, **changes: Any) -> Call:
+    """The report on a run."""
+    return Call("report", ("out", *arguments), **{"after": KEPT, "job": None, **changes})
+
+
+REPORT_OPTIONS: Table = {
+    "runs": Refuses(report(after=None), "no run began there"),
+    "--json": Acts(report("--json"), report(), lambda ended: '"wall": {' in ended.said, True),
+}
+
+
 def bench(*arguments: str) -> Call:
     """A measurement of this machine."""
     return Call("bench", arguments, job=None)

@@ -10,6 +10,7 @@ from tests.settings.command_rows import (
     EVALUATE_OPTIONS,
     EXPORT_OPTIONS,
     PLAN_OPTIONS,
+    REPORT_OPTIONS,
     RUN_OPTIONS,
     SLOW,
     VERIFY_OPTIONS,
@@ -27,6 +28,7 @@ TABLES: dict[str, Table] = {
     "plan": PLAN_OPTIONS,
     "export": EXPORT_OPTIONS,
     "evaluate": EVALUATE_OPTIONS,
+    "report": REPORT_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
 CASES = [(command, key) for command, table in TABLES.items() for key in table]

@@ -170,6 +170,14 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
+class ReportOptions:
+    """Options of `shoal report`."""
+
+    runs: tuple[str, ...] = _option("a run directory; of several what differs", "RUN", "runs", default=(), nargs="+")
+    json: bool = _switch("print the account as JSON and nothing else")
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """Options of `shoal bench`."""
 
