@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -274,18 +274,14 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
 
             about = (request.out, loaded.settings, description)
             around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
-            if call.profile is not None:
-                call.profile.attach(reporter.note)
             if first < num_steps:
                 engine.rehearse()
             log = AttemptLog(directory.attempts if mesh.rank == 0 else None)
             _tell_start(log, call, engine, (state, num_steps))
             result.log = log
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
-            with contextlib.closing(records):
+            with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
-            if call.profile is not None:
-                call.profile.conclude()
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
             result.write_failed(as_shoal_error(caught))
@@ -298,6 +294,17 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
+    """A context whose steps are traced, where the call asks for it; the trace is written where it ends well."""
+    if call.profile is None:
+        yield
+        return
+    call.profile.attach(note)
+    yield
+    call.profile.conclude()
 
 
 def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> None:
