@@ -97,7 +97,8 @@ class Job:
     grains: groups that the global batch is divided into; also the largest possible number of data ranks. None: as fits
         the job, `shoal.plans.grains.default_grains`.
     length: Epochs, Steps or Samples. schedule: multiplies every learning rate; a function of progress in [0, 1].
-    clip_norm: largest global gradient norm, None for no clipping. seed: of everything random.
+    clip_norm: largest global gradient norm, None for no clipping. clip_value: largest magnitude of each element of the
+        gradient, the mean over the batch; None for no such clipping. One of both at most. seed: of everything random.
     collate: list of samples -> batch, torch's default where None. shuffle: a new order each epoch; None: as
         a DataLoader says, new ones where there is none.
     on_nonfinite: what a NaN or infinite loss or gradient does: skip the step, rollback to the last checkpoint and go
@@ -120,6 +121,7 @@ class Job:
     length: Length = Epochs(1)
     schedule: Callable[[Progress], float] | None = None
     clip_norm: float | None = None
+    clip_value: float | None = None
     seed: int = 0
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool | None = None
@@ -198,6 +200,7 @@ class Job:
             "grains": self.grains,
             "length": length,
             "clip_norm": self.clip_norm,
+            "clip_value": self.clip_value,
             "seed": self.seed,
             "shuffle": self.shuffle is not False,
             "on_nonfinite": self.on_nonfinite,
@@ -243,9 +246,7 @@ def _numbers(job: Job) -> Iterator[Mistake]:
             yield f"{name}={value!r}", f"{name} counts at least one", f"write {name}=8, say"
     if not _is_int(job.seed) or job.seed < 0:
         yield f"seed={job.seed!r}", "a seed is an integer of at least 0", "write seed=0"
-    clip = job.clip_norm
-    if clip is not None and not (isinstance(clip, int | float) and not isinstance(clip, bool) and 0 < clip < math.inf):
-        yield f"clip_norm={clip!r}", "a norm limit is positive and finite", "write clip_norm=1.0 or None"
+    yield from _clipping(job)
     count = getattr(job.length, "count", None)
     if not isinstance(job.length, Epochs | Steps | Samples):
         wanted = "shoal.Epochs(3), shoal.Steps(1000) or shoal.Samples(10**6)"
@@ -254,6 +255,17 @@ def _numbers(job: Job) -> Iterator[Mistake]:
         0 < float(count or 0) < math.inf
     ):
         yield f"length={job.length!r}", "a length is a positive number", "write shoal.Steps(1000), say"
+
+
+def _clipping(job: Job) -> Iterator[Mistake]:
+    for name, what in (("clip_norm", "a norm limit"), ("clip_value", "a limit of each element")):
+        limit = getattr(job, name)
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and 0 < limit < math.inf):
+            yield f"{name}={limit!r}", f"{what} is positive and finite", f"write {name}=1.0 or None"
+    if job.clip_norm is not None and job.clip_value is not None:
+        given = f"clip_norm={job.clip_norm!r}, clip_value={job.clip_value!r}"
+        yield given, "a gradient is clipped by its norm or by its elements", "keep one of clip_norm and clip_value"
 
 
 _HOOKS = ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end", "state_dict", "metric_names", "mistakes")
