@@ -55,6 +55,9 @@ JOB: Table = {
     "train_data: a stream": Acts(changed("stream"), PLAIN, losses),
     "global_batch": Acts(changed("global_batch"), PLAIN, samples, (4, 88)),
     "eval_data": Acts(changed("eval_data"), PLAIN, lambda ended: ended.result["eval_samples"], 11),
+    "eval_data: several sets": Acts(
+        changed("several sets"), PLAIN, metrics, ["clean/accuracy", "clean/loss", "noisy/accuracy", "noisy/loss"]
+    ),
     "eval_data: without metrics": Acts(changed("no metrics"), NO_DATA, metrics, ["loss"]),
     "metrics": Acts(changed("metrics"), PLAIN, metrics, ["loss", "one"]),
     "metrics: without eval_data": Says(changed("no eval_data"), "metrics (accuracy) have no effect", NO_DATA),

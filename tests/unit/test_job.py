@@ -2,13 +2,17 @@
 
 import itertools
 import math
+import re
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shoal
 from shoal.errors import JobError
 from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
 
@@ -115,3 +119,78 @@ def test_a_multiplier_stays_between_zero_and_one(warmup: float, floor: float, st
 def test_a_schedule_that_makes_no_sense_is_refused(warmup: float, floor: float) -> None:
     with pytest.raises(JobError, match="warmup_cosine"):
         warmup_cosine(warmup, floor)
+
+
+COLUMNS = {"x": np.zeros((3, 2)), "y": np.zeros(3)}
+SETS: list[tuple[Any, list[str]]] = [
+    (None, []),
+    (print, [""]),
+    (COLUMNS, [""]),
+    ((1, 2), [""]),
+    ({}, [""]),
+    ({0: "a", 1: "b"}, [""]),
+    ({"clean": print, "noisy": COLUMNS}, ["clean", "noisy"]),
+    ({"clean": COLUMNS["x"], "noisy": print}, ["clean", "noisy"]),
+]
+
+
+@pytest.mark.parametrize(("data", "names"), SETS)
+def test_evaluation_sets_and_their_metrics(data: Any, names: list[str]) -> None:
+    made = job(eval_data=data, metrics={"accuracy": print})
+    assert list(made.evaluation_sets) == names
+    if names in ([], [""]):
+        assert made.metric_names == ("loss", "accuracy")
+    else:
+        assert made.metric_names == ("clean/loss", "clean/accuracy", "noisy/loss", "noisy/accuracy")
+        assert job(eval_data=data, watch="noisy/loss:min").watched == ("noisy/loss", False)
+
+
+def test_an_evaluation_set_has_a_name() -> None:
+    with pytest.raises(JobError, match="evaluation sets have names"):
+        job(eval_data={"": print, "noisy": print})
+
+
+MEANT = [
+    ("val_loss", "loss"),
+    ("eval/accuracy", "accuracy"),
+    ("val_acc", "accuracy"),
+    ("test_f1", "accuracy"),
+    ("acuracy", "accuracy"),
+]
+
+
+@pytest.mark.parametrize(("given", "meant"), MEANT)
+def test_a_metric_that_there_is_not_is_answered_with_the_one_that_was_meant(given: str, meant: str) -> None:
+    made = partial(job, eval_data=print, metrics={"accuracy": print})
+    with pytest.raises(JobError, match=re.escape(f"write EarlyStopping('{meant}', ...)")):
+        made(callbacks=[shoal.EarlyStopping(given)])
+    with pytest.raises(JobError, match=re.escape(f'write watch="{meant}:min"')):
+        made(watch=f"{given}:min")
+
+
+def test_a_metric_of_several_sets_is_of_the_first() -> None:
+    with pytest.raises(JobError, match=r"write EarlyStopping\('clean/loss'"):
+        job(eval_data={"clean": print, "noisy": print}, callbacks=[shoal.EarlyStopping()])
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "other"),
+    [
+        ("accuracy", "min", "max"),
+        ("loss", "max", "min"),
+        ("ema_loss", "max", "min"),
+        ("clean/accuracy", "min", "max"),
+        ("accuracy", "max", None),
+        ("loss", "min", None),
+        ("reward", "min", None),
+    ],
+)
+def test_a_mode_that_contradicts_a_name_is_warned_of(metric: str, mode: Any, other: str | None) -> None:
+    sets = {"clean": print} if "/" in metric else print
+    named = {"accuracy": print, "reward": print, "ema_loss": print}
+    found = [
+        job(eval_data=sets, metrics=named, **given).doubtful()
+        for given in ({"watch": f"{metric}:{mode}"}, {"callbacks": [shoal.EarlyStopping(metric, mode=mode)]})
+    ]
+    for lines in found:
+        assert [line.endswith(f"of such a metric write {other!r}") for line in lines] == [True] * (other is not None)

@@ -19,7 +19,7 @@ from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.tensor_file import DTYPE_NAMES
 from shoal.data.loader import Loader
-from shoal.data.opened import loader_of, open_evaluation, opened, order_of, refuse_epochs
+from shoal.data.opened import loader_of, open_evaluations, opened, order_of, refuse_epochs, said_of
 from shoal.data.order import Order
 from shoal.data.source import MapSource, Opened, small_batch
 from shoal.data.stream import no_lockstep
@@ -46,7 +46,7 @@ from shoal.training.callbacks.base import Callback, RunFacts
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
 from shoal.training.default_grains import with_grains
-from shoal.training.evaluation import Evaluator
+from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
 from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
 from shoal.training.preflight import compare_data, compare_models
@@ -149,12 +149,24 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, sharded_model, exact=plan.execution.exact)
-    evaluation = together(mesh, lambda: _evaluation_data(job))
+    evaluation = together(mesh, lambda: open_evaluations(job))
     order = order_of(data, job, job.length, job.shuffle is not False)
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
     evaluate = pipeline.evaluate if pipeline is not None else None
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
+    evaluator = functools.partial(
+        Evaluator,
+        job,
+        mesh,
+        precision,
+        metrics={"loss": job.loss, **job.metrics},
+        most_samples=options.eval_samples,
+        divided=divided,
+        syncs_every_microbatch=strategy.syncs_every_microbatch,
+        evaluate=evaluate,
+        heartbeat=options.heartbeat,
+    )
     trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None)
     return Engine(
         job=job,
@@ -171,24 +183,13 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         updater=updater,
         loader=loader,
         order=order,
-        evaluator=Evaluator(
-            job,
-            mesh,
-            precision,
-            evaluation,
-            {"loss": job.loss, **job.metrics},
-            most_samples=options.eval_samples,
-            divided=divided,
-            syncs_every_microbatch=strategy.syncs_every_microbatch,
-            evaluate=evaluate,
-            heartbeat=options.heartbeat,
-        ),
+        evaluator=EvaluationSets({name: evaluator(data, name=said_of(name)) for name, data in evaluation.items()}),
         keeper=_keeper(mesh, trained, options),
         callbacks=callbacks,
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
-        notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
+        notes=(*notes, *(note for data in evaluation.values() for note in data.notes)),
         taken=taken,
     )
 
@@ -280,10 +281,6 @@ def make_model(job: Job) -> nn.Module:
             remedy="return the module",
         )
     return model
-
-
-def _evaluation_data(job: Job) -> Opened | None:
-    return None if job.eval_data is None else open_evaluation("eval_data", job.eval_data, job.collate)
 
 
 def _with_workers(plan: CompletePlan, data: Opened, options: Options) -> tuple[CompletePlan, tuple[str, ...]]:
