@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -113,7 +113,8 @@ class Engine(TrainingParts):
 class Options:
     """Options of a run; but for initial weights none changes its results.
 
-    `checkpoints` is their directory, None for none; `saved` the file that has the newest one's step; `eval_samples` the
+    `checkpoints` is their directory, None for none, of which the newest `keep_checkpoints` are kept, None for all;
+    `saved` the file that has the newest one's step; `eval_samples` the
     most that an evaluation reads, None for all; `take_workers`: a DataLoader's num_workers becomes data.workers;
     `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
@@ -122,6 +123,7 @@ class Options:
     checkpoints: Path | None = None
     saved: Path | None = None
     checkpoint_every: int | None = None
+    keep_checkpoints: int | None = 3
     telemetry: bool = True
     eval_samples: int | None = None
     take_workers: bool = False
@@ -149,24 +151,13 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, sharded_model, exact=plan.execution.exact)
-    evaluation = together(mesh, lambda: open_evaluations(job))
+    evaluate = pipeline.evaluate if pipeline is not None else None
+    computed = {"divided": divided, "syncs_every_microbatch": strategy.syncs_every_microbatch, "evaluate": evaluate}
+    evaluations, said = _evaluations(job, mesh, options, precision=precision, **computed)
     order = order_of(data, job, job.length, job.shuffle is not False)
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
-    evaluate = pipeline.evaluate if pipeline is not None else None
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
-    evaluator = functools.partial(
-        Evaluator,
-        job,
-        mesh,
-        precision,
-        metrics={"loss": job.loss, **job.metrics},
-        most_samples=options.eval_samples,
-        divided=divided,
-        syncs_every_microbatch=strategy.syncs_every_microbatch,
-        evaluate=evaluate,
-        heartbeat=options.heartbeat,
-    )
     trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None)
     return Engine(
         job=job,
@@ -183,13 +174,13 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         updater=updater,
         loader=loader,
         order=order,
-        evaluator=EvaluationSets({name: evaluator(data, name=said_of(name)) for name, data in evaluation.items()}),
+        evaluator=evaluations,
         keeper=_keeper(mesh, trained, options),
         callbacks=callbacks,
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
-        notes=(*notes, *(note for data in evaluation.values() for note in data.notes)),
+        notes=(*notes, *said),
         taken=taken,
     )
 
@@ -200,8 +191,20 @@ def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) ->
     return optimizer
 
 
+def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[EvaluationSets, list[str]]:
+    """Evaluation of the job's sets, and notes on their data; `how`: arguments of an Evaluator. Collective: all ranks."""
+    data = together(mesh, lambda: open_evaluations(job))
+    how |= {"most_samples": options.eval_samples, "heartbeat": options.heartbeat}
+    functions = {"loss": job.loss, **job.metrics}
+    by_name = {
+        name: Evaluator(job, mesh, data=own, metrics=functions, name=said_of(name), **how) for name, own in data.items()
+    }
+    return EvaluationSets(by_name), [note for own in data.values() for note in own.notes]
+
+
 def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
-    store = Store(options.checkpoints, mark=options.saved) if options.checkpoints is not None else None
+    folder = options.checkpoints
+    store = Store(folder, options.keep_checkpoints, mark=options.saved) if folder is not None else None
     return Keeper(mesh, store, trained, options.checkpoint_every)
 
 
