@@ -192,7 +192,7 @@ def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) ->
 
 
 def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[EvaluationSets, list[str]]:
-    """Evaluation of the job's sets, and notes on their data; `how`: arguments of an Evaluator. Collective: all ranks."""
+    """Evaluation of the job's sets, and notes on the data; `how`: arguments of an Evaluator. Collective: all ranks."""
     data = together(mesh, lambda: open_evaluations(job))
     how |= {"most_samples": options.eval_samples, "heartbeat": options.heartbeat}
     functions = {"loss": job.loss, **job.metrics}
