@@ -161,6 +161,15 @@ RUN_OPTIONS: Table = {
     "--max-restarts": Refuses(PLAIN.with_("--max-restarts", "-1"), "--max-restarts"),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
+    "--trace": Acts(
+        PLAIN.with_("--trace", "2-3"), PLAIN, lambda ended: (ended.out / "trace-2-3.json.gz").exists(), True
+    ),
+    "--trace: in words": Refuses(PLAIN.with_("--trace", "second"), "--trace takes a step"),
+    "--trace: with servers": Refuses(
+        Call(plan={"layout": {"data": 2}, "server": {"mode": "synchronous"}}, arguments=("--trace", "2")),
+        "workers compute parts of different steps",
+    ),
+    "--trace: never trained": Says(PLAIN.with_("--trace", "90"), "--trace 90: no such step was trained"),
     "--init-from": Acts(
         FROM_ONE, PLAIN.with_("--out", "other", after=KEPT), lambda ended: weights_in(ended.folder / "other")
     ),

@@ -74,6 +74,7 @@ class RunOptions(TrainingOptions):
         default=(),
         action="append",
     )
+    trace: str | None = _option("write torch's profile of these steps, of all ranks, for Perfetto: 10-12", "STEPS")
     max_restarts: int = _option(
         "starts of lost ranks in a row that bring no new step or checkpoint (default: 5; 0: a lost rank ends the run)",
         "N",

@@ -46,6 +46,7 @@ from shoal.training.engine import Engine, Options, build
 from shoal.training.forward_backward import Observer
 from shoal.training.metering import StepMeter
 from shoal.training.preflight import judged_for, shake_hands, with_judged_grains
+from shoal.training.step_profile import StepProfile
 from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -60,6 +61,7 @@ class _Call:
     signals: Signals
     notes: tuple[str, ...] = ()
     why_grains: str = "as the job says"
+    profile: StepProfile | None = None
     unlike: list[str] | None = None  # of a resume with other settings: the fields of the job that these change
 
 
@@ -163,16 +165,20 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     request = call.request
     if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
         warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
-    meter = StepMeter()
-    options = replace(_options(request, meter), callbacks=_callbacks(call.loaded.job, request))
+    meter, profile = StepMeter(), None
+    if request.trace is not None:
+        profile = StepProfile(request.trace, mesh, RunDirectory(request.out).trace(str(request.trace)))
+    options = replace(_options(request, meter), callbacks=_callbacks(call.loaded.job, request), listener=profile)
     engine = build(call.loaded.job, plan, mesh, options)
     try:
         if request.telemetry:
             stage_groups = engine.pipeline.messages.groups if engine.pipeline is not None else []
             meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, stage_groups)
-        return _train_built(engine, call)
+        return _train_built(engine, replace(call, profile=profile))
     finally:
         meter.close()
+        if profile is not None:
+            profile.close()
         engine.close()
 
 
@@ -261,11 +267,15 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
 
             about = (request.out, loaded.settings, description)
             around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
+            if call.profile is not None:
+                call.profile.attach(reporter.note)
             if first < num_steps:
                 engine.rehearse()
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
             with contextlib.closing(records):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
+            if call.profile is not None:
+                call.profile.conclude()
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
             result.write_failed(as_shoal_error(caught))
