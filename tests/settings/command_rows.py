@@ -154,6 +154,7 @@ RUN_OPTIONS: Table = {
     "--checkpoint-every": Acts(
         PLAIN.with_("--checkpoint-every", "2", "--steps", "3"), PLAIN.with_("--steps", "3"), checkpoints, [2, 3]
     ),
+    "--keep-checkpoints": Acts(KEPT.with_("--keep-checkpoints", "1"), KEPT, checkpoints, [2]),
     "--checkpoint-every: more than the steps": Acts(
         PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
     ),

@@ -54,6 +54,7 @@ def run(
     resume: bool = False,
     accept_changes: bool = False,
     checkpoint_every: int | None = None,
+    keep_checkpoints: int | str | None = None,
     require_certificate: PathText | None = None,
     no_telemetry: bool = False,
     track: str | Sequence[str] = (),
@@ -79,7 +80,7 @@ def run(
     | `max_microbatch`, `workers` | the most samples in one forward; data-loading processes a rank |
     | `steps` | end after this step; the schedule stays that of the job's own length |
     | `resume`, `accept_changes` | go on from the newest good checkpoint; although the job was changed |
-    | `checkpoint_every` | steps between checkpoints |
+    | `checkpoint_every`, `keep_checkpoints` | steps between checkpoints; how many are kept, or "all" |
     | `require_certificate` | train only what `shoal verify` has verified: its file |
     | `no_telemetry` | no spans and no step records |
     | `track` | trackers, "tensorboard" or "mlflow:sqlite:///runs.db" |

@@ -64,6 +64,9 @@ class RunOptions(TrainingOptions):
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
     accept_changes: bool = _switch("with --resume: go on although the job was changed")
     checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
+    keep_checkpoints: str | int | None = _option(
+        "how many of the newest checkpoints are kept, or all (default: 3, or as the run that is resumed)", "N|all"
+    )
     require_certificate: str | None = _option("train only what `shoal verify` has verified", "FILE")
     no_telemetry: bool = _switch("no spans and no step records")
     track: tuple[str, ...] = _option(

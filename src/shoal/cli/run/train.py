@@ -159,7 +159,7 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
 
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
     """Tells of what has no effect in the job, and in a plan as this call gives it."""
-    warn_of(job.without_effect())
+    warn_of([*job.without_effect(), *job.doubtful()])
     if unprepared:
         warn_of(request.without_effect())
     if not request.plan_resumed:  # what a run keeps was completed by it
@@ -203,6 +203,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         checkpoints=kept.checkpoints,
         saved=kept.saved,
         checkpoint_every=request.checkpoint_every,
+        keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
@@ -353,6 +354,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "given": dict(request.job.settings),
         "by_value": request.job.by_value,
         "stop_after": request.steps,
+        "keep_checkpoints": request.keep_checkpoints or "all",
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,
