@@ -154,12 +154,30 @@ RUN_OPTIONS: Table = {
     "--checkpoint-every": Acts(
         PLAIN.with_("--checkpoint-every", "2", "--steps", "3"), PLAIN.with_("--steps", "3"), checkpoints, [2, 3]
     ),
+    "--keep-checkpoints": Acts(KEPT.with_("--keep-checkpoints", "1"), KEPT, checkpoints, [2]),
     "--checkpoint-every: more than the steps": Acts(
         PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
     ),
     "--max-restarts": Refuses(PLAIN.with_("--max-restarts", "-1"), "--max-restarts"),
+    "--on": Refuses(PLAIN.with_("--on", "locl"), "did you mean 'local'?"),
+    "--on: options of this host": Refuses(PLAIN.with_("--on", "local:x", "--dry-run"), "takes no options"),
+    "--dry-run": Acts(
+        PLAIN.with_("--dry-run", "--devices", "2"),
+        PLAIN,
+        lambda ended: (ended.said.count(" WORLD_SIZE=2 "), (ended.out / "job.json").exists()),
+        (2, False),
+    ),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
+    "--trace": Acts(
+        PLAIN.with_("--trace", "2-3"), PLAIN, lambda ended: (ended.out / "trace-2-3.json.gz").exists(), True
+    ),
+    "--trace: in words": Refuses(PLAIN.with_("--trace", "second"), "--trace takes a step"),
+    "--trace: with servers": Refuses(
+        Call(plan={"layout": {"data": 2}, "server": {"mode": "synchronous"}}, arguments=("--trace", "2")),
+        "workers compute parts of different steps",
+    ),
+    "--trace: never trained": Says(PLAIN.with_("--trace", "90"), "--trace 90: no such step was trained"),
     "--init-from": Acts(
         FROM_ONE, PLAIN.with_("--out", "other", after=KEPT), lambda ended: weights_in(ended.folder / "other")
     ),

@@ -36,7 +36,7 @@ TABLES: dict[str, Table] = {
 CASES = [(command, key) for command, table in TABLES.items() for key in table]
 
 
-@parametrize(("command", "key"), CASES, rare=[f"bench-{key}" for key in SLOW])
+@parametrize(("command", "key"), CASES, rare=["run---trace", *(f"bench-{key}" for key in SLOW)])
 def test_of_a_command(command: str, key: str, laboratory: Laboratory) -> None:
     TABLES[command][key].observe(laboratory)
 

@@ -28,6 +28,10 @@ class RunDirectory:
         self.model = path / "model"  # of a Transformers model its configuration
         self.errors = path / "errors"  # tracebacks, a text file a rank
 
+    def trace(self, steps: str) -> Path:
+        """File of the trace of these steps."""
+        return self.path / f"trace-{steps}.json.gz"
+
     def holds_run(self) -> bool:
         """Whether a run has trained here; one that failed before its first step has not."""
         if not self.job.exists():

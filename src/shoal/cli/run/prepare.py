@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 
 from shoal.cli.options import RunOptions, VerifyOptions
 from shoal.cli.run.start import claimed, judged_request, tell_notes, trained
+from shoal.cli.run.submit import started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, ShoalError
-from shoal.launch.environment import REQUEST_FILE, Environment, inside_run, joined
+from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
+from shoal.launch.environments.detect import detected
 from shoal.launch.signals import Signals, stop_signals
 from shoal.launch.spares import wait_until_needed
 from shoal.plans import Plan
@@ -24,17 +26,22 @@ from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import RunRequest, loaded
+from shoal.runs.trace_steps import TraceSteps
 from shoal.runs.tracking import TrackerName
 
 
 def run(options: RunOptions) -> int:
-    """Trains: in this process alone, as a rank of a launcher, or with ranks on this host that it starts."""
-    environment = joined(os.environ)
+    """Trains: in this process alone, as a rank of a launcher, or with ranks that it starts here or on an engine."""
+    environment = detected(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
         wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
+    if environment is None and (options.on != "local" or options.dry_run):
+        return submitted(options, requested(options))
     request = requested(options)
+    if environment is not None and environment.num_to_start:
+        return started_on_host(options, request, environment)
     if environment is not None:
         world_size = environment.world_size
         request = request.with_devices(world_size)
@@ -96,6 +103,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
             given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
         )
     trackers = tuple(_tracker(text) for text in options.track)
+    trace = TraceSteps.parse(options.trace) if options.trace is not None else None
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
     if options.resume and weights is not None:
         raise CommandError(
@@ -111,6 +119,8 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     if resumed_plan and options.exact and not plan.execution.exact:
         plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
     asked = apply_wishes(plan, wishes, from_file=bool(options.plan))
+    if trace is not None and asked.serves:
+        raise _no_trace(trace)
     if resumed_plan and asked.layout != plan.layout:
         print(f"note: the run's layout, {described(plan)}, becomes {described(asked)}", file=sys.stderr)
     return RunRequest(
@@ -125,14 +135,39 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         steps=steps,
         max_restarts=options.max_restarts,
         checkpoint_every=options.checkpoint_every,
+        keep_checkpoints=_num_kept(options.keep_checkpoints, kept if options.resume else None),
         telemetry=not options.no_telemetry,
         certificate=Path(options.require_certificate) if options.require_certificate else None,
         says_workers=says_workers,
         plan_resumed=resumed_plan,
         initial_weights=weights,
         trackers=trackers,
+        trace=trace,
         numbered=None if options.out or options.resume else name,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
+    )
+
+
+def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | None:
+    """Number of checkpoints that are kept, None for all; that of the run where it is resumed. Raises: CommandError."""
+    if text is None:
+        text = ((read_json(resumed.job) if resumed is not None else None) or {}).get("keep_checkpoints", 3)
+    if text == "all":
+        return None
+    if not isinstance(text, bool | float) and str(text).isdecimal() and int(text) >= 1:
+        return int(text)
+    raise CommandError(
+        given=f"--keep-checkpoints {text}",
+        conflict="--keep-checkpoints takes a whole number of at least 1, or all",
+        remedy="write --keep-checkpoints 3, say",
+    )
+
+
+def _no_trace(steps: TraceSteps) -> CommandError:
+    return CommandError(
+        given=f"--trace {steps} with servers (server.mode of the plan)",
+        conflict="workers compute parts of different steps at a time, so that a step has no beginning of its own",
+        remedy='leave --trace out, or trace the job with server.mode = "none"',
     )
 
 

@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ from shoal.training.engine import Engine, Options, build
 from shoal.training.forward_backward import Observer
 from shoal.training.metering import StepMeter
 from shoal.training.preflight import judged_for, shake_hands, with_judged_grains
+from shoal.training.step_profile import StepProfile
 from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -62,6 +63,7 @@ class _Call:
     signals: Signals
     notes: tuple[str, ...] = ()
     why_grains: str = "as the job says"
+    profile: StepProfile | None = None
     unlike: list[str] | None = None  # of a resume with other settings: the fields of the job that these change
     start_up: StartUp = field(default_factory=lambda: StartUp(time.time()))
 
@@ -157,7 +159,7 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
 
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
     """Tells of what has no effect in the job, and in a plan as this call gives it."""
-    warn_of(job.without_effect())
+    warn_of([*job.without_effect(), *job.doubtful()])
     if unprepared:
         warn_of(request.without_effect())
     if not request.plan_resumed:  # what a run keeps was completed by it
@@ -168,17 +170,21 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     request = call.request
     if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
         warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
-    meter = StepMeter()
-    options = replace(_options(request, meter), callbacks=_callbacks(call.loaded.job, request))
+    meter, profile = StepMeter(), None
+    if request.trace is not None:
+        profile = StepProfile(request.trace, mesh, RunDirectory(request.out).trace(str(request.trace)))
+    options = replace(_options(request, meter), callbacks=_callbacks(call.loaded.job, request), listener=profile)
     call.start_up.ends("job")
     engine = build(call.loaded.job, plan, mesh, options)
     try:
         if request.telemetry:
             stage_groups = engine.pipeline.messages.groups if engine.pipeline is not None else []
             meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, stage_groups)
-        return _train_built(engine, call)
+        return _train_built(engine, replace(call, profile=profile))
     finally:
         meter.close()
+        if profile is not None:
+            profile.close()
         engine.close()
 
 
@@ -197,6 +203,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         checkpoints=kept.checkpoints,
         saved=kept.saved,
         checkpoint_every=request.checkpoint_every,
+        keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
@@ -274,7 +281,7 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             _tell_start(log, call, engine, (state, num_steps))
             result.log = log
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
-            with contextlib.closing(records):
+            with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
@@ -288,6 +295,17 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
+    """A context whose steps are traced, where the call asks for it; the trace is written where it ends well."""
+    if call.profile is None:
+        yield
+        return
+    call.profile.attach(note)
+    yield
+    call.profile.conclude()
 
 
 def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> None:
@@ -336,6 +354,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "given": dict(request.job.settings),
         "by_value": request.job.by_value,
         "stop_after": request.steps,
+        "keep_checkpoints": request.keep_checkpoints or "all",
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,
