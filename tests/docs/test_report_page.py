@@ -12,6 +12,7 @@ from tests.forks import run
 PAGE = (ROOT / "docs" / "report.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_in_its_order(tmp_path: Path) -> None:
     commands = [line.split() for block in blocks("sh", PAGE) for line in block.splitlines()]

@@ -23,7 +23,7 @@ Reader = Callable[[StepRecord], float | None]
 
 
 @dataclass(frozen=True)
-class Curve:
+class PlottedCurve:
     """A name and its values at a chart's x; None where there is none. `dots`: few values, each of which is drawn."""
 
     name: str
@@ -33,7 +33,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something at a step: a resume, an incident, a checkpoint."""
+    """Event at a step: a resume, an incident, a checkpoint."""
 
     step: float
     kind: str
@@ -47,7 +47,7 @@ class Chart:
     key: str
     title: str
     x: Sequence[float]
-    curves: Sequence[Curve]
+    curves: Sequence[PlottedCurve]
     table: Table
     x_name: str = "step"
     y_name: str = ""
@@ -57,7 +57,7 @@ class Chart:
     paragraphs: Sequence[str] = field(default_factory=tuple)
 
     def to_json(self) -> dict[str, Any]:
-        """What the page's script draws; five digits of each value."""
+        """JSON value for the page's script, with five digits of each number."""
         return {
             "key": self.key,
             "title": self.title,
@@ -78,8 +78,8 @@ def _digits(value: float | None) -> float | None:
 
 
 def buckets(count: int, most: int = BUCKETS) -> list[range]:
-    """Neighbouring indices 0 .. count - 1 in at most so many groups of nearly one size."""
-    number = min(count, most)
+    """Neighbouring indices 0 .. count - 1 in at most so many groups; up to twice as many indices stay apart."""
+    number = count if count <= 2 * most else most
     edges = [count * place // number for place in range(number + 1)] if number else []
     return [range(low, high) for low, high in itertools.pairwise(edges)]
 
@@ -129,7 +129,7 @@ def over_steps(
     curves = []
     for line, column in kept:
         sparse = sum(value is not None for value in column) <= len(column) // 4 + 1
-        curves.append(Curve(line.name, thinned(column, groups), sparse))
+        curves.append(PlottedCurve(line.name, thinned(column, groups), sparse))
     each = -(-len(records) // max(1, len(groups)))
     note = f"Of each {each} steps the least and the greatest value are drawn." if each > 1 else ""
     table = _table(steps, [line.name for line, _ in kept], [column for _, column in kept])

@@ -1,4 +1,4 @@
-"""SVG bars in the cells of a table: they grow with the page's width, and the table says the same in words."""
+"""SVG bars for the cells of a table, which says the same in words; widths are shares of the page's."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def layout_of(found: Account) -> str:
 
 
 def facts(found: Account) -> list[tuple[str, str]]:
-    """What was trained, on what, how it ended, its time, rates and cost."""
+    """Names and texts of the first screen: job, devices, end, time, rates and cost."""
     job, rates = found.job, found.rates
     parameters, dataset = job.get("parameters"), found.samples.dataset
     data = f"{dataset:,} samples" if dataset else "a stream"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.report.account import Account
-from shoal.report.curves import BUCKETS, Chart, Curve, buckets, thinned
+from shoal.report.curves import BUCKETS, Chart, PlottedCurve, buckets, thinned
 from shoal.report.html import Table
 from shoal.report.json_values import number, section
 from shoal.report.quantities import dollars, rate, seconds, share, short
@@ -114,7 +114,7 @@ def overlaid(
     if not x:
         return None
     curves = [
-        Curve(run.name, [column.get(place) for place in x], dots)
+        PlottedCurve(run.name, [column.get(place) for place in x], dots)
         for run, column, dots in zip(runs, columns, sparse, strict=True)
     ]
     return Chart(key, title, x, curves, Table(["run", "samples", title.lower()], rows), x_name="samples")
@@ -172,9 +172,9 @@ def _scaling(runs: Sequence[RunCurves]) -> Part | None:
     measured = {float(point.devices): point.measured for point in points}
     predicted = {float(point.devices): point.predicted for point in points}
     curves = [
-        Curve("measured", [measured[place] for place in x], True),
-        Curve("predicted", [predicted[place] for place in x], True),
-        Curve("as many times as devices", [first.measured * place / first.devices for place in x]),
+        PlottedCurve("measured", [measured[place] for place in x], True),
+        PlottedCurve("predicted", [predicted[place] for place in x], True),
+        PlottedCurve("as many times as devices", [first.measured * place / first.devices for place in x]),
     ]
     rows = [_row(point, first) for point in points]
     head = ["run", "devices", "samples/s", "predicted", "efficiency", "what is lost, and to what"]

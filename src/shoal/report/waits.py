@@ -26,7 +26,7 @@ class Waits:
 
 
 def waits(records: Sequence[StepRecord], world_size: int) -> Waits | None:
-    """Who was waited for: of each step its slowest rank, for its busy seconds beyond those of the fastest one.
+    """Waits of a run: at each step's slowest rank its busy seconds beyond those of the fastest one.
 
     Records have the extremes over ranks and no more, so that of a step only the slowest rank is known.
     """
