@@ -19,7 +19,8 @@ from shoal.cli.run.prepare import requested
 from shoal.cli.run.start import RunEnd, claimed, judged_request, tell_notes, trained
 from shoal.errors import CommandError, ExitCode, JobError, SettingError
 from shoal.job import Job
-from shoal.launch.environment import inside_run, refuse_rank
+from shoal.launch.environment import inside_run
+from shoal.launch.environments.detect import refuse_rank
 from shoal.launch.output import other_stream
 from shoal.launch.signals import Signals
 from shoal.plans import Plan

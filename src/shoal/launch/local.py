@@ -57,7 +57,8 @@ def launch(run: LocalRun, signals: Signals | None = None, spares: Spares | None 
                     start.again(rank)
                 return True
 
-            judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable}
+            # Where a host has some of the ranks, what they wait for may be on another.
+            judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable and run.share is None}
             watch = Watch(judged, run.unsaved, excused=run.excused)
             first = _watch(
                 workers, signals, run.replaceable, replace, watch, meanwhile=lambda: spares.tend(run, workers)

@@ -3,7 +3,8 @@
 import pytest
 
 from shoal.errors import LaunchError
-from shoal.launch.environment import LISTEN_FD, Environment, _first_host, joined
+from shoal.launch.environment import LISTEN_FD, Environment, _first_host
+from shoal.launch.environments.detect import joined
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 

@@ -15,7 +15,7 @@ Object = dict[str, Any]
 
 KINDS = ("job", "trainjob", "rayjob")
 _INDEX = "batch.kubernetes.io/job-completion-index"
-_MANAGER = "shoal.run"  # owner of a TrainJob's patches
+_MANAGER = "shoal/run"  # owner of a TrainJob's patches
 _CONTAINER = "node"  # as Trainer's own runtimes name it, so that one name serves all kinds
 # The same mistake would be made again: no new start.
 _FINAL = (ExitCode.USER, ExitCode.NONFINITE, ExitCode.STORAGE, ExitCode.INTEGRITY)
