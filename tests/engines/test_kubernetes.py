@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -144,15 +145,16 @@ def trained_in_pods(
         gate.open()
         waiting = {0, 1}
         while waiting:
-            index = min(waiting)
-            ended = pods.pods[index].wait(100)
-            said.append(ended.output)
-            assert ended.code in (0, 69, 75, -9), ended.output
-            if ended.code == 0:
-                waiting.remove(index)
-            else:
-                assert len(pods.starts) < 10, said
-                pods.start(index, list(run.command), environment(index))
+            for index in [index for index in waiting if pods.pods[index].process.poll() is not None]:
+                ended = pods.pods[index].wait()
+                said.append(f"pod {index}: {ended.output}")
+                assert ended.code in (0, 69, 75, -9), said
+                if ended.code == 0:
+                    waiting.remove(index)
+                else:
+                    assert len(pods.starts) < 10, said
+                    pods.start(index, list(run.command), environment(index))
+            time.sleep(0.02)
     return pods, said
 
 

@@ -147,6 +147,12 @@ RUN_OPTIONS: Table = {
         lambda ended: [record["learning_rate"] for record in ended.records],
         [0.1, 0.1, 0.02, 0.02],
     ),
+    "--resume-if-exists": Acts(
+        Call(arguments=("--resume-if-exists", "--steps", "4"), after=KEPT),
+        PLAIN.with_("--resume-if-exists", "--steps", "4"),
+        lambda ended: ended.result["resumed_from"],
+        2,
+    ),
     "--accept-changes": Says(
         resumed("--steps", "4", "--set", "change=seed", "--accept-changes"), "the job was changed, as accepted: seed = "
     ),
@@ -158,6 +164,14 @@ RUN_OPTIONS: Table = {
         PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
     ),
     "--max-restarts": Refuses(PLAIN.with_("--max-restarts", "-1"), "--max-restarts"),
+    "--on": Refuses(PLAIN.with_("--on", "locl"), "did you mean 'local'?"),
+    "--on: options of this host": Refuses(PLAIN.with_("--on", "local:x", "--dry-run"), "takes no options"),
+    "--dry-run": Acts(
+        PLAIN.with_("--dry-run", "--devices", "2"),
+        PLAIN,
+        lambda ended: (ended.said.count(" WORLD_SIZE=2 "), (ended.out / "job.json").exists()),
+        (2, False),
+    ),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
     "--init-from": Acts(

@@ -6,6 +6,7 @@ Loads nothing heavy: `shoal --help` reads this.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Container, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -224,6 +225,8 @@ def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
             words += [flag] if value else []
             continue
         for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, tuple):  # a job's setting, as a value
+                one = f"{one[0]}={one[1] if isinstance(one[1], str) else json.dumps(one[1])}"
             if not isinstance(one, str | int | float):
                 raise CommandError(
                     given=f"{option.name}={one!r:.60}",

@@ -1,4 +1,4 @@
-"""Start of a run on an engine that `--on` names, and of a host's ranks where an engine has started one process there."""
+"""Start of a run on an engine that `--on` names, and of the ranks of a host where an engine has started one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.runs.request import RunRequest, devices_here
 _OWN = ("on", "dry_run", "max_restarts")
 
 
-def submitted(options: RunOptions, request: RunRequest) -> int:
+def submitted(options: RunOptions, request: RunRequest, signals: Signals | None = None) -> int:
     """Submits the run to its engine and follows it, or prints what would be submitted; the exit code.
 
     Raises: CommandError of an engine or an option; PlanError; RunDirectoryError of a directory that holds a run.
@@ -36,7 +36,7 @@ def submitted(options: RunOptions, request: RunRequest) -> int:
             print(f"# {name}\n{text.rstrip()}")
         return 0
     request.check()
-    signals = Signals(impatient=False)
+    signals = signals or Signals(impatient=False)
     with signals.handled():
         return found.start(submission, signals)
 

@@ -1,4 +1,4 @@
-"""Environment of a Kubernetes pod: an Indexed Job's, or one of the Kubeflow Trainer, whose PET_ words are torchrun's."""
+"""Environment of a Kubernetes pod: an Indexed Job's, or one of the Kubeflow Trainer, whose PET_ words torchrun has."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def read(variables: Mapping[str, str]) -> Environment | None:
     """
     if _HOSTS not in variables and _INDEX not in variables:
         return None
+    if ":" in variables.get(_HOSTS, "") and "RANK" in variables:
+        return None  # torchrun has agreed on it and started this process
     if ":" in variables.get(_HOSTS, "") or "PET_RDZV_ENDPOINT" in variables:
         raise LaunchError(
             given=f"{_HOSTS}={variables.get(_HOSTS, '')}",

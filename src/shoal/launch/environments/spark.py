@@ -1,4 +1,4 @@
-"""Environment of a task of Spark's barrier mode: torchrun's words, which shoal's own launcher has set beside the engine's name."""
+"""Environment of a task of Spark's barrier mode: torchrun's words, and the engine's name by shoal's own launcher."""
 
 from __future__ import annotations
 

@@ -18,8 +18,6 @@ from shoal.launch.signals import Signals
 LAUNCHERS = {
     "local": "shoal.launch.launchers.this_host",
     "kubernetes": "shoal.launch.launchers.kubernetes",
-    "ray": "shoal.launch.launchers.ray",
-    "spark": "shoal.launch.launchers.spark",
 }
 
 
