@@ -38,7 +38,9 @@ def submission(out: Path, options: str, processes: int = 2, *more: str) -> Submi
 
 
 def full(kind: str, processes: int = 4) -> list[dict[str, Any]]:
-    options = f"{kind},image=registry.test/shoal:1,pods=2,gpus={processes // 2},cpu=8,memory=16Gi,claim=runs,namespace=ml"
+    options = (
+        f"{kind},image=registry.test/shoal:1,pods=2,gpus={processes // 2},cpu=8,memory=16Gi,claim=runs,namespace=ml"
+    )
     return pod_run(submission(Path("/runs/tiny"), options, processes)).objects()
 
 
@@ -118,7 +120,7 @@ class PodSet:
 def trained_in_pods(
     kind: str, out: Path, ranks: int, victim: int, number: int = signal.SIGKILL
 ) -> tuple[PodSet, list[str]]:
-    """Runs the pods of a kind's objects; `victim` is killed in the midst of it, and whatever has failed starts again."""
+    """Runs the pods of a kind's objects; `victim` is killed in the midst of it, and what has failed starts again."""
     gate = Gate(out.parent / "gate", 9)
     options = f"{kind},image=registry.test/shoal:1,pods=2,claim=runs,mount={out.parent}"
     run = pod_run(submission(out, options, 2 * ranks, "--exact", "--checkpoint-every", "4"))
@@ -137,7 +139,8 @@ def trained_in_pods(
         pods = PodSet(stack, stack.enter_context(two_pods(host)), out)
         for index in range(2):
             pods.start(index, list(run.command), environment(index) | gate.environment)
-        pods.pods[0].until(lambda: gate.reached(2 * ranks), "the gate")
+        told = 2 * ranks if ranks > 1 else 1  # a pod's only rank has no RANK by which the gate knows it
+        pods.pods[0].until(lambda: gate.reached(told), "the gate")
         if number == signal.SIGKILL:
             pods.pods[victim].kill_all()
         else:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from shoal.errors import CommandError, nearest
 
 T = TypeVar("T")
+Check = tuple[Callable[[], bool], str]  # whether it is right, and what to write where it is not
 # A comma within brackets belongs to the value: local-cluster[2,1,1024].
 _COMMA = re.compile(r",(?![^\[]*\])")
 
@@ -53,7 +54,7 @@ def _converted(wanted: str, key: str, text: str, wrong: list[str]) -> Any:
     return 0
 
 
-def refuse_wrong(given: str, checks: Mapping[str, tuple[Callable[[], bool], str]]) -> None:
+def refuse_wrong(given: str, checks: Mapping[str, Check]) -> None:
     """Raises: CommandError with everything that does not hold, and for each what to write."""
     failed = {conflict: remedy for conflict, (holds, remedy) in checks.items() if not holds()}
     if failed:

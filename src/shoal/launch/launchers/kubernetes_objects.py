@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import CommandError, ExitCode, nearest
-from shoal.launch.launchers.argument import refuse_wrong
+from shoal.errors import ExitCode, nearest
+from shoal.launch.launchers.argument import Check, refuse_wrong
 
 Object = dict[str, Any]
 
@@ -51,65 +50,72 @@ class KubernetesSettings:
 
     def check(self, given: str, num_ranks: int) -> None:
         """Raises: CommandError with everything that no cluster would take, or no run could use."""
-        label, quantity = "a small letter, then small letters, digits and hyphens", "a number such as 4, 500m or 16Gi"
+        refuse_wrong(given, self._names() | self._sizes(num_ranks))
+
+    def _names(self) -> dict[str, Check]:
+        """Of names and of the kind: by what would be wrong, whether it is right, and what to write."""
+        label = "a small letter, then small letters, digits and hyphens"
+        return {
+            f"kind {self.kind!r} is not known{nearest(self.kind, list(KINDS))}": (
+                lambda: self.kind in KINDS,
+                f"write one of {', '.join(KINDS)}",
+            ),
+            f"image={self.image!r} names no image": (
+                lambda: bool(_IMAGE.fullmatch(self.image)),
+                "add image=REGISTRY/NAME:TAG, with shoal, torch and the job file in it",
+            ),
+            f"name={self.name!r} is no name of an object": (
+                lambda: bool(_LABEL.fullmatch(self.name)) and len(self.name) <= _LONGEST_NAME,
+                f"write name=NAME: {label}, {_LONGEST_NAME} at most",
+            ),
+            f"namespace={self.namespace!r} is none": (
+                lambda: not self.namespace or bool(_LABEL.fullmatch(self.namespace) and len(self.namespace) < 64),
+                f"write namespace=NAME: {label}",
+            ),
+            f"claim={self.claim!r} is no name of an object": (
+                lambda: not self.claim or bool(_NAME.fullmatch(self.claim) and len(self.claim) < 254),
+                "write claim=NAME: small letters, digits, hyphens and dots",
+            ),
+            f"mount={self.mount!r} is no absolute path": (
+                lambda: self.mount.startswith("/") and ":" not in self.mount,
+                "write mount=/PATH",
+            ),
+            f"runtime={self.runtime!r} with kind {self.kind!r}": (
+                lambda: not self.runtime or self.kind == "trainjob",
+                "leave runtime= out: only a TrainJob has one",
+            ),
+        }
+
+    def _sizes(self, num_ranks: int) -> dict[str, Check]:
+        """Of numbers of pods and their resources, as `_names`."""
+        quantity = "a number such as 4, 500m or 16Gi"
         gpus = f"{self.gpus} GPUs a pod for {num_ranks // max(1, self.pods)} ranks"
-        refuse_wrong(
-            given,
-            {
-                f"kind {self.kind!r} is not known{nearest(self.kind, list(KINDS))}": (
-                    lambda: self.kind in KINDS,
-                    f"write one of {', '.join(KINDS)}",
-                ),
-                f"image={self.image!r} names no image": (
-                    lambda: bool(_IMAGE.fullmatch(self.image)),
-                    "add image=REGISTRY/NAME:TAG, with shoal, torch and the job file in it",
-                ),
-                f"name={self.name!r} is no name of an object": (
-                    lambda: bool(_LABEL.fullmatch(self.name)) and len(self.name) <= _LONGEST_NAME,
-                    f"write name=NAME: {label}, {_LONGEST_NAME} at most",
-                ),
-                f"namespace={self.namespace!r} is none": (
-                    lambda: not self.namespace or bool(_LABEL.fullmatch(self.namespace) and len(self.namespace) < 64),
-                    f"write namespace=NAME: {label}",
-                ),
-                f"{num_ranks} ranks in {self.pods} pods": (
-                    lambda: 0 < self.pods <= num_ranks and num_ranks % self.pods == 0,
-                    "write --devices as a multiple of pods",
-                ),
-                f"{gpus}: a GPU serves one rank": (
-                    lambda: self.gpus in (0, num_ranks // max(1, self.pods)),
-                    f"write gpus={num_ranks // max(1, self.pods)}, or leave it out for ranks on the CPU",
-                ),
-                f"cpu={self.cpu!r} is no quantity": (
-                    lambda: not self.cpu or bool(_QUANTITY.fullmatch(self.cpu)),
-                    f"write cpu=N: {quantity}",
-                ),
-                f"memory={self.memory!r} is no quantity": (
-                    lambda: not self.memory or bool(_QUANTITY.fullmatch(self.memory)),
-                    f"write memory=N: {quantity}",
-                ),
-                f"{self.pods} pods without a volume that all of them see": (
-                    lambda: self.pods == 1 or bool(self.claim),
-                    "add claim=NAME, a PersistentVolumeClaim that can be mounted by several pods (ReadWriteMany)",
-                ),
-                f"claim={self.claim!r} is no name of an object": (
-                    lambda: not self.claim or bool(_NAME.fullmatch(self.claim) and len(self.claim) < 254),
-                    "write claim=NAME: small letters, digits, hyphens and dots",
-                ),
-                f"mount={self.mount!r} is no absolute path": (
-                    lambda: self.mount.startswith("/") and ":" not in self.mount,
-                    "write mount=/PATH",
-                ),
-                f"port={self.port} is none": (
-                    lambda: 1024 <= self.port < 65536,
-                    "write port=N from 1024 to 65535",
-                ),
-                f"runtime={self.runtime!r} with kind {self.kind!r}": (
-                    lambda: not self.runtime or self.kind == "trainjob",
-                    "leave runtime= out: only a TrainJob has one",
-                ),
-            },
-        )
+        return {
+            f"{num_ranks} ranks in {self.pods} pods": (
+                lambda: 0 < self.pods <= num_ranks and num_ranks % self.pods == 0,
+                "write --devices as a multiple of pods",
+            ),
+            f"{gpus}: a GPU serves one rank": (
+                lambda: self.gpus in (0, num_ranks // max(1, self.pods)),
+                f"write gpus={num_ranks // max(1, self.pods)}, or leave it out for ranks on the CPU",
+            ),
+            f"cpu={self.cpu!r} is no quantity": (
+                lambda: not self.cpu or bool(_QUANTITY.fullmatch(self.cpu)),
+                f"write cpu=N: {quantity}",
+            ),
+            f"memory={self.memory!r} is no quantity": (
+                lambda: not self.memory or bool(_QUANTITY.fullmatch(self.memory)),
+                f"write memory=N: {quantity}",
+            ),
+            f"{self.pods} pods without a volume that all of them see": (
+                lambda: self.pods == 1 or bool(self.claim),
+                "add claim=NAME, a PersistentVolumeClaim that can be mounted by several pods (ReadWriteMany)",
+            ),
+            f"port={self.port} is none": (
+                lambda: 1024 <= self.port < 65536,
+                "write port=N from 1024 to 65535",
+            ),
+        }
 
 
 @dataclass(frozen=True)
@@ -293,8 +299,3 @@ class PodRun:
             "rayClusterSpec": cluster,
         }
         return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": self._metadata(), "spec": spec}]
-
-
-def resource_labels(found: Mapping[str, Any]) -> str:
-    """KIND/NAME of an object, as kubectl writes it."""
-    return f"{str(found['kind']).lower()}/{found['metadata']['name']}"
