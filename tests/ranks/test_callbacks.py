@@ -183,6 +183,29 @@ def test_a_sample_that_raises_lets_nobody_wait(tmp_path: Path) -> None:
     assert ended.result["steps"] == 6
 
 
+GATHERED = [
+    ("on_step", "raises", 0, "raised in on_step after step 2 on rank 1", "OSError: disk full on this host"),
+    ("on_evaluation", "raises", 0, "raised in on_evaluation after step 6 on rank 1", "OSError: disk full on this host"),
+    ("on_step", "leaves", 0, "raised in on_step after step 2 on rank 0", "rank 1 has ended its hook without it"),
+    ("on_end", "raises", 0, "raised in on_end after step 6 on rank 1", "OSError: disk full on this host"),
+    ("on_end", "fails", 2, "whose on_step changes", "callbacks do not train"),
+]
+
+
+@parametrize(("hook", "instead", "code", "what", "why"), GATHERED, usual=[], ids=lambda value: str(value)[:20])
+def test_nobody_waits_for_a_rank_that_does_not_gather(
+    hook: str, instead: str, code: int, what: str, why: str, tmp_path: Path
+) -> None:
+    sections = plan(tmp_path / "plan.toml", LAYOUTS["ZeRO-3"])
+    settings = {"hook": hook, "instead": instead}
+    ended = run(Run(f"{JOB}:gathers", tmp_path / "run", None, arguments=sections, settings=settings)).expect(code)
+    assert what in ended.output
+    assert why in ended.output
+    if code == 0:
+        assert ended.output.count("callback Gathers raised in") == 1, "the cause alone"
+        assert ended.result["steps"] == 6
+
+
 # ------------------------------------------------------------------------------------------------- servers and verify
 
 

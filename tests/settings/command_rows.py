@@ -174,6 +174,15 @@ RUN_OPTIONS: Table = {
     ),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
+    "--trace": Acts(
+        PLAIN.with_("--trace", "2-3"), PLAIN, lambda ended: (ended.out / "trace-2-3.json.gz").exists(), True
+    ),
+    "--trace: in words": Refuses(PLAIN.with_("--trace", "second"), "--trace takes a step"),
+    "--trace: with servers": Refuses(
+        Call(plan={"layout": {"data": 2}, "server": {"mode": "synchronous"}}, arguments=("--trace", "2")),
+        "workers compute parts of different steps",
+    ),
+    "--trace: never trained": Says(PLAIN.with_("--trace", "90"), "--trace 90: no such step was trained"),
     "--init-from": Acts(
         FROM_ONE, PLAIN.with_("--out", "other", after=KEPT), lambda ended: weights_in(ended.folder / "other")
     ),
@@ -414,6 +423,17 @@ EVALUATE_OPTIONS: Table = {
     "--set": Acts(evaluate("--set", "change=eval_data"), EVALUATED, lambda ended: "11 samples" in ended.said, True),
     "--set: nothing to evaluate": Refuses(evaluate("--set", "change=no eval_data"), "the job has no eval_data"),
     "--json": Acts(evaluate("--json"), EVALUATED, lambda ended: '"samples": 21' in ended.said, True),
+}
+
+
+def report(*arguments: str, **changes: Any) -> Call:
+    """The report on a run."""
+    return Call("report", ("out", *arguments), **{"after": KEPT, "job": None, **changes})
+
+
+REPORT_OPTIONS: Table = {
+    "runs": Refuses(report(after=None), "no run began there"),
+    "--json": Acts(report("--json"), report(), lambda ended: '"wall": {' in ended.said, True),
 }
 
 

@@ -73,6 +73,7 @@ class RunOptions(TrainingOptions):
         default=(),
         action="append",
     )
+    trace: str | None = _option("write torch's profile of these steps, of all ranks, for Perfetto: 10-12", "STEPS")
     max_restarts: int = _option(
         "starts of lost ranks in a row that bring no new step or checkpoint (default: 5; 0: a lost rank ends the run)",
         "N",
@@ -167,6 +168,14 @@ class EvaluateOptions:
         "set a parameter of the job function (default: as the run)", "K=V", default=(), action="append"
     )
     json: bool = _switch("print one JSON object and nothing else")
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Options of `shoal report`."""
+
+    runs: tuple[str, ...] = _option("a run directory; of several what differs", "RUN", "runs", default=(), nargs="+")
+    json: bool = _switch("print the account as JSON and nothing else")
 
 
 @dataclass(frozen=True)

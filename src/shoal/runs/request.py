@@ -23,6 +23,7 @@ from shoal.runs.directory import RunDirectory, default_directory
 from shoal.runs.directory_lock import NAME, DirectoryLock, claim
 from shoal.runs.initial_weights import InitialWeights
 from shoal.runs.job_file import JobRequest
+from shoal.runs.trace_steps import TraceSteps
 from shoal.runs.tracking import TrackerName
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ class RunRequest:
     initial_weights: InitialWeights | None = None  # in place of those that the job's model() makes
     recorded_grains: int | None = None  # those of the run that this call resumes
     trackers: tuple[TrackerName, ...] = ()
+    trace: TraceSteps | None = None
 
     def check(self) -> None:
         """Raises: RunDirectoryError, IntegrityError, CertificateError of the directory, its job, the certificate."""

@@ -51,7 +51,7 @@ from shoal.training.forward_backward import Observer
 from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
 from shoal.training.preflight import compare_data, compare_models
 from shoal.training.step_records import Surroundings, TrainingParts
-from shoal.training.telemetry import RecordWriter, StepClock
+from shoal.training.telemetry import RecordWriter, StepClock, StepListener
 from shoal.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -117,6 +117,7 @@ class Options:
     most that an evaluation reads, None for all; `take_workers`: a DataLoader's num_workers becomes data.workers;
     `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
+    `listener` is told of the steps' spans and microbatches.
     """
 
     checkpoints: Path | None = None
@@ -128,6 +129,7 @@ class Options:
     initial_weights: InitialWeights | None = None
     callbacks: Sequence[Callback] = ()
     observer: Observer = field(default_factory=Observer)
+    listener: StepListener | None = None
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None))
 
 
@@ -145,7 +147,7 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     together(mesh, lambda: compile_blocks(model, plan, precision, pipeline))
     parameters = together(mesh, lambda: Parameters(model))
     optimizer = together(mesh, lambda: _optimizer(job, parameters, sharded_model))
-    clock = StepClock(mesh.device, options.telemetry, options.heartbeat)
+    clock = StepClock(mesh.device, options.telemetry, options.heartbeat, options.listener)
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, sharded_model, exact=plan.execution.exact)

@@ -173,6 +173,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "require_certificate": (["--require-certificate", "c.json"], {"require_certificate": Path("c.json")}),
     "no_telemetry": (["--no-telemetry"], {"no_telemetry": True}),
     "track": (["--track", "tensorboard", "--track", "mlflow:here"], {"track": ["tensorboard", "mlflow:here"]}),
+    "trace": (["--trace", "10-12"], {"trace": "10-12"}),
     "max_restarts": (["--max-restarts", "0"], {"max_restarts": 0}),
     "init_from": (["--init-from", "w"], {"init_from": Path("w")}),
     "init_allow": (["--init-allow", "missing"], {"init_allow": "missing"}),

@@ -26,6 +26,7 @@ from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import RunRequest, loaded
+from shoal.runs.trace_steps import TraceSteps
 from shoal.runs.tracking import TrackerName
 
 
@@ -103,6 +104,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
             given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
         )
     trackers = tuple(_tracker(text) for text in options.track)
+    trace = TraceSteps.parse(options.trace) if options.trace is not None else None
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
     if options.resume and weights is not None:
         raise CommandError(
@@ -118,6 +120,8 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     if resumed_plan and options.exact and not plan.execution.exact:
         plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
     asked = apply_wishes(plan, wishes, from_file=bool(options.plan))
+    if trace is not None and asked.serves:
+        raise _no_trace(trace)
     if resumed_plan and asked.layout != plan.layout:
         print(f"note: the run's layout, {described(plan)}, becomes {described(asked)}", file=sys.stderr)
     return RunRequest(
@@ -138,6 +142,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         plan_resumed=resumed_plan,
         initial_weights=weights,
         trackers=trackers,
+        trace=trace,
         numbered=None if options.out or options.resume else name,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
     )
@@ -150,6 +155,14 @@ def _going_on(options: RunOptions, suffix: str) -> RunOptions:
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
     out = Path(options.out) if options.out else default_directory(job.name + suffix, True)
     return replace(options, resume=RunDirectory(out).job.exists())
+
+
+def _no_trace(steps: TraceSteps) -> CommandError:
+    return CommandError(
+        given=f"--trace {steps} with servers (server.mode of the plan)",
+        conflict="workers compute parts of different steps at a time, so that a step has no beginning of its own",
+        remedy='leave --trace out, or trace the job with server.mode = "none"',
+    )
 
 
 def _tracker(text: str) -> TrackerName:
