@@ -16,9 +16,9 @@ from shoal.launch.signals import Signals
 OPTIONS = "image=registry.test/a:1,pods=2,claim=runs"
 
 
-def submission(options: str = OPTIONS, out: str = "/home/runs/My_Digits", processes: int = 4) -> Submission:
+def submission(options: str = OPTIONS, out: str = "/job/runs/My_Digits", processes: int = 4) -> Submission:
     words = ("run", "job.py", "--devices", str(processes), "--out", out)
-    return Submission(words, "My_Digits", Path(out), Path("/home"), processes, options)
+    return Submission(words, "My_Digits", Path(out), Path("/job"), processes, options)
 
 
 def test_the_run_directory_is_on_the_volume() -> None:
