@@ -147,6 +147,12 @@ RUN_OPTIONS: Table = {
         lambda ended: [record["learning_rate"] for record in ended.records],
         [0.1, 0.1, 0.02, 0.02],
     ),
+    "--resume-if-exists": Acts(
+        Call(arguments=("--resume-if-exists", "--steps", "4"), after=KEPT),
+        PLAIN.with_("--resume-if-exists", "--steps", "4"),
+        lambda ended: ended.result["resumed_from"],
+        2,
+    ),
     "--accept-changes": Says(
         resumed("--steps", "4", "--set", "change=seed", "--accept-changes"), "the job was changed, as accepted: seed = "
     ),

@@ -52,6 +52,7 @@ def run(
     workers: int | None = None,
     steps: int | None = None,
     resume: bool = False,
+    resume_if_exists: bool = False,
     accept_changes: bool = False,
     checkpoint_every: int | None = None,
     keep_checkpoints: int | str | None = None,
@@ -79,6 +80,7 @@ def run(
     | `out` | the run directory; runs/NAME |
     | `max_microbatch`, `workers` | the most samples in one forward; data-loading processes a rank |
     | `steps` | end after this step; the schedule stays that of the job's own length |
+    | `resume_if_exists` | the same where the directory has a run, a new run where it has none |
     | `resume`, `accept_changes` | go on from the newest good checkpoint; although the job was changed |
     | `checkpoint_every`, `keep_checkpoints` | steps between checkpoints; how many are kept, or "all" |
     | `require_certificate` | train only what `shoal verify` has verified: its file |

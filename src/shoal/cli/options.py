@@ -62,6 +62,7 @@ class RunOptions(TrainingOptions):
 
     steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
+    resume_if_exists: bool = _switch("--resume where the run directory has a run, a new run where it has none")
     accept_changes: bool = _switch("with --resume: go on although the job was changed")
     checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
     keep_checkpoints: str | int | None = _option(

@@ -167,6 +167,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "workers": (["--workers", "2"], {"workers": 2}),
     "steps": (["--steps", "9"], {"steps": 9}),
     "resume": (["--resume"], {"resume": True}),
+    "resume_if_exists": (["--resume-if-exists"], {"resume_if_exists": True}),
     "accept_changes": (["--accept-changes"], {"accept_changes": True}),
     "checkpoint_every": (["--checkpoint-every", "5"], {"checkpoint_every": 5}),
     "keep_checkpoints": (["--keep-checkpoints", "all"], {"keep_checkpoints": "all"}),

@@ -92,6 +92,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
+    options = _going_on(options, suffix)
     wishes = Wishes(options.devices, options.exact, options.precision, options.workers, options.max_microbatch)
     steps = options.steps
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
@@ -161,6 +162,15 @@ def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | Non
         conflict="--keep-checkpoints takes a whole number of at least 1, or all",
         remedy="write --keep-checkpoints 3, say",
     )
+
+
+def _going_on(options: RunOptions, suffix: str) -> RunOptions:
+    """The options with --resume-if-exists as what it comes to in this directory."""
+    if not options.resume_if_exists or options.resume:
+        return options
+    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    out = Path(options.out) if options.out else default_directory(job.name + suffix, True)
+    return replace(options, resume=RunDirectory(out).job.exists())
 
 
 def _no_trace(steps: TraceSteps) -> CommandError:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from shoal.cli.options import RunOptions, arguments_of
-from shoal.errors import LaunchError
+from shoal.hardware.detect import cores
 from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission, launcher
+from shoal.launch.local import launch
+from shoal.launch.rank_processes import LocalRun
 from shoal.launch.signals import Signals
+from shoal.plans.legal import World, other_world, refuse
 from shoal.runs.request import RunRequest, devices_here
 
 # Of this call alone, not of the ranks' own command.
@@ -55,9 +59,25 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "") -> Su
 
 
 def started_on_host(options: RunOptions, request: RunRequest, environment: Environment) -> int:
-    """Starts this host's ranks of a run on several hosts; the exit code."""
-    raise LaunchError(
-        given=f"{environment.num_to_start} ranks of this host ({environment.engine}), and one process",
-        conflict="this process is no rank, and does not start ranks",
-        remedy="start it with torchrun, which reads the same variables: torchrun -m shoal run JOBFILE",
+    """Starts this host's ranks of a run on several hosts, and waits for them; the exit code.
+
+    Rank 0 takes the run directory, wherever it is: the hosts' processes do not know of each other.
+    """
+    size = environment.world_size
+    request = request.with_devices(size)
+    if environment.single_host:
+        request = request.with_own_sums()
+    refuse(other_world(request.plan, World(size, f"{size} processes on {environment.num_hosts} hosts")))
+    run = LocalRun(
+        ["run", *arguments_of(replace(options, out=str(request.out)), without=_OWN)],
+        environment.num_to_start,
+        1 if request.plan.execution.exact else max(1, cores() // environment.num_to_start),
+        request.out / "logs",
+        share=environment,
     )
+    signals = Signals(impatient=False)
+    with signals.handled():
+        ended = launch(run, signals)
+    if ended.error is not None:
+        print(ended.error.render(), file=sys.stderr)
+    return ended.code
