@@ -441,7 +441,7 @@ REPORT_OPTIONS: Table = {
     "runs": Refuses(report(after=None), "no run began there"),
     "--json": Acts(report("--json"), report(), lambda ended: '"wall": {' in ended.said, True),
     "--output": Acts(report("-o", "found.html"), report(), written("found.html"), True),
-    "--output: no such folder": Refuses(report("-o", "no/found.html"), "no/found.html conflicts with: it cannot be written"),
+    "--output: no such folder": Refuses(report("-o", "no/found.html"), "html conflicts with: it cannot be written"),
 }
 
 WATCH_OPTIONS: Table = {
