@@ -147,6 +147,12 @@ RUN_OPTIONS: Table = {
         lambda ended: [record["learning_rate"] for record in ended.records],
         [0.1, 0.1, 0.02, 0.02],
     ),
+    "--resume-if-exists": Acts(
+        Call(arguments=("--resume-if-exists", "--steps", "4"), after=KEPT),
+        PLAIN.with_("--resume-if-exists", "--steps", "4"),
+        lambda ended: ended.result["resumed_from"],
+        2,
+    ),
     "--accept-changes": Says(
         resumed("--steps", "4", "--set", "change=seed", "--accept-changes"), "the job was changed, as accepted: seed = "
     ),
@@ -154,6 +160,7 @@ RUN_OPTIONS: Table = {
     "--checkpoint-every": Acts(
         PLAIN.with_("--checkpoint-every", "2", "--steps", "3"), PLAIN.with_("--steps", "3"), checkpoints, [2, 3]
     ),
+    "--keep-checkpoints": Acts(KEPT.with_("--keep-checkpoints", "1"), KEPT, checkpoints, [2]),
     "--checkpoint-every: more than the steps": Acts(
         PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
     ),
@@ -165,6 +172,14 @@ RUN_OPTIONS: Table = {
         [2, 4],
     ),
     "--evaluate-every: more than the steps": Says(PLAIN.with_("--evaluate-every", "9"), "evaluat"),
+    "--on": Refuses(PLAIN.with_("--on", "locl"), "did you mean 'local'?"),
+    "--on: options of this host": Refuses(PLAIN.with_("--on", "local:x", "--dry-run"), "takes no options"),
+    "--dry-run": Acts(
+        PLAIN.with_("--dry-run", "--devices", "2"),
+        PLAIN,
+        lambda ended: (ended.said.count(" WORLD_SIZE=2 "), (ended.out / "job.json").exists()),
+        (2, False),
+    ),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
     "--trace": Acts(
@@ -424,9 +439,23 @@ def report(*arguments: str, **changes: Any) -> Call:
     return Call("report", ("out", *arguments), **{"after": KEPT, "job": None, **changes})
 
 
+def watch(*arguments: str) -> Call:
+    """The terminal's view of a run that has ended."""
+    return Call("watch", ("out", *arguments), after=KEPT, job=None)
+
+
 REPORT_OPTIONS: Table = {
     "runs": Refuses(report(after=None), "no run began there"),
     "--json": Acts(report("--json"), report(), lambda ended: '"wall": {' in ended.said, True),
+    "--output": Acts(report("-o", "found.html"), report(), written("found.html"), True),
+    "--output: no such folder": Refuses(report("-o", "no/found.html"), "html conflicts with: it cannot be written"),
+}
+
+WATCH_OPTIONS: Table = {
+    "run": Refuses(Call("watch", ("gone",), job=None), "no run began there"),
+    "--once": Acts(watch("--once"), watch(), lambda ended: "wall clock" in ended.said, True),
+    "--openmetrics": Acts(watch("--openmetrics", "found.prom"), watch(), written("found.prom"), True),
+    "--openmetrics: no such folder": Refuses(watch("--openmetrics", "no/found.prom"), "it cannot be written"),
 }
 
 

@@ -24,7 +24,8 @@ from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode
 from shoal.hardware.detect import cores
 from shoal.job import Job
-from shoal.launch.environment import Environment, inside_run, joined
+from shoal.launch.environment import Environment, inside_run
+from shoal.launch.environments.detect import joined
 from shoal.launch.local import launch
 from shoal.launch.rank_processes import LocalRun
 from shoal.parallel.model.sharded_model import TensorSlices

@@ -6,8 +6,9 @@ Loads nothing heavy: `shoal --help` reads this.
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -61,9 +62,13 @@ class RunOptions(TrainingOptions):
 
     steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
+    resume_if_exists: bool = _switch("--resume where the run directory has a run, a new run where it has none")
     accept_changes: bool = _switch("with --resume: go on although the job was changed")
     checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
     evaluate_every: int | None = _option("steps between evaluations (default: after each epoch)", "N", least=1)
+    keep_checkpoints: str | int | None = _option(
+        "how many of the newest checkpoints are kept, or all (default: 3, or as the run that is resumed)", "N|all"
+    )
     require_certificate: str | None = _option("train only what `shoal verify` has verified", "FILE")
     no_telemetry: bool = _switch("no spans and no step records")
     track: tuple[str, ...] = _option(
@@ -88,6 +93,12 @@ class RunOptions(TrainingOptions):
     init_rename: tuple[str, ...] = _option(
         "with --init-from: rename a prefix of names", "OLD=NEW", default=(), action="append"
     )
+    on: str = _option(
+        "where the ranks are started: local (default), or an engine of docs/engines, with its options after a colon",
+        "ENGINE[:OPTIONS]",
+        default="local",
+    )
+    dry_run: bool = _switch("print what would be started or submitted, and end")
 
 
 @dataclass(frozen=True)
@@ -187,7 +198,19 @@ class ReportOptions:
     """Options of `shoal report`."""
 
     runs: tuple[str, ...] = _option("a run directory; of several what differs", "RUN", "runs", default=(), nargs="+")
+    output: str | None = _option(
+        "the page (default: RUN/report.html; of several runs report.html)", "FILE", "-o", "--output"
+    )
     json: bool = _switch("print the account as JSON and nothing else")
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """Options of `shoal watch`."""
+
+    run: str = _option("a run directory, of a run on any host that shares it", "RUN", "run", default=MISSING)
+    once: bool = _switch("show it once, for scripts")
+    openmetrics: str | None = _option("also write its numbers for Prometheus, as OpenMetrics text", "FILE")
 
 
 @dataclass(frozen=True)
@@ -229,6 +252,33 @@ def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
         value = getattr(parsed, name)
         values[name] = tuple(value) if isinstance(value, list) else value
     return options_from(kind, values)
+
+
+def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
+    """Options as the words of a command from which `options_of` makes the same; those at their default are left out.
+
+    `without`: names to leave out. Raises: CommandError for a value that no word says.
+    """
+    words: list[str] = []
+    for option in _options(type(options)):
+        value, flags = getattr(options, option.name), option.metadata["flags"]
+        if option.name in without or value == option.default:
+            continue
+        flag = flags[-1] if flags else f"--{option.name.replace('_', '-')}"
+        if option.metadata["settings"].get("action") == "store_true":
+            words += [flag] if value else []
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, tuple):  # a job's setting, as a value
+                one = f"{one[0]}={one[1] if isinstance(one[1], str) else json.dumps(one[1])}"
+            if not isinstance(one, str | int | float):
+                raise CommandError(
+                    given=f"{option.name}={one!r:.60}",
+                    conflict="it is a value of this process, and another is to read it",
+                    remedy="give the path of a file",
+                )
+            words += [f"{one}"] if not flag.startswith("-") else [flag, f"{one}"]
+    return words
 
 
 def option_names(kind: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +159,7 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
 
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
     """Tells of what has no effect in the job, and in a plan as this call gives it."""
-    warn_of(job.without_effect())
+    warn_of([*job.without_effect(), *job.doubtful()])
     if unprepared:
         warn_of(request.without_effect())
     if not request.plan_resumed:  # what a run keeps was completed by it
@@ -203,6 +203,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         checkpoints=kept.checkpoints,
         saved=kept.saved,
         checkpoint_every=request.checkpoint_every,
+        keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
@@ -280,8 +281,8 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             _tell_start(log, call, engine, (state, num_steps))
             result.log = log
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
-            with contextlib.closing(records):
-                outcome, served = _trained(engine, (state, num_steps), around, records, crew, profile=call.profile)
+            with contextlib.closing(records), _profiled(call, reporter.note):
+                outcome, served = _trained(engine, (state, num_steps), around, records, crew)
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
             result.write_failed(as_shoal_error(caught))
@@ -294,6 +295,17 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
+    """A context whose steps are traced, where the call asks for it; the trace is written where it ends well."""
+    if call.profile is None:
+        yield
+        return
+    call.profile.attach(note)
+    yield
+    call.profile.conclude()
 
 
 def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> None:
@@ -323,18 +335,11 @@ def _trained(
     around: Surroundings,
     records: RecordWriter,
     crew: Members | None,
-    *,
-    profile: StepProfile | None,
 ) -> tuple[Outcome, dict[str, Any] | None]:
     """From a state up to a step: how it ended, and with a crew what came of its pushes."""
     state, num_steps = course
     if crew is None:
-        if profile is not None:
-            profile.attach(around.note)
-        outcome = engine.trainer(state, num_steps, around, records).train()
-        if profile is not None:
-            profile.conclude()
-        return outcome, None
+        return engine.trainer(state, num_steps, around, records).train(), None
     from shoal.training.parameter_server.conductor import Conductor
 
     conductor = Conductor(engine, around, state or engine.first_state(), num_steps, records, crew=crew)
@@ -353,6 +358,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "given": dict(request.job.settings),
         "by_value": request.job.by_value,
         "stop_after": request.steps,
+        "keep_checkpoints": request.keep_checkpoints or "all",
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,

@@ -98,9 +98,9 @@ class Conductor:
         try:
             self._crew.assemble()
             self.servers.load(self.state.step)
-            self._retreat.begin()
             self._engine.introduce_callbacks(self._num_steps, self._around)
             callbacks.start(self.state)
+            self._retreat.begin()
             self._clock.begin()
             status = self._steps()
         except Exception as error:
