@@ -104,7 +104,6 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
             given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
         )
     trackers = tuple(_tracker(text) for text in options.track)
-    trace = TraceSteps.parse(options.trace) if options.trace is not None else None
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
     if options.resume and weights is not None:
         raise CommandError(
@@ -120,8 +119,6 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     if resumed_plan and options.exact and not plan.execution.exact:
         plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
     asked = apply_wishes(plan, wishes, from_file=bool(options.plan))
-    if trace is not None and asked.serves:
-        raise _no_trace(trace)
     if resumed_plan and asked.layout != plan.layout:
         print(f"note: the run's layout, {described(plan)}, becomes {described(asked)}", file=sys.stderr)
     return RunRequest(
@@ -143,7 +140,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         plan_resumed=resumed_plan,
         initial_weights=weights,
         trackers=trackers,
-        trace=trace,
+        trace=_trace(options.trace, asked),
         evaluate_every=options.evaluate_every,
         numbered=None if options.out or options.resume else name,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
@@ -174,12 +171,16 @@ def _going_on(options: RunOptions, suffix: str) -> RunOptions:
     return replace(options, resume=RunDirectory(out).job.exists())
 
 
-def _no_trace(steps: TraceSteps) -> CommandError:
-    return CommandError(
-        given=f"--trace {steps} with servers (server.mode of the plan)",
-        conflict="workers compute parts of different steps at a time, so that a step has no beginning of its own",
-        remedy='leave --trace out, or trace the job with server.mode = "none"',
-    )
+def _trace(text: str | None, plan: Plan) -> TraceSteps | None:
+    """Steps to trace. Raises: CommandError for other words, and where steps have no beginning of their own."""
+    steps = TraceSteps.parse(text) if text is not None else None
+    if steps is not None and plan.serves:
+        raise CommandError(
+            given=f"--trace {steps} with servers (server.mode of the plan)",
+            conflict="workers compute parts of different steps at a time, so that a step has no beginning of its own",
+            remedy='leave --trace out, or trace the job with server.mode = "none"',
+        )
+    return steps
 
 
 def _tracker(text: str) -> TrackerName:
