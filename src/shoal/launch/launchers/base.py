@@ -17,6 +17,7 @@ from shoal.launch.signals import Signals
 # Modules, imported when their engine is asked for. Each is a `Launcher`.
 LAUNCHERS = {
     "local": "shoal.launch.launchers.this_host",
+    "slurm": "shoal.launch.launchers.slurm",
 }
 
 
