@@ -58,7 +58,7 @@ def launch(run: LocalRun, signals: Signals | None = None, spares: Spares | None 
                 return True
 
             judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable}
-            watch = Watch(judged, run.unsaved, excused=run.excused)
+            watch = Watch(judged, run.unsaved, excused=run.excused, all_here=run.place is None)
             first = _watch(
                 workers, signals, run.replaceable, replace, watch, meanwhile=lambda: spares.tend(run, workers)
             )
@@ -158,9 +158,9 @@ def _lost(worker: RankProcess) -> RankLostError:
     except ValueError:
         how = f"ended with code {code}"
     error = RankLostError(
-        given=f"rank {worker.rank} (process {worker.process.pid})",
+        given=f"rank {worker.number} (process {worker.process.pid})",
         conflict=f"it {worker.stuck or f'{how} without a word{worker.last_words()}'}",
         remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
     )
-    error.rank, error.host = worker.rank, socket.gethostname()
+    error.rank, error.host = worker.number, socket.gethostname()
     return error

@@ -41,6 +41,8 @@ def run(options: RunOptions) -> int:
     request = requested(options)
     if options.out is not None and not options.resume:  # an engine's new start goes on
         request = request.restarted(restarts(os.environ))
+    if environment is not None and environment.num_to_start and environment.num_hosts == 1:
+        request, environment = request.with_devices(environment.num_to_start), None
     if environment is not None and environment.num_to_start:
         return started_on_host(options, request, environment)
     if environment is not None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from shoal.cli.options import RunOptions, arguments_of
-from shoal.errors import LaunchError
+from shoal.hardware.detect import cores
 from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission, launcher
+from shoal.launch.local import launch
+from shoal.launch.rank_processes import LocalRun, listener_at
+from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
+from shoal.runs.directory import RunDirectory
 from shoal.runs.request import RunRequest, devices_here
 
 # Of this call alone, not of the ranks' own command.
@@ -55,9 +60,18 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "") -> Su
 
 
 def started_on_host(options: RunOptions, request: RunRequest, environment: Environment) -> int:
-    """Starts this host's ranks of a run on several hosts; the exit code."""
-    raise LaunchError(
-        given=f"{environment.num_to_start} ranks of this host ({environment.engine}), and one process",
-        conflict="this process is no rank, and does not start ranks",
-        remedy="start it with torchrun, which reads the same variables: torchrun -m shoal run JOBFILE",
+    """Starts this host's ranks of a run on several hosts, and waits for them; the exit code."""
+    fixed = replace(options, resume=request.resume)
+    run = LocalRun(
+        ["run", *arguments_of(fixed, without=_OWN)],
+        environment.num_to_start,
+        max(1, cores() // environment.num_to_start) if not request.plan.execution.exact else 1,
+        request.out / "logs",
+        place=environment,
+        unsaved=Recovery(0, RunDirectory(request.out)).unsaved_seconds,
+        listener=listener_at(environment) if environment.host == 0 else None,
     )
+    code, error, _ = launch(run)
+    if error is not None:
+        print(error.render(), file=sys.stderr)
+    return code

@@ -18,6 +18,8 @@ from shoal.launch.signals import Signals
 LAUNCHERS = {
     "local": "shoal.launch.launchers.this_host",
     "slurm": "shoal.launch.launchers.slurm",
+    "mpi": "shoal.launch.launchers.mpi",
+    "hosts": "shoal.launch.launchers.ssh",
 }
 
 
