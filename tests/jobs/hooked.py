@@ -166,6 +166,41 @@ def sample_raises() -> shoal.Job:
     return dataclasses.replace(layouts.stack(6), callbacks=[shoal.Sample(fail, every=1)])
 
 
+class Gathers(shoal.Callback):
+    """Gathers the whole model in a hook; on rank 1 another thing happens before it."""
+
+    def __init__(self, hook: str, instead: str) -> None:
+        self.hook, self.instead = hook, instead
+
+    def _gather(self, run: Any, hook: str) -> None:
+        if hook == self.hook and run.step >= 2 and run.rank == 1 and self.instead == "raises":
+            raise OSError("disk full on this host")
+        if hook == self.hook and run.step >= 2 and not (run.rank == 1 and self.instead == "leaves"):
+            run.whole_model()
+
+    def on_step(self, run: Any, record: Any) -> None:
+        if self.instead == "fails" and run.rank == 1 and run.step == 3:
+            next(run.parameters())[1].data.mul_(0.5)  # ends this rank alone
+        self._gather(run, "on_step")
+
+    def on_evaluation(self, run: Any, metrics: Any) -> None:
+        self._gather(run, "on_evaluation")
+
+    def on_end(self, run: Any, ending: Any) -> None:
+        self._gather(run, "on_end")
+
+
+def gathers(hook: str = "on_step", instead: str = "raises") -> shoal.Job:
+    return dataclasses.replace(layouts.stack(6), callbacks=[Gathers(hook, instead), Told()])
+
+
+def sets(steps: int = 24) -> shoal.Job:
+    """Two evaluation sets: one decides which checkpoint is the best, the other when to end."""
+    callbacks = [shoal.EMA(0.5), shoal.EarlyStopping("a/loss", patience=1, min_delta=10.0)]
+    data = {"a": partial(tiny.vectors, 40, 2), "b": partial(tiny.vectors, 21, 3)}
+    return tiny.mlp(samples=64, steps=steps, eval_data=data, watch="ema_b/accuracy:max", callbacks=callbacks)
+
+
 def served(asks: str = "evaluation@2,checkpoint@3,end@6", ema: bool = False) -> shoal.Job:
     return tiny.mlp(samples=64, steps=24, callbacks=[Told(asks), *([shoal.EMA(0.9)] if ema else [])])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.ranks
 
 JOB = f"{JOBS / 'hooked.py'}"
 DEVICES = (1, 2, 3, 4)
+METRICS = ("loss", "accuracy")
 # Averaged, evaluated where asked for, ended before its last step, and disturbed after each step.
 SETTINGS = {"ema": 0.9, "stop": 2, "asks": "evaluation@5,checkpoint@6", "busy": "true"}
 
@@ -128,6 +130,19 @@ def test_other_callbacks_on_a_rank_are_refused(tmp_path: Path) -> None:
     assert "callbacks" in ended.stderr
 
 
+@pytest.mark.slow
+def test_several_evaluation_sets_on_any_number_of_processes(tmp_path: Path) -> None:
+    """Watched by one set, ended by another, averaged too; in exact mode the same to the bit."""
+    call = partial(Run, f"{JOB}:sets", exact=True, environment=ONE_THREAD)
+    ends = run_all([call(out=tmp_path / str(n), devices=n) for n in (1, 3)])
+    found = [ended.expect(0).result for ended in ends]
+    assert found[0]["metrics"] == found[1]["metrics"]
+    assert set(found[0]["metrics"]) == {f"{e}{s}/{m}" for e in ("", "ema_") for s in ("a", "b") for m in METRICS}
+    assert found[0]["best"]["metric"] == "ema_b/accuracy"
+    assert found[0]["ended_by"] == found[1]["ended_by"]
+    assert "a/loss is not better than" in found[0]["ended_by"]["reason"]
+
+
 # ------------------------------------------------------------------------------------------------------------- layouts
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -181,6 +196,29 @@ def test_a_sample_that_raises_lets_nobody_wait(tmp_path: Path) -> None:
     ended = run(Run(f"{JOB}:sample_raises", tmp_path / "run", None, arguments=sections)).expect(0)
     assert ended.output.count("callback Sample raised in on_step") == 1
     assert ended.result["steps"] == 6
+
+
+GATHERED = [
+    ("on_step", "raises", 0, "raised in on_step after step 2 on rank 1", "OSError: disk full on this host"),
+    ("on_evaluation", "raises", 0, "raised in on_evaluation after step 6 on rank 1", "OSError: disk full on this host"),
+    ("on_step", "leaves", 0, "raised in on_step after step 2 on rank 0", "rank 1 has ended its hook without it"),
+    ("on_end", "raises", 0, "raised in on_end after step 6 on rank 1", "OSError: disk full on this host"),
+    ("on_end", "fails", 2, "whose on_step changes", "callbacks do not train"),
+]
+
+
+@parametrize(("hook", "instead", "code", "what", "why"), GATHERED, usual=[], ids=lambda value: str(value)[:20])
+def test_nobody_waits_for_a_rank_that_does_not_gather(
+    hook: str, instead: str, code: int, what: str, why: str, tmp_path: Path
+) -> None:
+    sections = plan(tmp_path / "plan.toml", LAYOUTS["ZeRO-3"])
+    settings = {"hook": hook, "instead": instead}
+    ended = run(Run(f"{JOB}:gathers", tmp_path / "run", None, arguments=sections, settings=settings)).expect(code)
+    assert what in ended.output
+    assert why in ended.output
+    if code == 0:
+        assert ended.output.count("callback Gathers raised in") == 1, "the cause alone"
+        assert ended.result["steps"] == 6
 
 
 # ------------------------------------------------------------------------------------------------- servers and verify

@@ -147,6 +147,12 @@ RUN_OPTIONS: Table = {
         lambda ended: [record["learning_rate"] for record in ended.records],
         [0.1, 0.1, 0.02, 0.02],
     ),
+    "--resume-if-exists": Acts(
+        Call(arguments=("--resume-if-exists", "--steps", "4"), after=KEPT),
+        PLAIN.with_("--resume-if-exists", "--steps", "4"),
+        lambda ended: ended.result["resumed_from"],
+        2,
+    ),
     "--accept-changes": Says(
         resumed("--steps", "4", "--set", "change=seed", "--accept-changes"), "the job was changed, as accepted: seed = "
     ),
@@ -154,6 +160,7 @@ RUN_OPTIONS: Table = {
     "--checkpoint-every": Acts(
         PLAIN.with_("--checkpoint-every", "2", "--steps", "3"), PLAIN.with_("--steps", "3"), checkpoints, [2, 3]
     ),
+    "--keep-checkpoints": Acts(KEPT.with_("--keep-checkpoints", "1"), KEPT, checkpoints, [2]),
     "--checkpoint-every: more than the steps": Acts(
         PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
     ),
@@ -168,6 +175,15 @@ RUN_OPTIONS: Table = {
     ),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
+    "--trace": Acts(
+        PLAIN.with_("--trace", "2-3"), PLAIN, lambda ended: (ended.out / "trace-2-3.json.gz").exists(), True
+    ),
+    "--trace: in words": Refuses(PLAIN.with_("--trace", "second"), "--trace takes a step"),
+    "--trace: with servers": Refuses(
+        Call(plan={"layout": {"data": 2}, "server": {"mode": "synchronous"}}, arguments=("--trace", "2")),
+        "workers compute parts of different steps",
+    ),
+    "--trace: never trained": Says(PLAIN.with_("--trace", "90"), "--trace 90: no such step was trained"),
     "--init-from": Acts(
         FROM_ONE, PLAIN.with_("--out", "other", after=KEPT), lambda ended: weights_in(ended.folder / "other")
     ),
@@ -408,6 +424,17 @@ EVALUATE_OPTIONS: Table = {
     "--set": Acts(evaluate("--set", "change=eval_data"), EVALUATED, lambda ended: "11 samples" in ended.said, True),
     "--set: nothing to evaluate": Refuses(evaluate("--set", "change=no eval_data"), "the job has no eval_data"),
     "--json": Acts(evaluate("--json"), EVALUATED, lambda ended: '"samples": 21' in ended.said, True),
+}
+
+
+def report(*arguments: str, **changes: Any) -> Call:
+    """The report on a run."""
+    return Call("report", ("out", *arguments), **{"after": KEPT, "job": None, **changes})
+
+
+REPORT_OPTIONS: Table = {
+    "runs": Refuses(report(after=None), "no run began there"),
+    "--json": Acts(report("--json"), report(), lambda ended: '"wall": {' in ended.said, True),
 }
 
 

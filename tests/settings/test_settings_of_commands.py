@@ -10,6 +10,7 @@ from tests.settings.command_rows import (
     EVALUATE_OPTIONS,
     EXPORT_OPTIONS,
     PLAN_OPTIONS,
+    REPORT_OPTIONS,
     RUN_OPTIONS,
     SLOW,
     VERIFY_OPTIONS,
@@ -27,12 +28,13 @@ TABLES: dict[str, Table] = {
     "plan": PLAN_OPTIONS,
     "export": EXPORT_OPTIONS,
     "evaluate": EVALUATE_OPTIONS,
+    "report": REPORT_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
 CASES = [(command, key) for command, table in TABLES.items() for key in table]
 
 
-@parametrize(("command", "key"), CASES, rare=[f"bench-{key}" for key in SLOW])
+@parametrize(("command", "key"), CASES, rare=["run---trace", *(f"bench-{key}" for key in SLOW)])
 def test_of_a_command(command: str, key: str, laboratory: Laboratory) -> None:
     TABLES[command][key].observe(laboratory)
 

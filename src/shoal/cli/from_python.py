@@ -52,11 +52,14 @@ def run(
     workers: int | None = None,
     steps: int | None = None,
     resume: bool = False,
+    resume_if_exists: bool = False,
     accept_changes: bool = False,
     checkpoint_every: int | None = None,
+    keep_checkpoints: int | str | None = None,
     require_certificate: PathText | None = None,
     no_telemetry: bool = False,
     track: str | Sequence[str] = (),
+    trace: str | int | None = None,
     max_restarts: int = 5,
     init_from: PathText | None = None,
     init_allow: str | None = None,
@@ -77,11 +80,13 @@ def run(
     | `out` | the run directory; runs/NAME |
     | `max_microbatch`, `workers` | the most samples in one forward; data-loading processes a rank |
     | `steps` | end after this step; the schedule stays that of the job's own length |
+    | `resume_if_exists` | the same where the directory has a run, a new run where it has none |
     | `resume`, `accept_changes` | go on from the newest good checkpoint; although the job was changed |
-    | `checkpoint_every` | steps between checkpoints |
+    | `checkpoint_every`, `keep_checkpoints` | steps between checkpoints; how many are kept, or "all" |
     | `require_certificate` | train only what `shoal verify` has verified: its file |
     | `no_telemetry` | no spans and no step records |
     | `track` | trackers, "tensorboard" or "mlflow:sqlite:///runs.db" |
+    | `trace` | steps of which torch's profile is written, "10-12", for Perfetto |
     | `max_restarts` | starts of lost ranks in a row that bring nothing new |
     | `init_from` | initial weights: a run, a checkpoint, a file or a folder |
     | `init_allow` | with it, tensors that may differ: "missing,unexpected,mismatched" |
@@ -142,6 +147,7 @@ def _run(given: dict[str, Any]) -> Run:
         values[name] = os.fspath(given[name]) if given[name] is not None else None
     renamed = given["init_rename"]
     values["init_rename"] = tuple(f"{a}={b}" for a, b in renamed.items()) if isinstance(renamed, Mapping) else renamed
+    values["trace"] = None if given["trace"] is None else str(given["trace"])
     values["track"] = (given["track"],) if isinstance(given["track"], str) else tuple(given["track"])
     settings, signals = _settings("shoal.run", given), Signals(impatient=False)
     # From before there is a folder: a signal's own way to end the process would leave the job's pickle there.

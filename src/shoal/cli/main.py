@@ -18,6 +18,7 @@ from shoal.cli.options import (
     EvaluateOptions,
     ExportOptions,
     PlanOptions,
+    ReportOptions,
     RunOptions,
     VerifyOptions,
     add_options,
@@ -184,6 +185,13 @@ _COMMANDS = {
         "a job's evaluation on the weights of a checkpoint",
         "Compute the metrics of a job on its evaluation data with the weights of a checkpoint, of any layout.",
         "exit codes: 0 done, 2 user error, 69 a process died, 74 the checkpoint is damaged",
+    ),
+    "report": _Command(
+        "shoal.cli.report",
+        ReportOptions,
+        "where a run's time went, as one HTML page",
+        "Write one page of a run, or of several side by side: where the time went, beside what was predicted.",
+        "exit codes: 0 done, 2 user error",
     ),
     "bench": _Command(
         "shoal.cli.bench",

@@ -62,8 +62,12 @@ class RunOptions(TrainingOptions):
 
     steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
+    resume_if_exists: bool = _switch("--resume where the run directory has a run, a new run where it has none")
     accept_changes: bool = _switch("with --resume: go on although the job was changed")
     checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
+    keep_checkpoints: str | int | None = _option(
+        "how many of the newest checkpoints are kept, or all (default: 3, or as the run that is resumed)", "N|all"
+    )
     require_certificate: str | None = _option("train only what `shoal verify` has verified", "FILE")
     no_telemetry: bool = _switch("no spans and no step records")
     track: tuple[str, ...] = _option(
@@ -72,6 +76,7 @@ class RunOptions(TrainingOptions):
         default=(),
         action="append",
     )
+    trace: str | None = _option("write torch's profile of these steps, of all ranks, for Perfetto: 10-12", "STEPS")
     max_restarts: int = _option(
         "starts of lost ranks in a row that bring no new step or checkpoint (default: 5; 0: a lost rank ends the run)",
         "N",
@@ -166,6 +171,14 @@ class EvaluateOptions:
         "set a parameter of the job function (default: as the run)", "K=V", default=(), action="append"
     )
     json: bool = _switch("print one JSON object and nothing else")
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Options of `shoal report`."""
+
+    runs: tuple[str, ...] = _option("a run directory; of several what differs", "RUN", "runs", default=(), nargs="+")
+    json: bool = _switch("print the account as JSON and nothing else")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,13 @@ from shoal.errors import (
 )
 from shoal.runs.remedies import remedy
 
-_OWN = str(Path(__file__).resolve().parent)
+_OWN = str(Path(__file__).resolve().parents[1]) + os.sep
+_TYPED_IN = (
+    "<stdin>",
+    "<python-input",
+    "<ipython-input",
+    "<input>",
+)  # code without a file that is the user's all the same
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
@@ -46,7 +52,8 @@ def is_lost_peer(error: BaseException) -> bool:
 def place_of(error: BaseException) -> str:
     """The innermost line of the user's own code on the way to the exception, as ` at FILE:LINE in FUNCTION`."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith((_OWN, *_LIBRARIES, "<"))]
+    foreign = (_OWN, *_LIBRARIES, "<")
+    own = [f for f in frames if f.filename.startswith(_TYPED_IN) or not f.filename.startswith(foreign)]
     return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
 
 

@@ -44,6 +44,7 @@ class Mesh:
     device: torch.device
     host: str
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    store: Store | None = None  # of all the ranks, for what no collective can say; None for one process
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """The process group of the ranks that differ from this one along `axis` only; None stands for all ranks.
@@ -157,7 +158,7 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
     except (dist.DistError, RuntimeError) as error:
         raise _not_assembled(environment, error) from error
     try:
-        yield replace(mesh, groups=_groups(layout))
+        yield replace(mesh, groups=_groups(layout), store=PrefixStore(f"{place}/hooks", store))
     finally:
         dist.destroy_process_group()
 

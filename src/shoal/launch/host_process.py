@@ -69,10 +69,10 @@ def _run(asked: Mapping[str, Any], answers: _Answers) -> LocalRun:
     _refuse_differences(asked)
     os.chdir(asked["folder"])
     os.environ.update(asked["variables"])
-    listener = None
-    if place.host == 0:
-        listener = listener_at(place)
-        answers.answer(port=listener.getsockname()[1])
+    listener = listener_at(place)
+    if listener is not None:
+        place = replace(place, port=listener.getsockname()[1])
+        answers.answer(port=place.port)
     elif not place.port:  # told once rank 0's host listens
         place = replace(place, port=int(json.loads(sys.stdin.readline() or "0")))
         if not place.port:
@@ -84,7 +84,7 @@ def _run(asked: Mapping[str, Any], answers: _Answers) -> LocalRun:
         asked["threads"] or max(1, cores() // place.local_world_size),
         out / "logs",
         stream=cast(TextIO, answers),
-        place=place,
+        share=place,
         unsaved=Recovery(0, RunDirectory(out)).unsaved_seconds,
         listener=listener,
     )

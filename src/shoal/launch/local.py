@@ -58,7 +58,7 @@ def launch(run: LocalRun, signals: Signals | None = None, spares: Spares | None 
                 return True
 
             judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable}
-            watch = Watch(judged, run.unsaved, excused=run.excused, all_here=run.place is None)
+            watch = Watch(judged, run.unsaved, excused=run.excused, all_here=run.share is None)
             first = _watch(
                 workers, signals, run.replaceable, replace, watch, meanwhile=lambda: spares.tend(run, workers)
             )
@@ -66,7 +66,7 @@ def launch(run: LocalRun, signals: Signals | None = None, spares: Spares | None 
             cut_short = workers[0].given_up and workers[0].process.returncode == ExitCode.PREEMPTED
             if run.replaceable and workers[0].is_well and not cut_short:  # who is left over had been given up
                 return LaunchEnd(workers[0].process.returncode, None, failed_at)
-            return LaunchEnd(*_verdict(workers, signals), failed_at)
+            return LaunchEnd(*_verdict(workers, signals, run.share is not None), failed_at)
         finally:
             start.close()
 
@@ -127,12 +127,13 @@ def _watch(
 def _end_stuck(workers: list[RankProcess], found: list[Stuck]) -> None:
     """Kills ranks that are taken for lost, once they have shown where they are."""
     for rank, reason in ((stuck.rank, stuck.reason) for stuck in found):
-        worker = workers[rank]
+        worker = next(worker for worker in workers if worker.rank == rank)
         shown = heartbeat.end(worker.heartbeat, worker.process)
         worker.stuck = f"{reason}, and was killed" + (f"; it was in\n{shown}" if shown else "")
 
 
-def _verdict(workers: list[RankProcess], signals: Signals) -> tuple[int, ShoalError | None]:
+def _verdict(workers: list[RankProcess], signals: Signals, elsewhere: bool) -> tuple[int, ShoalError | None]:
+    """The exit code, and the root error. `elsewhere`: whether other hosts have ranks, unknown here."""
     ends = [(worker, worker.how_it_ended()) for worker in workers]
     if signals.twice and not all(end for _, end in ends):
         return ExitCode.INTERRUPTED, None
@@ -147,7 +148,7 @@ def _verdict(workers: list[RankProcess], signals: Signals) -> tuple[int, ShoalEr
     if lost:
         return ExitCode.RANK_LOST, _lost(lost[0])
     if told:
-        return ExitCode.FAILED, from_json(told[0])
+        return (ExitCode.RANK_LOST if elsewhere else ExitCode.FAILED), from_json(told[0])
     return max(end["exit_code"] for _, end in ends if end), None
 
 
@@ -158,9 +159,9 @@ def _lost(worker: RankProcess) -> RankLostError:
     except ValueError:
         how = f"ended with code {code}"
     error = RankLostError(
-        given=f"rank {worker.number} (process {worker.process.pid})",
+        given=f"rank {worker.rank} (process {worker.process.pid})",
         conflict=f"it {worker.stuck or f'{how} without a word{worker.last_words()}'}",
         remedy="--resume goes on from the newest checkpoint; SIGKILL by the system often means out of memory",
     )
-    error.rank, error.host = worker.number, socket.gethostname()
+    error.rank, error.host = worker.rank, socket.gethostname()
     return error

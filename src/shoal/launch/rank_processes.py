@@ -41,27 +41,21 @@ class LocalRun:
     excused: dict[str, float] = field(default_factory=dict)  # as `Watch`'s, of starts before this one
     stream: TextIO | None = None  # where rank 0's output goes; None: to this process's own
     lock: int | None = None  # a descriptor that all workers inherit: what it locks is locked until the last is gone
+    share: Environment | None = None  # of the first of these ranks, where other hosts have others; None: all are here
+    listener: socket.socket | None = None  # for rank 0's store, where its port is to be known before; else one is made
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
-    place: Environment | None = None  # of the first of them, where ranks on other hosts are of the run too
-    listener: socket.socket | None = None  # for rank 0's store, where it is on this host; None: on loopback
-
-    @property
-    def first_rank(self) -> int:
-        """The number in the run of this host's first rank."""
-        return self.place.rank if self.place is not None else 0
 
 
 @dataclass
 class RankProcess:
     """Process of a rank, as its launcher knows it."""
 
-    rank: int  # on this host
+    rank: int
     process: subprocess.Popen[bytes]
     report: Path
     log: Path | None
     heartbeat: Path
     relay: OutputRelay | None = None
-    number: int = 0  # in the run
     given_up: bool = False  # killed from here, or asked to end, after another had died
     stuck: str | None = None  # why it was killed from here while it lived
 
@@ -94,7 +88,7 @@ class Start:
         self._run = run
         self._gate: int | None = None  # the end of a pipe on which those that wait read
         self.workers: list[RankProcess] = []
-        self._listener = run.listener or (_listener() if run.first_rank == 0 else None)
+        self._listener = run.listener or (_listener() if run.share is None else listener_at(run.share))
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
         if waits:
             reader, self._gate = os.pipe()
@@ -147,15 +141,26 @@ class Start:
         return Path(self._folder.name)
 
     def _fill(self, gate: int | None = None) -> None:
-        for rank in range(len(self.workers), self._run.num_processes):
-            self.workers.append(self._started(rank, gate))
+        for place in range(len(self.workers), self._run.num_processes):
+            self.workers.append(self._started(place, gate))
 
-    def _started(self, rank: int, gate: int | None = None) -> RankProcess:
-        run, folder = self._run, self._place
+    def _environment(self, place: int) -> Environment:
+        """Environment of the rank that has this place among those of this start."""
+        run, number, share = self._run, self._run.num_processes, self._run.share
+        if share is None:
+            assert self._listener is not None, "all ranks are here"
+            descriptor, port = self._listener.fileno() if place == 0 else None, self._listener.getsockname()[1]
+            key = run.key if run.replaceable else None
+            return Environment(place, number, place, number, port=port, listen_fd=descriptor, key=key)
+        listening = self._listener.fileno() if self._listener is not None and place == 0 else None
+        rank, local_rank = share.rank + place, share.local_rank + place
+        return replace(share, rank=rank, local_rank=local_rank, listen_fd=listening, num_to_start=0)
+
+    def _started(self, place: int, gate: int | None = None) -> RankProcess:
+        run, folder, environment = self._run, self._place, self._environment(place)
+        rank, descriptor = environment.rank, environment.listen_fd
         report, said = folder / f"report-{rank}.json", folder / f"heartbeat-{rank}"
         heartbeat.make(said)
-        environment = self._environment(rank)
-        descriptor = environment.listen_fd
         variables = {
             **os.environ,
             **environment.variables(),
@@ -167,9 +172,8 @@ class Start:
             **({REQUEST_FILE: str(folder / _REQUEST)} if run.request is not None else {}),
             **({GATE_FD: str(gate)} if gate is not None else {}),
         }
-        number = environment.rank
-        log = None if number == 0 else folder / f"log-{number}.txt"
-        relay = OutputRelay(run.stream) if number == 0 and run.stream is not None else None
+        log = None if rank == 0 else folder / f"log-{rank}.txt"
+        relay = OutputRelay(run.stream) if rank == 0 and run.stream is not None else None
         output = relay.writer if relay is not None else None if log is None else log.open("wb")
         try:
             process = subprocess.Popen(
@@ -184,20 +188,7 @@ class Start:
         finally:
             if output is not None:
                 output.close()
-        return RankProcess(rank, process, report, log, said, relay, number)
-
-    def _environment(self, rank: int) -> Environment:
-        """Of a rank, by its number on this host."""
-        run, place = self._run, self._run.place
-        descriptor = self._listener.fileno() if rank == 0 and self._listener is not None else None
-        port = self._listener.getsockname()[1] if self._listener is not None else 0
-        if place is not None:
-            port = place.port or port
-            return replace(
-                place, rank=place.rank + rank, local_rank=rank, port=port, listen_fd=descriptor, num_to_start=0
-            )
-        number, key = run.num_processes, run.key if run.replaceable else None
-        return Environment(rank, number, rank, number, port=port, listen_fd=descriptor, key=key)
+        return RankProcess(rank, process, report, log, said, relay)
 
     def _keep_log(self, worker: RankProcess) -> None:
         folder = self._run.logs
@@ -207,7 +198,7 @@ class Start:
             began = any(path.name != NAME for path in folder.parent.iterdir())
             if began and worker.log.stat().st_size:
                 folder.mkdir(exist_ok=True)
-                shutil.copyfile(worker.log, folder / f"rank-{worker.number}.txt")
+                shutil.copyfile(worker.log, folder / f"rank-{worker.rank}.txt")
 
 
 def tell(workers: Sequence[RankProcess], number: int) -> None:
@@ -225,42 +216,6 @@ def tell_groups(workers: Sequence[RankProcess], number: int) -> None:
         if worker.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, number)
-
-
-def listener_at(environment: Environment) -> socket.socket:
-    """A socket that listens for rank 0's store where ranks on other hosts find it, on that address alone.
-
-    Raises: LaunchError where the address is not this host's, is one that only this host has, or its port is taken.
-    """
-    given = f"rank 0's store at {environment.address}:{environment.port}"
-    try:
-        found = socket.getaddrinfo(environment.address, environment.port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise LaunchError(
-            given=given,
-            conflict=f"{environment.address} has no address here: {error.strerror}",
-            remedy="give the hosts by names or addresses that each of them knows",
-        ) from None
-    family, kind, _, _, place = found
-    if environment.num_hosts > 1 and ipaddress.ip_address(place[0]).is_loopback:
-        raise LaunchError(
-            given=given,
-            conflict=f"on {socket.gethostname()} that is {place[0]}, which no other host reaches",
-            remedy="give the address by which the other hosts reach it, or mend its /etc/hosts",
-        )
-    listener = socket.socket(family, kind)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(place)
-    except OSError as error:
-        listener.close()
-        raise LaunchError(
-            given=given,
-            conflict=f"{socket.gethostname()} cannot listen there: {error.strerror}",
-            remedy="give an address of the host of rank 0, and a port that is free",
-        ) from None
-    listener.listen()
-    return listener
 
 
 def _listener() -> socket.socket:
@@ -285,3 +240,37 @@ def _listener() -> socket.socket:
         ) from None
     listener.listen()
     return listener
+
+
+def listener_at(share: Environment) -> socket.socket | None:
+    """A socket for rank 0's store where rank 0 is here; it listens on the address and on nothing else.
+
+    Raises: LaunchError where the address is none of this host, or no other host reaches it, or the port is taken.
+    """
+    if share.rank != 0:
+        return None
+    given, here = f"rank 0's store at {share.address}:{share.port}", socket.gethostname()
+    listener: socket.socket | None = None
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(share.address, share.port, type=socket.SOCK_STREAM)[0]
+        if share.num_hosts > 1 and ipaddress.ip_address(place[0]).is_loopback:
+            raise LaunchError(
+                given=f"{given}, on host {here}",
+                conflict=f"there it is {place[0]}, which no other host reaches",
+                remedy="give the address by which the other hosts reach it, or mend /etc/hosts there",
+            )
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen()
+        return listener
+    except LaunchError:
+        raise
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise LaunchError(
+            given=f"{given}, on host {here}",
+            conflict=f"nothing can listen there: {error.strerror or error}",
+            remedy="check that rank 0 was started on the host of that address, and that the port is free there",
+        ) from None

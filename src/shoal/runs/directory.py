@@ -20,12 +20,17 @@ class RunDirectory:
         self.job = path / "job.json"
         self.plan = path / "plan.toml"  # complete
         self.records = path / "records.jsonl"  # a step a line
+        self.attempts = path / "attempts.jsonl"  # when each call and each start again began and ended
         self.events = path / "events.jsonl"  # what befell the run, an incident a line
         self.result = path / "result.json"  # how the run ended
         self.checkpoints = path / "checkpoints"  # a directory each
         self.saved = path / "saved.json"  # the step of the newest of them that was written
         self.model = path / "model"  # of a Transformers model its configuration
         self.errors = path / "errors"  # tracebacks, a text file a rank
+
+    def trace(self, steps: str) -> Path:
+        """File of the trace of these steps."""
+        return self.path / f"trace-{steps}.json.gz"
 
     def holds_run(self) -> bool:
         """Whether a run has trained here; one that failed before its first step has not."""

@@ -23,6 +23,7 @@ from shoal.runs.directory import RunDirectory, default_directory
 from shoal.runs.directory_lock import NAME, DirectoryLock, claim
 from shoal.runs.initial_weights import InitialWeights
 from shoal.runs.job_file import JobRequest
+from shoal.runs.trace_steps import TraceSteps
 from shoal.runs.tracking import TrackerName
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class RunRequest:
     restarts: int = 0  # of this call's ranks so far
     lost_at: float | None = None  # when they were lost last, in seconds since the epoch
     checkpoint_every: int | None = None
+    keep_checkpoints: int | None = 3  # of the newest; None: all
     telemetry: bool = True
     certificate: Path | None = None
     says_workers: bool = False  # whether the command or a plan file says how many data workers a rank has
@@ -54,6 +56,7 @@ class RunRequest:
     initial_weights: InitialWeights | None = None  # in place of those that the job's model() makes
     recorded_grains: int | None = None  # those of the run that this call resumes
     trackers: tuple[TrackerName, ...] = ()
+    trace: TraceSteps | None = None
 
     def check(self) -> None:
         """Raises: RunDirectoryError, IntegrityError, CertificateError of the directory, its job, the certificate."""

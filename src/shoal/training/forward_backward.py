@@ -81,6 +81,15 @@ class StepParts:
     observer: Observer
 
 
+def labelled(
+    clock: StepClock, microbatch: Microbatch, what: str = "", **about: Any
+) -> contextlib.AbstractContextManager[None]:
+    """A context that a trace names by the grains of a microbatch."""
+    numbers = [grain.index for grain in microbatch.grains]
+    grains = f"grains {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"grain {numbers[0]}"
+    return clock.labelled(f"{what}{grains}", grains=numbers, samples=microbatch.num_samples, **about)
+
+
 @dataclass(frozen=True)
 class LoadedMicrobatch:
     """Microbatch that was read; `batch` waits for its transfer to the device."""
@@ -112,7 +121,7 @@ class ForwardBackward:
         batch = loaded.batch()
         parts.clock.mark("forward")
         parts.observer.microbatch(loaded.microbatch, batch)
-        with parts.computer.scope(loaded.microbatch):
+        with labelled(parts.clock, loaded.microbatch), parts.computer.scope(loaded.microbatch):
             yield batch
         parts.observer.computed()
         parts.buffers.restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +11,8 @@ from shoal.data.loader import Microbatch
 from shoal.errors import JobError
 from shoal.parallel.base import AccumulatingStrategy, buffer_sums
 from shoal.parallel.pipeline.pipeline import Pipeline, Work
-from shoal.training.forward_backward import ForwardBackward
+from shoal.plans.schedule import Action
+from shoal.training.forward_backward import ForwardBackward, labelled
 
 
 class StageStep:
@@ -44,9 +46,14 @@ class StageStep:
             self._forwarded,
             before_backward=lambda number, last: self._strategy.arm() if last else None,
             backwarded=lambda number, last: self._parts.buffers.restore(),  # what recomputation has changed
+            around=self._labelled,
         )
         pipeline.run(work)
         self._parts.observer.computed()
+
+    def _labelled(self, action: Action) -> AbstractContextManager[None]:
+        what = f"{action.kind.value.replace('_', ' ')}, stage {action.stage}, microbatch {action.microbatch}, "
+        return labelled(self._parts.clock, self._microbatches[action.microbatch], what, stage=action.stage)
 
     def _begins(self, number: int) -> None:
         if number < self._own:

@@ -8,7 +8,10 @@ import os
 import resource
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +23,32 @@ from shoal.runs.records import SPANS, StepRecord, read_steps
 _MEMORY_SECONDS = 0.05
 
 
+class StepListener:
+    """Interface of those who are told what a clock of steps is; this class does nothing. Called on every rank.
+
+    `now` is of `time.perf_counter`, the instant that the clock itself goes by.
+    """
+
+    def begins(self, step: int) -> None:
+        """A step, counted from 1, is about to begin; its time does not run yet."""
+
+    def began(self, now: float) -> None:
+        """The step's time runs, in the span `other`."""
+
+    def entered(self, span: str, now: float) -> None:
+        """The running span has ended, and this one has begun."""
+
+    def ended(self, now: float) -> None:
+        """The step has ended, after all of its spans."""
+
+    def labelled(self, name: str, **about: Any) -> AbstractContextManager[None]:
+        """A context that is a part of a step with a name, such as a microbatch."""
+        return contextlib.nullcontext()
+
+
+_UNLABELLED = contextlib.nullcontext()
+
+
 class StepClock:
     """Clock that divides wall time among the spans of a step: one span runs at a time, so that they sum to the step.
 
@@ -27,34 +56,47 @@ class StepClock:
     then the stream's time, idle time included, and not the time to enqueue the work.
     """
 
-    def __init__(self, device: torch.device, enabled: bool = True, heartbeat: Heartbeat | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        enabled: bool = True,
+        heartbeat: Heartbeat | None = None,
+        listener: StepListener | None = None,
+    ) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._memory_bytes, self._memory_until = 0, 0.0
-        self.enabled, self.heartbeat = enabled, heartbeat or Heartbeat(None)
+        self.enabled, self.heartbeat, self._listener = enabled, heartbeat or Heartbeat(None), listener
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._current, self._since, self._began = "other", 0.0, 0.0
         self._events: list[tuple[str, torch.cuda.Event]] = []
 
-    def begin(self) -> None:
-        """Starts a step, in the span `other`."""
+    def begin(self, step: int = 0) -> None:
+        """Starts a step, counted from 1, in the span `other`."""
+        if self._listener is not None:
+            self._listener.begins(step)
         self.heartbeat.begin_step()
         self.heartbeat.enter("other")
         self._seconds = dict.fromkeys(SPANS, 0.0)
         self._events = []
         self._current = "other"
         self._began = self._since = time.perf_counter()
+        if self._listener is not None:
+            self._listener.began(self._began)
         if self._cuda and self.enabled:
             self._record("other")
 
     def mark(self, span: str) -> None:
         """Ends the running span and starts `span`."""
         self.heartbeat.enter(span)
-        if not self.enabled:
-            return
-        if self._cuda:
-            self._record(span)
+        if not self.enabled and self._listener is None:
             return
         now = time.perf_counter()
+        if self._listener is not None:
+            self._listener.entered(span, now)
+        if self._cuda:
+            if self.enabled:
+                self._record(span)
+            return
         self._seconds[self._current] += now - self._since
         self._current, self._since = span, now
 
@@ -65,8 +107,14 @@ class StepClock:
         total = time.perf_counter() - self._began
         if self._cuda and self.enabled:
             self._read_events(total)
+        if self._listener is not None:
+            self._listener.ended(self._began + total)
         total, *spans = np.array([total, *self._seconds.values()], dtype=np.float32).tolist()
         return total, dict(zip(self._seconds, spans, strict=True))
+
+    def labelled(self, name: str, **about: Any) -> AbstractContextManager[None]:
+        """A context that is a part of a step with a name, for whoever listens."""
+        return _UNLABELLED if self._listener is None else self._listener.labelled(name, **about)
 
     def peak_memory_bytes(self) -> int:
         """Peak memory of this process as `peak_memory_bytes`; on CPUs up to 50 ms ago: short steps share a reading."""
@@ -103,10 +151,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class RecordWriter:
-    """Writer of step records, a line each; a full or vanished disk warns once and changes nothing else."""
+    """Writer of step records, a line each; a full or vanished disk warns once and changes nothing else.
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    `forgotten` is called with the records of steps that are about to be trained again.
+    """
+
+    def __init__(self, path: Path | None, forgotten: Callable[[list[StepRecord]], None] | None = None) -> None:
+        self._path, self._forgotten = path, forgotten
         self._file = path.open("ab", buffering=0) if path else None
 
     def write(self, record: StepRecord) -> None:
@@ -126,11 +177,14 @@ class RecordWriter:
             return
         try:
             self._file.close()
-            kept = [record.to_line() + "\n" for record in read_steps(self._path) if record.step <= step]
+            records = list(read_steps(self._path))
+            kept = [record.to_line() + "\n" for record in records if record.step <= step]
             fresh = self._path.with_suffix(".tmp")
             fresh.write_text("".join(kept), encoding="utf-8")
             fresh.replace(self._path)
             self._file = self._path.open("ab", buffering=0)
+            if self._forgotten is not None and len(kept) < len(records):
+                self._forgotten([record for record in records if record.step > step])
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._give_up(error)
 

@@ -80,7 +80,7 @@ class Trainer:
         fetched: FetchedStep | None = None
         agreement: Agreement | None = None
         while self.state.step < self._num_steps:
-            self._clock.begin()
+            self._clock.begin(self.state.step + 1)
             fetched = fetched or self._runner.fetch(self.state.step)
             agreement = self._agree(fetched, agreement)
             if self._ended_by is not None:
@@ -141,11 +141,12 @@ class Trainer:
         if settled.evaluate and self.state.step and not self._records.is_evaluated(self.state):
             self._records.evaluate(self.state)
         if settled.checkpoint and self.state.step:
-            self._parts.keeper.save(self.state)
+            with self._records.timed("checkpoint"):
+                self._parts.keeper.save(self.state)
         if settled.end is not None and self._ended_by is None:
             self._ended_by = settled.end
             self._around.note("{callback} ends the training after step {step}: {reason}".format(**settled.end))
-        self._clock.begin()
+        self._clock.begin(self.state.step + 1)
 
     def _apply(self, computed: ComputedStep) -> bool:
         """From the sums, which are the same on every rank, to the next state; False: back to an earlier one."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
+import shoal
 from shoal.distributed.failures import as_shoal_error, is_lost_peer, user_error
 from shoal.errors import (
     CollectiveError,
@@ -54,3 +57,26 @@ def test_what_the_system_lacks_is_no_fault_of_shoal() -> None:
         found = as_shoal_error(error)
         assert isinstance(found, LaunchError)
         assert "ulimit -n" in found.remedy
+
+
+LINE = "def fails():\n    shoal.mse('no tensor', 0)\n"
+
+
+def raised_in(file: str) -> str:
+    """Message of an error that a line of a file, or of none, gets out of shoal."""
+    space: dict[str, Any] = {"shoal": shoal}
+    exec(compile(LINE, file, "exec"), space)
+    with ThreadPoolExecutor(1) as pool:  # so that no line of this file is on the way
+        error = pool.submit(space["fails"]).exception()
+    assert error is not None
+    return user_error("data", error).conflict
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<python-input-3>", "<ipython-input-1-ab>"])
+def test_code_that_was_typed_in_is_named(file: str) -> None:
+    assert raised_in(file).endswith(f" at {file}:2 in fails")
+
+
+def test_shoals_own_lines_are_never_the_users() -> None:
+    """Of a lambda that came by value from a process whose code has no source."""
+    assert " at " not in raised_in("<string>")

@@ -26,6 +26,7 @@ from shoal.runs.directory import RunDirectory, default_directory, read_json
 from shoal.runs.initial_weights import initial_weights
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.runs.request import RunRequest, loaded
+from shoal.runs.trace_steps import TraceSteps
 from shoal.runs.tracking import TrackerName
 
 
@@ -51,10 +52,7 @@ def run(options: RunOptions) -> int:
         if environment.single_host:
             request = request.with_own_sums()
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
-        for (
-            name,
-            text,
-        ) in environment.variables().items():  # other engines' ranks have torchrun's words too: jobs read them
+        for name, text in environment.variables().items():  # for jobs that read torchrun's words, on other engines too
             os.environ.setdefault(name, text)
         return _train(request, environment, unprepared=True)
     with claimed(request) as (request, lock):
@@ -100,6 +98,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
+    options = _going_on(options, suffix)
     wishes = Wishes(options.devices, options.exact, options.precision, options.workers, options.max_microbatch)
     steps = options.steps
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
@@ -111,6 +110,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
             given="--accept-changes", conflict="only a resumed run has a job to differ from", remedy="add --resume"
         )
     trackers = tuple(_tracker(text) for text in options.track)
+    trace = TraceSteps.parse(options.trace) if options.trace is not None else None
     weights = initial_weights(options.init_from, options.init_allow, options.init_rename)
     if options.resume and weights is not None:
         raise CommandError(
@@ -126,6 +126,8 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
     if resumed_plan and options.exact and not plan.execution.exact:
         plan = plan.with_sections(batch={"grains_per_microbatch": 0})  # the run's own number, which nobody wrote
     asked = apply_wishes(plan, wishes, from_file=bool(options.plan))
+    if trace is not None and asked.serves:
+        raise _no_trace(trace)
     if resumed_plan and asked.layout != plan.layout:
         print(f"note: the run's layout, {described(plan)}, becomes {described(asked)}", file=sys.stderr)
     return RunRequest(
@@ -140,14 +142,48 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         steps=steps,
         max_restarts=options.max_restarts,
         checkpoint_every=options.checkpoint_every,
+        keep_checkpoints=_num_kept(options.keep_checkpoints, kept if options.resume else None),
         telemetry=not options.no_telemetry,
         certificate=Path(options.require_certificate) if options.require_certificate else None,
         says_workers=says_workers,
         plan_resumed=resumed_plan,
         initial_weights=weights,
         trackers=trackers,
+        trace=trace,
         numbered=None if options.out or options.resume else name,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
+    )
+
+
+def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | None:
+    """Number of checkpoints that are kept, None for all; that of the run where it is resumed. Raises: CommandError."""
+    if text is None:
+        text = ((read_json(resumed.job) if resumed is not None else None) or {}).get("keep_checkpoints", 3)
+    if text == "all":
+        return None
+    if not isinstance(text, bool | float) and str(text).isdecimal() and int(text) >= 1:
+        return int(text)
+    raise CommandError(
+        given=f"--keep-checkpoints {text}",
+        conflict="--keep-checkpoints takes a whole number of at least 1, or all",
+        remedy="write --keep-checkpoints 3, say",
+    )
+
+
+def _going_on(options: RunOptions, suffix: str) -> RunOptions:
+    """The options with --resume-if-exists as what it comes to in this directory."""
+    if not options.resume_if_exists or options.resume:
+        return options
+    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    out = Path(options.out) if options.out else default_directory(job.name + suffix, True)
+    return replace(options, resume=RunDirectory(out).job.exists())
+
+
+def _no_trace(steps: TraceSteps) -> CommandError:
+    return CommandError(
+        given=f"--trace {steps} with servers (server.mode of the plan)",
+        conflict="workers compute parts of different steps at a time, so that a step has no beginning of its own",
+        remedy='leave --trace out, or trace the job with server.mode = "none"',
     )
 
 

@@ -12,9 +12,10 @@ from shoal.hardware.detect import cores
 from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission, launcher
 from shoal.launch.local import launch
-from shoal.launch.rank_processes import LocalRun, listener_at
+from shoal.launch.rank_processes import LocalRun
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
+from shoal.plans.legal import World, other_world, refuse
 from shoal.runs.directory import RunDirectory
 from shoal.runs.request import RunRequest, devices_here
 
@@ -60,18 +61,26 @@ def submission_of(options: RunOptions, request: RunRequest, own: str = "") -> Su
 
 
 def started_on_host(options: RunOptions, request: RunRequest, environment: Environment) -> int:
-    """Starts this host's ranks of a run on several hosts, and waits for them; the exit code."""
-    fixed = replace(options, resume=request.resume)
+    """Starts this host's ranks of a run on several hosts, and waits for them; the exit code.
+
+    Rank 0 takes the run directory, wherever it is: the hosts' processes do not know of each other.
+    """
+    size = environment.world_size
+    request = request.with_devices(size)
+    if environment.single_host:
+        request = request.with_own_sums()
+    refuse(other_world(request.plan, World(size, f"{size} processes on {environment.num_hosts} hosts")))
     run = LocalRun(
-        ["run", *arguments_of(fixed, without=_OWN)],
+        ["run", *arguments_of(replace(options, out=str(request.out), resume=request.resume), without=_OWN)],
         environment.num_to_start,
-        max(1, cores() // environment.num_to_start) if not request.plan.execution.exact else 1,
+        1 if request.plan.execution.exact else max(1, cores() // environment.num_to_start),
         request.out / "logs",
-        place=environment,
+        share=environment,
         unsaved=Recovery(0, RunDirectory(request.out)).unsaved_seconds,
-        listener=listener_at(environment) if environment.host == 0 else None,
     )
-    code, error, _ = launch(run)
-    if error is not None:
-        print(error.render(), file=sys.stderr)
-    return code
+    signals = Signals(impatient=False)
+    with signals.handled():
+        ended = launch(run, signals)
+    if ended.error is not None:
+        print(ended.error.render(), file=sys.stderr)
+    return ended.code

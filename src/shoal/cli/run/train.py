@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from shoal.launch.signals import Signals
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
+from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, read_json, write_file
 from shoal.runs.job_file import LoadedJob, load
@@ -46,6 +48,7 @@ from shoal.training.engine import Engine, Options, build
 from shoal.training.forward_backward import Observer
 from shoal.training.metering import StepMeter
 from shoal.training.preflight import judged_for, shake_hands, with_judged_grains
+from shoal.training.step_profile import StepProfile
 from shoal.training.step_records import Outcome, Surroundings
 from shoal.training.telemetry import RecordWriter
 
@@ -60,7 +63,9 @@ class _Call:
     signals: Signals
     notes: tuple[str, ...] = ()
     why_grains: str = "as the job says"
+    profile: StepProfile | None = None
     unlike: list[str] | None = None  # of a resume with other settings: the fields of the job that these change
+    start_up: StartUp = field(default_factory=lambda: StartUp(time.time()))
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
@@ -74,17 +79,19 @@ def run(request: RunRequest, environment: Environment, signals: Signals, *, unpr
 def _run(request: RunRequest, environment: Environment, signals: Signals, unprepared: bool) -> ExitCode:
     """Trains. Raises: one of shoal's errors, whose traceback is kept in the run directory."""
     directory = RunDirectory(request.out)
+    start_up = StartUp(request.lost_at or request.started_at)
+    start_up.ends("launch")
     with contextlib.ExitStack() as held:  # the lock of the run directory, until its last file is written
         try:
             prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
             unlike = _compared(request) if environment.rank == 0 else None  # before there is anything of the job here
             loaded = _attempt(request)
             if request.plan.serves:
-                return _serve(_Call(request, loaded(), signals, unlike=unlike), environment)
+                return _serve(_Call(request, loaded(), signals, unlike=unlike, start_up=start_up), environment)
             if environment.world_size == 1:
                 loaded()
             with open_mesh(environment, request.plan.degrees) as mesh:
-                call = _Call(request, together(mesh, loaded), signals, unlike=unlike)
+                call = _Call(request, together(mesh, loaded), signals, unlike=unlike, start_up=start_up)
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
@@ -152,7 +159,7 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
 
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
     """Tells of what has no effect in the job, and in a plan as this call gives it."""
-    warn_of(job.without_effect())
+    warn_of([*job.without_effect(), *job.doubtful()])
     if unprepared:
         warn_of(request.without_effect())
     if not request.plan_resumed:  # what a run keeps was completed by it
@@ -163,16 +170,21 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     request = call.request
     if mesh.rank == 0 and plan.shards_model and plan.shard.offload and mesh.device.type == "cpu":
         warn_of(["shard.offload = true: no effect, since the ranks compute on the host already"])
-    meter = StepMeter()
-    options = replace(_options(request, meter), callbacks=_callbacks(call.loaded.job, request))
+    meter, profile = StepMeter(), None
+    if request.trace is not None:
+        profile = StepProfile(request.trace, mesh, RunDirectory(request.out).trace(str(request.trace)))
+    options = replace(_options(request, meter), callbacks=_callbacks(call.loaded.job, request), listener=profile)
+    call.start_up.ends("job")
     engine = build(call.loaded.job, plan, mesh, options)
     try:
         if request.telemetry:
             stage_groups = engine.pipeline.messages.groups if engine.pipeline is not None else []
             meter.attach(engine.sharded_model, engine.updater.optimizer, engine.strategy, stage_groups)
-        return _train_built(engine, call)
+        return _train_built(engine, replace(call, profile=profile))
     finally:
         meter.close()
+        if profile is not None:
+            profile.close()
         engine.close()
 
 
@@ -191,6 +203,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         checkpoints=kept.checkpoints,
         saved=kept.saved,
         checkpoint_every=request.checkpoint_every,
+        keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
@@ -215,6 +228,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
         return ExitCode.DONE
     with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
         options = replace(_options(request, Observer()), take_workers=False, callbacks=_callbacks(job, request))
+        call.start_up.ends("job")
         engine = build(job, plan, alone(torch.device("cpu")), options)
         try:
             return _train_built(engine, call, crew)
@@ -224,6 +238,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
 
 def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> ExitCode:
     mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.out)
+    call.start_up.ends("build")
     loaded = replace(call.loaded, job=engine.job)  # with its data opened
     description = _describe(loaded, engine, request, call.why_grains)
     saved = read_json(directory.job) if request.resume else None
@@ -262,8 +277,11 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
             around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
             if first < num_steps:
                 engine.rehearse()
-            records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
-            with contextlib.closing(records):
+            log = AttemptLog(directory.attempts if mesh.rank == 0 else None)
+            _tell_start(log, call, engine, (state, num_steps))
+            result.log = log
+            records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
+            with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
@@ -277,6 +295,34 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
+    """A context whose steps are traced, where the call asks for it; the trace is written where it ends well."""
+    if call.profile is None:
+        yield
+        return
+    call.profile.attach(note)
+    yield
+    call.profile.conclude()
+
+
+def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> None:
+    """Writes when this attempt began, what its start-up took, and what it is."""
+    state, num_steps = course
+    call.start_up.ends("prepare")
+    device = engine.mesh.device.type
+    log.began(
+        call.request.lost_at or call.request.started_at,
+        call.start_up.seconds,
+        resumed_from=state.step if state else 0 if call.request.resume else None,
+        restarts=call.request.restarts,
+        num_steps=num_steps,
+        world_size=engine.plan.degrees.world_size,
+        host=platform.node(),
+        device=torch.cuda.get_device_name(engine.mesh.device) if device == "cuda" else device,
+    )
 
 
 def _trained(
@@ -308,6 +354,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "given": dict(request.job.settings),
         "by_value": request.job.by_value,
         "stop_after": request.steps,
+        "keep_checkpoints": request.keep_checkpoints or "all",
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,

@@ -20,6 +20,7 @@ LAUNCHERS = {
     "slurm": "shoal.launch.launchers.slurm",
     "mpi": "shoal.launch.launchers.mpi",
     "hosts": "shoal.launch.launchers.ssh",
+    "kubernetes": "shoal.launch.launchers.kubernetes",
 }
 
 

@@ -36,7 +36,8 @@ class _Mpirun:
     def words(self, num_processes: int, variables: Mapping[str, str], options: list[str]) -> list[str]:
         if self.is_open_mpi:
             given = [word for name, text in variables.items() for word in ("-x", f"{name}={text}")]
-            alone = ["--mca", "orte_abort_on_non_zero_status", "0"]
+            # Without recovery it waits for ever for one that a signal has killed.
+            alone = ["--mca", "orte_abort_on_non_zero_status", "0", "--enable-recovery"]
         else:
             given = [word for name, text in variables.items() for word in ("-genv", name, text)]
             alone = ["-disable-auto-cleanup"]

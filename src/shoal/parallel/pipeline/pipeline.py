@@ -37,7 +37,8 @@ class Work:
     `begins` is called before each forward of a stage, and `forwarded` within its scope after it with (microbatch,
     result): the result of the function on the last stage, of which it returns what has a gradient; None on the others.
     `before_backward` and `backwarded` are called around each backward that gives the weights their gradients, with
-    (microbatch, whether it is this rank's last).
+    (microbatch, whether it is this rank's last). `around` is a context of each action of the schedule, its messages
+    included.
     """
 
     function: Function
@@ -47,6 +48,7 @@ class Work:
     forwarded: Callable[[int, Any], Tensor | None]
     before_backward: Callable[[int, bool], None] = lambda microbatch, last: None
     backwarded: Callable[[int, bool], None] = lambda microbatch, last: None
+    around: Callable[[Action], AbstractContextManager[None]] = lambda action: contextlib.nullcontext()
 
 
 @dataclass
@@ -144,7 +146,7 @@ class Pipeline:
         lasts = [a for a in own if a.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)][-1:]
         for action in own:
             key = action.stage, action.microbatch
-            with self.units.action(action):
+            with work.around(action), self.units.action(action):
                 if action.kind is ActionKind.FORWARD:
                     kept[key] = self._forward(work, action, action == own[-1])
                 elif action.kind is ActionKind.BACKWARD_WEIGHT:

@@ -15,6 +15,7 @@ from shoal.job import Job
 from shoal.parallel.model.sharded_model import ShardedModel, local, whole_tensors
 from shoal.plans.plan import Plan
 from shoal.runs.records import StepRecord
+from shoal.training.callbacks.hook_barrier import HookBarrier
 
 if TYPE_CHECKING:
     from shoal.checkpoint.run_state import RunState
@@ -56,6 +57,7 @@ class Limbs:
     build: Callable[[], nn.Module]
     gives: Callable[[str], None]
     note: Callable[[str], None]
+    barrier: HookBarrier
 
 
 class RunControl:
@@ -68,6 +70,7 @@ class RunControl:
         self._facts, self._limbs, self._state = facts, limbs, state
         self.asked, self.reasons = 0, dict[str, str]()
         self.caller: Callback | None = None  # whose hook is running
+        self.failed_alone = False  # an error ends this rank, and maybe no other: nothing can be gathered
 
     @property
     def job(self) -> Job:
@@ -164,8 +167,17 @@ class RunControl:
         """A copy of the model with all parameters, in eval mode, on rank 0's CPU; None on the other ranks.
 
         Collective: all ranks, so that every rank's hook has to call it. Rank 0 needs memory for the model.
+        Raises: JobError, on the ranks that call it, where the model is divided and a rank's hook does not come to it.
         """
         held = self._held()
+        if held.divides_state and self.world_size > 1:
+            if self.failed_alone:
+                raise JobError(
+                    given="run.whole_model() in an on_end whose status is failed",
+                    conflict="the model is divided over the ranks, and the others may wait elsewhere",
+                    remedy='write `if ending.status != "failed":` before it; the last checkpoint has the whole model',
+                )
+            self._limbs.barrier.wait("run.whole_model()")
         found = dict(whole_tensors(held, held.tensors()))
         if self.rank != 0:
             return None

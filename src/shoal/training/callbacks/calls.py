@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint.run_state import RunState
+from shoal.checkpoint.state import TENSOR, encode
 from shoal.distributed.agreement import raise_together
 from shoal.distributed.failures import as_shoal_error, is_lost_peer, place_of
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, ShoalError, UserCodeError
-from shoal.numerics.isolation import generators_kept
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.base import (
@@ -34,8 +34,9 @@ from shoal.training.callbacks.base import (
     refuse_own,
 )
 from shoal.training.callbacks.ema import EMA
+from shoal.training.callbacks.guard import Meddled, ModelGuard
+from shoal.training.callbacks.hook_barrier import HookBarrier, MissingRankError
 
-_CHUNK = 1 << 22  # elements of which a checksum is taken at once: 32 MiB each time
 _ASKING = ("on_start", "on_step", "on_evaluation", "on_checkpoint")
 
 
@@ -67,6 +68,8 @@ class CallbackCalls:
                 remedy="keep one of them, or write a Callback with parameter_tensors() for the others",
             )
         self._run: RunControl | None = None
+        self._model: ShardedModel | None = None
+        self._barrier = HookBarrier(mesh)
         # As agreed: one that has raised is called until then, since its hook may gather something of all ranks.
         self._off: set[str] = set()
         self._failures: list[dict[str, Any]] = []
@@ -84,13 +87,17 @@ class CallbackCalls:
         self, facts: RunFacts, model: ShardedModel, build: Callable[[], nn.Module], note: Callable[[str], None]
     ) -> None:
         """Gives the callbacks their run, before the first step."""
-        self._guard = _Guard(model)
-        self._run = RunControl(facts, Limbs(model, build, self._guard.gives, note), lambda: self._state)
+        self._guard, self._model = ModelGuard(model), model
+        limbs = Limbs(model, build, self._guard.gives, note, self._barrier)
+        self._run = RunControl(facts, limbs, lambda: self._state)
 
     def start(self, state: RunState) -> None:
         """Before the first step."""
         self._state = state
         self._call("on_start")
+        self.states()  # once now: a state that cannot be saved shows before the first step, not at a checkpoint
+        self.parameter_tensors()
+        self.unagreed |= bool(self._failures)
 
     def stepped(self, state: RunState, record: StepRecord) -> None:
         """After a step."""
@@ -116,10 +123,19 @@ class CallbackCalls:
             self.settle(mesh, 0)
 
     def failed(self, error: Exception) -> None:
-        """At the end of a training that has failed."""
-        ending = Ending("failed", self._state.step, {}, error=str(as_shoal_error(error)))
+        """At the end of a training that has failed, on this rank alone maybe."""
+        told = as_shoal_error(error)
+        ending = Ending("failed", self._state.step, {}, error=str(told))
+        if self._run is None:
+            return
+        if not told.everywhere:
+            self._run.failed_alone = True
+            self._barrier.leave()
+        before = len(self._failures)
         with contextlib.suppress(JobError):  # of a hook that changes the model: the run has failed as it is
             self._call("on_end", ending)
+        for failure in self._failures[before:]:
+            self._run.note(f"callback {failure['key']} raised in on_end on {failure['where']}: {failure['said']}")
 
     def _call(self, hook: str, *arguments: Any) -> None:
         if self._run is None:
@@ -130,10 +146,13 @@ class CallbackCalls:
             if hook in _ASKING and not type(callback).watches_only:
                 self.unagreed = True
             self._run.caller = callback
+            self._barrier.begin()
+            raised = True
             try:
                 with self._guard.around(callback.key, hook):
                     getattr(callback, hook)(self._run, *arguments)
-            except _Meddled as error:  # at once: nothing may be computed or saved with it
+                raised = False
+            except Meddled as error:  # at once: nothing may be computed or saved with it
                 self.meddled = f"callback {callback.key} has changed the model"
                 raise error.told from None
             except (Exception, SystemExit) as error:
@@ -141,6 +160,7 @@ class CallbackCalls:
                     raise
                 self._fail(callback, hook, error)
             finally:
+                self._barrier.end(raised)
                 self._run.caller = None
 
     def _fail(self, callback: Callback, hook: str, error: BaseException) -> None:
@@ -150,8 +170,10 @@ class CallbackCalls:
         where = f"rank {rank} on {host}" if host else f"rank {rank}"
         if any(failure["key"] == callback.key for failure in self._failures):
             return
-        self._failures.append({"key": callback.key, "hook": hook, "step": step, "where": where, "said": said})
-        if callback.required:
+        derived = isinstance(error, MissingRankError) and error.derived
+        failure = {"key": callback.key, "hook": hook, "step": step, "where": where, "said": said, "derived": derived}
+        self._failures.append(failure)
+        if callback.required and not derived:
             self._errors[callback.key] = (
                 error if isinstance(error, ShoalError) else _raised(callback, hook, said, error)
             )
@@ -170,7 +192,7 @@ class CallbackCalls:
         run = self._run
         reasons = dict(run.reasons) if run is not None else {}
         told = mesh.gather_json({"failures": self._failures, "reasons": reasons})
-        failures = [failure for own in told for failure in own["failures"]]
+        failures = sorted((f for own in told for f in own["failures"]), key=lambda f: bool(f["derived"]))
         self._failures = []
         if run is not None:
             run.asked = 0
@@ -202,18 +224,23 @@ class CallbackCalls:
 
     # -------------------------------------------------------------------------------------------------- checkpoints
     def states(self) -> dict[str, Mapping[str, Any]]:
-        """Each callback's state, of those that are not switched off."""
-        return self._gathered("state_dict")
+        """Each callback's state, of those that are not switched off; one that cannot be saved is its failure."""
+        return self._gathered("state_dict", _refuse_unsaveable)
 
     def parameter_tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Each callback's tensors of parameters, likewise."""
-        return self._gathered("parameter_tensors")
+        if self._model is None:  # the run has not begun: nothing is known of it
+            return {}
+        shapes = {name: local(p).shape for name, p in self._model.parameters()}
+        return self._gathered("parameter_tensors", lambda _, found: _refuse_uncut(found, shapes))
 
-    def _gathered(self, method: str) -> dict[str, Mapping[str, Any]]:
+    def _gathered(self, method: str, refuse: Callable[[str, Mapping[str, Any]], None]) -> dict[str, Mapping[str, Any]]:
         found: dict[str, Mapping[str, Any]] = {}
         for callback in (c for c in self._callbacks if c.key not in self._off and overrides(c, method)):
             try:
-                found[callback.key] = dict(getattr(callback, method)())
+                own = dict(getattr(callback, method)())
+                refuse(callback.key, own)
+                found[callback.key] = own
             except Exception as error:
                 self._fail(callback, method, error)
         return found
@@ -266,107 +293,19 @@ def _raised(callback: Callback, hook: str, said: str, error: BaseException) -> S
     )
 
 
-class _Meddled(Exception):  # noqa: N818 - it carries the error
-    def __init__(self, told: ShoalError) -> None:
-        self.told = told
+def _refuse_unsaveable(key: str, state: Mapping[str, Any]) -> None:
+    """Raises: UserCodeError for a state that no checkpoint can have."""
+    encode(state, key, "callback", lambda path, tensor: {TENSOR: path})
 
 
-class _Guard:
-    """Context of a hook: generators, modes and buffers are afterwards as they were, and parameters have to be."""
-
-    def __init__(self, model: ShardedModel) -> None:
-        self._model, self._device = model, model.mesh.device
-        self._armed: tuple[list[tuple[nn.Module, bool]], list[tuple[Tensor, Tensor]]] | None = None
-        self._inside = False
-        # A callback may keep what it was given once, and use it in any later hook.
-        self._has_model = self._has_parameters = False
-        self._sums: list[int] = []
-
-    def gives(self, what: str) -> None:
-        """Before a hook has the "model" or its "parameters"; they are watched from now on."""
-        if not self._has_parameters:
-            self._has_parameters = True
-            if self._inside:
-                self._sums = self._sums_now()
-        if what == "model":
-            self._has_model = True
-            self._arm()
-
-    def _arm(self) -> None:
-        if not self._inside or self._armed is not None:
-            return
-        modes = [(module, module.training) for module in self._model.model.modules()]
-        buffers = [(b, b.detach().clone()) for _, b in self._model.buffers()]
-        self._armed = modes, buffers
-
-    def _seen(self) -> dict[str, tuple[int, bool, int]]:
-        """Of each parameter: torch's count of changes, whether it is trained, and which object it is."""
-        return {
-            name: (getattr(p, "_local_tensor", p)._version, p.requires_grad, id(p))
-            for name, p in self._model.parameters()
-        }
-
-    def _sums_now(self) -> list[int]:
-        """A checksum of each parameter: torch counts no change that is made through `p.data`."""
-        sums = [_checksum(local(p)) for _, p in self._model.parameters()]
-        return torch.stack(sums).tolist() if sums else []
-
-    @contextlib.contextmanager
-    def around(self, key: str, hook: str) -> Iterator[None]:
-        """Around one hook. Raises: _Meddled where it has changed a parameter."""
-        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        before, self._inside = self._seen(), True
-        if self._has_parameters:
-            self._sums = self._sums_now()
-        if self._has_model:
-            self._arm()
-        try:
-            with torch.no_grad(), generators_kept():
-                yield
-        finally:
-            self._inside = False
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda, self._device)
-            self._put_back()
-        changed = self._changed(before)
-        if changed is not None:
-            raise _Meddled(
-                JobError(
-                    given=f"callback {key}, whose {hook} changes {changed}",
-                    conflict="callbacks do not train: a change in place is in no gradient, and other layouts would not "
-                    "make it",
-                    remedy="change parameters in the optimizer's step (an optimizer hook), or by "
-                    "torch.nn.utils.parametrize in the model",
-                )
+def _refuse_uncut(found: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises: UserCodeError for what is no tensor of a parameter, cut as it is; `shapes`: of those on this rank."""
+    for name, tensor in found.items():
+        if name not in shapes or not isinstance(tensor, Tensor) or tensor.shape != shapes[name]:
+            got = f"of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"of type {type(tensor).__name__}"
+            needed = f"that parameter has {list(shapes[name])} here" if name in shapes else "no parameter has that name"
+            raise UserCodeError(
+                given=f"parameter_tensors() with {name!r} {got}",
+                conflict=needed,
+                remedy="give a tensor for names and shapes of run.parameters() alone; others go into state_dict()",
             )
-
-    def _changed(self, before: Mapping[str, tuple[int, bool, int]]) -> str | None:
-        """The first parameter that is not as it was before a hook."""
-        now = self._seen()
-        changed = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
-        if changed is None and self._has_parameters:
-            sums = zip(now, self._sums, self._sums_now(), strict=True)
-            changed = next((name for name, was, found in sums if was != found), None)
-        return changed
-
-    def _put_back(self) -> None:
-        armed, self._armed = self._armed, None
-        if armed is None:
-            return
-        for module, training in armed[0]:
-            module.training = training
-        with torch.no_grad():
-            for buffer, kept in armed[1]:  # always: torch counts no version where batch statistics are written
-                buffer.copy_(kept)
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """Sum of a tensor's bits, weighted by place so that changes of sign and order show; int64 []."""
-    own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
-    bits = own.view(kind).reshape(-1)
-    weights = torch.arange(1, 2 * min(bits.numel(), _CHUNK) + 1, 2, device=bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for chunk in bits.split(_CHUNK):
-        total = 3 * total + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
-    return total

@@ -98,9 +98,9 @@ class Conductor:
         try:
             self._crew.assemble()
             self.servers.load(self.state.step)
-            self._retreat.begin()
             self._engine.introduce_callbacks(self._num_steps, self._around)
             callbacks.start(self.state)
+            self._retreat.begin()
             self._clock.begin()
             status = self._steps()
         except Exception as error:
@@ -156,6 +156,7 @@ class Conductor:
             self.servers.fetch(optimizer=self._engine.job.watched is not None)  # the best is saved
             self._records.evaluate(self.state)
         is_ended = self._heed()
+        self._clock.begin()  # so that no step's time has the evaluation
         self._records.write()
         if is_ended or step >= self._num_steps:
             return "completed"

@@ -29,6 +29,7 @@ class _GoodState:
     loss: float
     model: dict[str, Tensor]
     optimizer: tuple[dict[str, Tensor], dict[str, Any]]
+    callbacks: dict[str, Any]
 
 
 class Retreat:
@@ -90,7 +91,11 @@ class Retreat:
     def _keep(self, loss: float) -> None:
         model, optimizer = self._engine.model, self._engine.updater.optimizer
         self._kept = _GoodState(
-            copy.deepcopy(self._state), loss, model_tensors(model), optimizer_state(optimizer, model)
+            copy.deepcopy(self._state),
+            loss,
+            model_tensors(model),
+            optimizer_state(optimizer, model),
+            copy.deepcopy(self._engine.callbacks.states()),
         )
 
     def go(self, logbook: ServedRecords, desk: TaskQueue) -> int:
@@ -115,6 +120,7 @@ class Retreat:
         vars(state).update(vars(kept.state), server=asdict(guard))
         load_model(self._engine.model, kept.model)
         load_optimizer(self._engine.updater.optimizer, self._engine.model, *kept.optimizer)
+        self._engine.callbacks.restore(kept.callbacks, {})  # no tensors of parameters: these are on the servers
         self._servers.load(state.step)
         self.era += 1
         desk.restart(self.rules, state.step)

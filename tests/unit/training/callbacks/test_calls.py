@@ -56,11 +56,13 @@ def job(*callbacks: shoal.Callback, steps: int = 6, **changes: Any) -> shoal.Job
     return shoal.Job(**{**said, **changes})
 
 
-def trained(wanted: shoal.Job, folder: Path | None = None, *, resume: bool = False) -> tuple[str, Outcome, list[str]]:
+def trained(
+    wanted: shoal.Job, folder: Path | None = None, *, resume: bool = False, lines: list[str] | None = None
+) -> tuple[str, Outcome, list[str]]:
     """The weights' hash, the outcome, and the lines for people."""
     options = Options(telemetry=False, checkpoints=folder, callbacks=tuple(wanted.callbacks), checkpoint_every=2)
     made = build(wanted, judged(wanted, Plan()).plan, alone(torch.device("cpu")), options)
-    lines: list[str] = []
+    lines = lines if lines is not None else []
     try:
         state, complaints = made.load() if resume else (None, [])
         lines += complaints
@@ -305,13 +307,54 @@ def test_states_without_a_taker_are_told_of(tmp_path: Path) -> None:
     assert "the state of callback Told is left: this job has no such callback" in lines
 
 
-def test_a_state_that_is_none_is_named(tmp_path: Path) -> None:
-    class Opaque(shoal.Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"file": object()}
+class Opaque(shoal.Callback):
+    """With a state that no checkpoint can have."""
 
+    def __init__(self, required: bool = False, **kept: Any) -> None:
+        self.required, self.kept = required, kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"file": object()} if not self.kept else {}
+
+    def parameter_tensors(self) -> dict[str, Any]:
+        return self.kept
+
+
+UNSAVEABLE: list[tuple[dict[str, Any], str]] = [
+    ({}, "UserCodeError: callback state Opaque/file of type object"),
+    ({"gone": torch.zeros(3)}, "'gone' of shape [3]; no parameter has that name"),
+    ({"inner.0.bias": torch.zeros(3)}, "'inner.0.bias' of shape [3]; that parameter has [4] here"),
+    ({"inner.0.bias": 1.0}, "'inner.0.bias' of type float"),
+]
+
+
+@pytest.mark.parametrize(("kept", "said"), UNSAVEABLE)
+def test_a_state_that_is_none_switches_the_callback_off_before_the_first_step(
+    kept: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    found, _, lines = trained(job(Opaque(**kept)), tmp_path)
+    assert said in lines[0]
+    assert "callback Opaque raised in" in lines[0]
+    assert "after step 0 on rank 0" in lines[0]
+    assert "shoal/checkpoint" not in lines[0], "no line of the user's"
+    assert found == trained(job())[0]
+
+
+def test_a_state_that_is_none_ends_the_run_where_it_is_required(tmp_path: Path) -> None:
     with pytest.raises(UserCodeError, match="callback state Opaque/file of type object"):
-        trained(job(Opaque()), tmp_path)
+        trained(job(Opaque(required=True)), tmp_path)
+    assert not list(tmp_path.iterdir()), "before the first step"
+
+
+def test_an_on_end_that_raises_after_a_failure_is_named() -> None:
+    class Ends(shoal.Callback):
+        def on_end(self, run: Any, ending: Any) -> None:
+            raise OSError("second")
+
+    lines: list[str] = []
+    with pytest.raises(UserCodeError, match="no such thing"):
+        trained(job(Raises("on_step", required=True), Ends()), lines=lines)
+    assert any("callback Ends raised in on_end on rank 0" in line and "OSError: second" in line for line in lines)
 
 
 def test_the_whole_model_is_a_copy(tmp_path: Path) -> None:

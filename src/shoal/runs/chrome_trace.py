@@ -1,0 +1,146 @@
+"""Traces of all ranks in one file, in the Trace Event Format that Perfetto and chrome://tracing read.
+
+Times are in microseconds on rank 0's clock, from the beginning of the first traced step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Rows of a rank before those of its threads: steps and spans, microbatches.
+SPAN_ROW, MICROBATCH_ROW = 0, 1
+_OWN_ROWS = ("shoal: steps and spans", "shoal: microbatches")
+# Rows of one process. Their numbers are told apart over all ranks: some viewers take a thread's number for unique.
+_ROWS = 1000
+# What the profiler says of every operator and no viewer shows usefully: half of the file.
+_LEFT_OUT = frozenset({"Ev Idx", "Record function id", "Sequence number", "Fwd thread id"})
+
+
+@dataclass(frozen=True)
+class OwnEvent:
+    """An interval that shoal knows of: seconds on the clock of its rank's `time.perf_counter`."""
+
+    name: str
+    row: int
+    began: float
+    ended: float
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """Events of one rank: intervals of shoal's own, and the profiler's.
+
+    `profiled`: traceEvents of the profiler, whose microseconds are those of `time.perf_counter` minus `lag` seconds.
+    `clock`: seconds to add for rank 0's clock.
+    """
+
+    rank: int
+    host: str
+    own: Sequence[OwnEvent]
+    profiled: Sequence[Mapping[str, Any]]
+    lag: float = 0.0
+    clock: float = 0.0
+
+    def events(self) -> list[dict[str, Any]]:
+        """Events of this rank's process, on rank 0's clock in microseconds."""
+        rows = _ThreadRows(self.rank)
+        shift = (self.lag + self.clock) * 1e6
+        found = [self._of_own(event, rows) for event in self.own]
+        names: dict[tuple[Any, Any], str] = {}
+        for event in self.profiled:
+            if event.get("ph") == "M" and event.get("name") == "thread_name":
+                names[event["pid"], event["tid"]] = str(event["args"].get("name", ""))
+        for event in self.profiled:
+            if event.get("ph") in ("X", "s", "f") and event.get("cat") != "Trace" and "ts" in event:
+                key = event.get("pid"), event.get("tid")
+                found.append(_moved(event, rows.pid, rows.of(key, names.get(key)), shift))
+        return [*rows.titles(self.host), *found]
+
+    def _of_own(self, event: OwnEvent, rows: _ThreadRows) -> dict[str, Any]:
+        return {
+            "ph": "X",
+            "cat": "shoal",
+            "name": event.name,
+            "pid": rows.pid,
+            "tid": rows.first + event.row,
+            "ts": _rounded((event.began + self.clock) * 1e6),
+            "dur": _rounded((event.ended - event.began) * 1e6),
+            "args": dict(event.about),
+        }
+
+
+class _ThreadRows:
+    """Rows of a rank's process, numbered as they come."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.pid, self.first = rank, rank + 1, (rank + 1) * _ROWS
+        self._found: dict[tuple[Any, Any], tuple[int, str]] = {}
+
+    def of(self, key: tuple[Any, Any], name: str | None) -> int:
+        """The number of a row, by the profiler's process and thread."""
+        if key not in self._found:
+            number = len(_OWN_ROWS) + len(self._found)
+            self._found[key] = self.first + number, name or f"thread {key[1]}"
+        return self._found[key][0]
+
+    def titles(self, host: str) -> list[dict[str, Any]]:
+        """Metadata: names and order of the process and of its rows."""
+        own = [(self.first + row, name) for row, name in enumerate(_OWN_ROWS)]
+        told = [
+            self._title("process_name", 0, name=f"rank {self.rank}"),
+            self._title("process_labels", 0, labels=host),
+            self._title("process_sort_index", 0, sort_index=self.rank),
+        ]
+        for tid, name in (*own, *self._found.values()):
+            told.append(self._title("thread_name", tid, name=name))
+            told.append(self._title("thread_sort_index", tid, sort_index=tid))
+        return told
+
+    def _title(self, kind: str, tid: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": self.pid, "tid": tid or self.first, "args": args}
+
+
+def _moved(event: Mapping[str, Any], pid: int, tid: int, shift: float) -> dict[str, Any]:
+    moved = {**event, "pid": pid, "tid": tid, "ts": _rounded(event["ts"] + shift)}
+    if "dur" in event:
+        moved["dur"] = _rounded(event["dur"])
+    if event["ph"] in ("s", "f"):  # an arrow of one rank's: numbers of arrows are of the whole file
+        moved["id"] = f"{pid}.{event.get('id')}"
+    args = {key: value for key, value in event.get("args", {}).items() if key not in _LEFT_OUT}
+    moved.pop("args", None)
+    return {**moved, "args": args} if args else moved
+
+
+def _rounded(microseconds: float) -> float:
+    return round(microseconds, 3)
+
+
+def merged(ranks: Iterable[RankTrace], about: Mapping[str, Any]) -> dict[str, Any]:
+    """One document of all ranks' traces, from time 0; `about` is what the file says of itself."""
+    events = [event for rank in ranks for event in rank.events()]
+    began = min((event["ts"] for event in events if event.get("cat") == "shoal"), default=0.0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = _rounded(event["ts"] - began)
+    return {"displayTimeUnit": "ms", "otherData": dict(about), "traceEvents": events}
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Writes a document whole or not at all, compressed. Raises: OSError."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with gzip.open(aside, "wt", encoding="utf-8", compresslevel=6) as file:
+        json.dump(document, file, separators=(",", ":"), default=str)
+    aside.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A document that `write` wrote."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        document: dict[str, Any] = json.load(file)
+    return document

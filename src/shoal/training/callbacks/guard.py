@@ -1,0 +1,123 @@
+"""ModelGuard: context of a callback's hook, after which the model is as it was before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import JobError, ShoalError
+from shoal.numerics.isolation import generators_kept
+from shoal.parallel.model.sharded_model import ShardedModel, local
+
+_CHUNK = 1 << 22  # elements of which a checksum is taken at once: 32 MiB each time
+
+
+class Meddled(Exception):  # noqa: N818 - it carries the error
+    """Change of a parameter by a hook."""
+
+    def __init__(self, told: ShoalError) -> None:
+        self.told = told
+
+
+class ModelGuard:
+    """Context of a hook: generators, modes and buffers are afterwards as they were, and parameters have to be."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model, self._device = model, model.mesh.device
+        self._armed: tuple[list[tuple[nn.Module, bool]], list[tuple[Tensor, Tensor]]] | None = None
+        self._inside = False
+        # A callback may keep what it was given once, and use it in any later hook.
+        self._has_model = self._has_parameters = False
+        self._sums: list[int] = []
+
+    def gives(self, what: str) -> None:
+        """Before a hook has the "model" or its "parameters"; they are watched from now on."""
+        if not self._has_parameters:
+            self._has_parameters = True
+            if self._inside:
+                self._sums = self._sums_now()
+        if what == "model":
+            self._has_model = True
+            self._arm()
+
+    def _arm(self) -> None:
+        if not self._inside or self._armed is not None:
+            return
+        modes = [(module, module.training) for module in self._model.model.modules()]
+        buffers = [(b, b.detach().clone()) for _, b in self._model.buffers()]
+        self._armed = modes, buffers
+
+    def _seen(self) -> dict[str, tuple[int, bool, int]]:
+        """Of each parameter: torch's count of changes, whether it is trained, and which object it is."""
+        return {
+            name: (getattr(p, "_local_tensor", p)._version, p.requires_grad, id(p))
+            for name, p in self._model.parameters()
+        }
+
+    def _sums_now(self) -> list[int]:
+        """A checksum of each parameter: torch counts no change that is made through `p.data`."""
+        sums = [_checksum(local(p)) for _, p in self._model.parameters()]
+        return torch.stack(sums).tolist() if sums else []
+
+    @contextlib.contextmanager
+    def around(self, key: str, hook: str) -> Iterator[None]:
+        """Around one hook. Raises: Meddled where it has changed a parameter."""
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        before, self._inside = self._seen(), True
+        if self._has_parameters:
+            self._sums = self._sums_now()
+        if self._has_model:
+            self._arm()
+        try:
+            with torch.no_grad(), generators_kept():
+                yield
+        finally:
+            self._inside = False
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda, self._device)
+            self._put_back()
+        changed = self._changed(before)
+        if changed is not None:
+            raise Meddled(
+                JobError(
+                    given=f"callback {key}, whose {hook} changes {changed}",
+                    conflict="callbacks do not train: a change in place is in no gradient, and other layouts would not "
+                    "make it",
+                    remedy="change parameters in the optimizer's step (an optimizer hook), or by "
+                    "torch.nn.utils.parametrize in the model",
+                )
+            )
+
+    def _changed(self, before: Mapping[str, tuple[int, bool, int]]) -> str | None:
+        """The first parameter that is not as it was before a hook."""
+        now = self._seen()
+        changed = next((name for name in {**before, **now} if before.get(name) != now.get(name)), None)
+        if changed is None and self._has_parameters:
+            sums = zip(now, self._sums, self._sums_now(), strict=True)
+            changed = next((name for name, was, found in sums if was != found), None)
+        return changed
+
+    def _put_back(self) -> None:
+        armed, self._armed = self._armed, None
+        if armed is None:
+            return
+        for module, training in armed[0]:
+            module.training = training
+        with torch.no_grad():
+            for buffer, kept in armed[1]:  # always: torch counts no version where batch statistics are written
+                buffer.copy_(kept)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Sum of a tensor's bits, weighted by place so that changes of sign and order show; int64 []."""
+    own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[own.element_size()]
+    bits = own.view(kind).reshape(-1)
+    weights = torch.arange(1, 2 * min(bits.numel(), _CHUNK) + 1, 2, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for chunk in bits.split(_CHUNK):
+        total = 3 * total + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
+    return total

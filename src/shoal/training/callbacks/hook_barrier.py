@@ -1,0 +1,101 @@
+"""HookBarrier: barrier of all ranks within a hook, which also ranks answer whose hook has raised or has ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from shoal.distributed.mesh import COLLECTIVE_TIMEOUT, Mesh
+from shoal.errors import JobError
+
+# How a rank stands to a hook: it waits within it, has ended it, its hook raised, or it calls none any more.
+_WAITS, _ENDED, _RAISED, _GONE = "waits", "ended", "raised", "gone"
+_SOONEST_SECONDS, _LATEST_SECONDS = 0.0005, 0.02
+
+
+class MissingRankError(JobError):
+    """Refusal of a barrier that another rank has not come to. `derived`: since its hook raised, which is the cause."""
+
+    def __init__(self, *, given: str, conflict: str, remedy: str, derived: bool = False) -> None:
+        super().__init__(given=given, conflict=conflict, remedy=remedy)
+        self.derived = derived
+
+
+class HookBarrier:
+    """Barrier within a hook, through the key-value store that the ranks have met at.
+
+    A collective would wait for a rank whose hook has raised before it. Here each rank says where it stands when a hook
+    ends, which costs some microseconds and waits for nobody; only those wait that are at a barrier.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self._mesh, self._store = mesh, mesh.store if mesh is not None else None
+        self._hook = self._calls = 0  # hooks that have begun, the same number on all ranks; barriers within this one
+        self._raised = 0  # the last hook that raised
+        self._met = (0, 0)  # hook and number of the last barrier that this rank has passed
+        self._gone = False
+
+    def begin(self) -> None:
+        """At the beginning of a hook."""
+        self._hook, self._calls = self._hook + 1, 0
+
+    def end(self, raised: bool) -> None:
+        """At the end of a hook, whatever came of it."""
+        self._raised = self._hook if raised else self._raised
+        self._say(_RAISED if raised else _ENDED)
+
+    def leave(self) -> None:
+        """Where an error ends this rank, and maybe no other: it comes to no barrier any more."""
+        self._gone = True
+        self._say(_GONE)
+
+    def _say(self, how: str) -> None:
+        if self._mesh is not None and self._store is not None:
+            how = _GONE if self._gone else how
+            self._store.set(str(self._mesh.rank), json.dumps([self._hook, self._calls, how, self._raised, self._met]))
+
+    def wait(self, what: str) -> None:
+        """Waits until every rank is at the same barrier; `what` is called there.
+
+        Collective: all ranks' hooks; with one rank nothing. Raises: MissingRankError, on every rank that waits, where
+        one will not come.
+        """
+        if self._mesh is None or self._store is None:
+            return
+        self._calls += 1
+        self._say(_WAITS)
+        pause, until = _SOONEST_SECONDS, time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
+        ahead = [rank for rank in range(self._mesh.world_size) if rank != self._mesh.rank]
+        while ahead:
+            ahead = [rank for rank in ahead if not self._has_come(self._store, rank, what)]
+            if ahead and time.monotonic() > until:
+                raise _missing(what, self._mesh.rank, ahead[0], "has not come within 10 minutes")
+            time.sleep(pause if ahead else 0.0)
+            pause = min(2 * pause, _LATEST_SECONDS)
+        self._met = self._hook, self._calls
+
+    def _has_come(self, store: Store, rank: int, what: str) -> bool:
+        """Whether a rank is at this rank's barrier. Raises: MissingRankError where it will not come."""
+        if not store.check([str(rank)]):
+            return False
+        hook, calls, how, raised, met = json.loads(store.get(str(rank)))
+        if tuple(met) >= (self._hook, self._calls) or (hook == self._hook and calls >= self._calls):
+            return True
+        assert self._mesh is not None, "there is a store"
+        if how == _GONE or raised == self._hook:
+            raise _missing(what, self._mesh.rank, rank, "has raised before it", derived=True)
+        if hook > self._hook or (hook == self._hook and how == _ENDED):
+            raise _missing(what, self._mesh.rank, rank, "has ended its hook without it")
+        return False
+
+
+def _missing(what: str, here: int, there: int, why: str, **more: Any) -> MissingRankError:
+    return MissingRankError(
+        given=f"{what} in a hook of rank {here}",
+        conflict=f"it gathers from all ranks, and rank {there} {why}",
+        remedy=f"call {what} in the same hook of every rank, and do what is for one rank with the result",
+        **more,
+    )
