@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shoal.errors import CommandError, LaunchError, ShoalError
 from shoal.launch.launchers.base import Submission
-from shoal.launch.launchers.reports import Attempt, until_done
+from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
 
 _POLL_SECONDS = 0.05
@@ -60,7 +60,7 @@ def start(submission: Submission, signals: Signals) -> int:
     """Starts mpirun and waits for it, again where a rank was lost. Raises: LaunchError where there is no mpirun."""
     mpirun, options = _chosen(submission)
 
-    def once(attempt: Attempt) -> tuple[int, ShoalError | None]:
+    def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
         variables = {**_variables(submission, options), **attempt.variables()}
         words = [*mpirun.words(submission.num_processes, variables, options), *submission.command]
         _followed(words, mpirun, signals)

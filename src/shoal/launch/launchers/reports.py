@@ -22,7 +22,7 @@ _RANK = "%r"  # in the report's path: each rank puts its number there
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RankStart:
     """One start of all ranks of a run: `number` counts from 0, `reports` is a folder that every host sees."""
 
     submission: Submission
@@ -66,14 +66,14 @@ def _lost(ranks: list[int], size: int, host: str) -> RankLostError:
 
 
 def until_done(
-    submission: Submission, signals: Signals, once: Callable[[Attempt], tuple[int, ShoalError | None]]
+    submission: Submission, signals: Signals, once: Callable[[RankStart], tuple[int, ShoalError | None]]
 ) -> int:
     """Starts all ranks by `once`, again where one was lost, as on one host; prints the error, and gives its code."""
     recovery = Recovery(submission.max_restarts, RunDirectory(submission.out))
     number = 0
     while True:
         with _folder(submission.out) as folder:
-            code, error = once(Attempt(submission, number, folder))
+            code, error = once(RankStart(submission, number, folder))
         noticed = time.time()
         pause = recovery.pause(error, noticed) if not signals.received else None
         if error is None:

@@ -19,7 +19,7 @@ from typing import Any
 from shoal.errors import CommandError, ExitCode, LaunchError, RankLostError, ShoalError, from_json
 from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission
-from shoal.launch.launchers.reports import Attempt, until_done
+from shoal.launch.launchers.reports import RankStart, until_done
 from shoal.launch.signals import Signals
 from shoal.runs.version import __version__
 
@@ -63,7 +63,7 @@ def start(submission: Submission, signals: Signals) -> int:
     counts = _counts(hosts, submission)
     address = _address(hosts[0].name, options)
 
-    def once(attempt: Attempt) -> tuple[int, ShoalError | None]:
+    def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
         processes = []
         try:
             for number, (host, count) in enumerate(zip(hosts, counts, strict=True)):
