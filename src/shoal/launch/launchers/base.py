@@ -18,6 +18,7 @@ from shoal.launch.signals import Signals
 LAUNCHERS = {
     "local": "shoal.launch.launchers.this_host",
     "kubernetes": "shoal.launch.launchers.kubernetes",
+    "slurm": "shoal.launch.launchers.slurm",
 }
 
 
