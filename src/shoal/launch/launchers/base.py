@@ -19,6 +19,7 @@ LAUNCHERS = {
     "local": "shoal.launch.launchers.this_host",
     "kubernetes": "shoal.launch.launchers.kubernetes",
     "slurm": "shoal.launch.launchers.slurm",
+    "ray": "shoal.launch.launchers.ray",
 }
 
 
