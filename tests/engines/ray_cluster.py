@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,12 +24,19 @@ def unavailable() -> str | None:
     return None if importlib.util.find_spec("ray") else "the package ray is not installed"
 
 
+def free_port() -> int:
+    """A port that nobody has now: Ray takes no 0 for these."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 @dataclass(frozen=True)
 class RayCluster:
     """A head node: its address, and the variables with which it is reached."""
 
     address: str
     variables: dict[str, str]
+    dashboard: str = ""
 
     def program(self, *words: str) -> list[str]:
         """A command of Ray's own."""
@@ -41,9 +49,10 @@ def started(folder: Path, cpus: int = 4, *, dashboard: bool = False) -> Iterator
     mark = uuid.uuid4().hex
     variables = {**QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex * 2}
     cluster = RayCluster("", variables)
+    dashboard_port = free_port()
     words = ["start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}"]
     words += [f"--object-store-memory={200 << 20}", f"--include-dashboard={str(dashboard).lower()}"]
-    words += ["--disable-usage-stats", "--dashboard-port=0", "--ray-client-server-port=0"]
+    words += ["--disable-usage-stats", f"--dashboard-port={dashboard_port}", f"--ray-client-server-port={free_port()}"]
     log = folder / "ray.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -55,7 +64,7 @@ def started(folder: Path, cpus: int = 4, *, dashboard: bool = False) -> Iterator
             start_new_session=True,
         )
     try:
-        yield RayCluster(_address(log, process), variables)
+        yield RayCluster(_address(log, process), variables, f"http://127.0.0.1:{dashboard_port}")
     finally:
         while _kill_all(mark):
             process.poll()

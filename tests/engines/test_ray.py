@@ -151,14 +151,14 @@ def test_from_python_in_a_session_of_the_users_own(undisturbed: Ended, tmp_path:
     assert_same(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.skipif(find_spec("aiohttp_cors") is None, reason="ray job submit needs ray[default], which is not installed")
+@pytest.mark.skipif(
+    find_spec("aiohttp_cors") is None, reason="ray job submit needs ray[default], which is not installed"
+)
 def test_inside_of_ray_job_submit(undisturbed: Ended, tmp_path: Path) -> None:
     out = tmp_path / "run"
     with ray_cluster.started(tmp_path, dashboard=True) as cluster:
-        text = (tmp_path / "ray.txt").read_text()
-        dashboard = text.split("--address='http://")[1].split("'")[0] if "'http://" in text else "127.0.0.1:8265"
         command = [sys.executable, "-m", "shoal", *Run(JOB, out, 2, True, ("--on", "ray")).command[3:]]
-        submit = cluster.program("job", "submit", f"--address=http://{dashboard}", "--", *command)
+        submit = cluster.program("job", "submit", f"--address={cluster.dashboard}", "--", *command)
         done = subprocess.run(submit, env={**os.environ, **cluster.variables}, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     assert_same(out, undisturbed)

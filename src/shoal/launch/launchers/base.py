@@ -20,6 +20,7 @@ LAUNCHERS = {
     "kubernetes": "shoal.launch.launchers.kubernetes",
     "slurm": "shoal.launch.launchers.slurm",
     "ray": "shoal.launch.launchers.ray",
+    "spark": "shoal.launch.launchers.spark",
 }
 
 

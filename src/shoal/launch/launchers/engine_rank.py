@@ -13,12 +13,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shoal.errors import ExitCode, RankLostError, ShoalError, from_json
-from shoal.launch.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE
+from shoal.launch.environment import LAUNCHER_PID, LISTEN_FD, REPORT_FILE, Environment
 from shoal.runs.directory import read_json
 
 _POLL_SECONDS = 0.05
@@ -68,13 +68,14 @@ class EngineRank:
     def start(self, command: RankCommand) -> None:
         """Starts the process, in the command's folder where this host has it."""
         kept = () if self._listener is None else (self._listener.fileno(),)
-        variables = {
+        variables: dict[str, str] = {
             **os.environ,
             **command.variables,
             LAUNCHER_PID: str(os.getpid()),
             REPORT_FILE: str(self._folder / "report.json"),
-            **{LISTEN_FD: str(fd) for fd in kept},
         }
+        if kept:
+            variables[LISTEN_FD] = str(kept[0])
         self._logs, self._rank = command.logs, command.variables["RANK"]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shoal", *command.arguments],
@@ -141,13 +142,35 @@ def _last(text: str) -> str:
     return "".join(f"\n{line[:200]}" for line in text.strip().splitlines()[-_LAST_LINES:])
 
 
+def environments(
+    engine: str, places: Sequence[str], store: tuple[str, int], *, own_gpu: bool = False
+) -> list[Environment]:
+    """The environment of each rank, from the node of each; `store`: address and port of rank 0's store."""
+    nodes = list(dict.fromkeys(places))
+    return [
+        Environment(
+            rank=rank,
+            world_size=len(places),
+            local_rank=places[:rank].count(place),
+            local_world_size=places.count(place),
+            address=store[0],
+            port=store[1],
+            own_gpu=own_gpu,
+            host=nodes.index(place),
+            num_hosts=len(nodes),
+            engine=engine,
+        )
+        for rank, place in enumerate(places)
+    ]
+
+
 @dataclass(frozen=True)
 class RankEnd:
     """End of a rank, as its engine knows it. `gone`: why, where the engine has lost the process with its worker."""
 
     rank: int
     host: str
-    look: RankLook = RankLook()
+    look: RankLook = field(default_factory=RankLook)
     gone: str = ""
     given_up: bool = False  # ended from here, after another had failed
 

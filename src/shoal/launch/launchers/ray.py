@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -15,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.errors import CommandError, ExitCode, LaunchError, ShoalError
-from shoal.launch.environment import RESTARTS, Environment
+from shoal.launch.environment import RESTARTS
 from shoal.launch.launchers.argument import parsed
 from shoal.launch.launchers.base import Submission
-from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, verdict
+from shoal.launch.launchers.engine_rank import EngineRank, RankCommand, RankEnd, RankLook, environments, verdict
 from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
 from shoal.runs.directory import RunDirectory
@@ -30,6 +31,7 @@ _LOOK_SECONDS = 0.3
 # of an error may still be writing a checkpoint.
 _GRACE_SECONDS, _PATIENCE_SECONDS = 5.0, 60.0
 _PLACE_SECONDS, _SAY_SECONDS = 60.0, 10.0
+_CONNECT_SECONDS = 10.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -106,6 +108,7 @@ def _connected(ray: Any, settings: RaySettings, submission: Submission) -> Itera
         return
     address = _address(settings)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    _refuse_unreachable(address)
     try:
         if address:
             ray.init(address=address, **quiet)
@@ -119,6 +122,17 @@ def _connected(ray: Any, settings: RaySettings, submission: Submission) -> Itera
         yield
     finally:
         ray.shutdown()
+
+
+def _refuse_unreachable(address: str) -> None:
+    """Raises: LaunchError where nothing listens at HOST:PORT; Ray by itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "//" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise _not_connected(address, error) from None
 
 
 def _protect(variables: MutableMapping[str, str]) -> None:
@@ -250,7 +264,7 @@ class RayRun:
                 environment.variables() | ({RESTARTS: str(restarts)} if restarts else {}),
                 logs if environment.rank else "",
             )
-            for environment in environments(places, address, port, own_gpu="GPU" in bundle)
+            for environment in environments("ray", places, (address, port), own_gpu="GPU" in bundle)
         ]
         ray.get([actor.start.remote(command) for actor, command in zip(self._actors, commands, strict=True)])
 
@@ -312,27 +326,7 @@ class RankActor(EngineRank):
         """The address of this node."""
         import ray
 
-        return str(ray.util.get_node_ip_address())
-
-
-def environments(places: list[str], address: str, port: int, *, own_gpu: bool) -> list[Environment]:
-    """The environment of each rank, from the node of each."""
-    nodes = list(dict.fromkeys(places))
-    return [
-        Environment(
-            rank=rank,
-            world_size=len(places),
-            local_rank=places[:rank].count(place),
-            local_world_size=places.count(place),
-            address=address,
-            port=port,
-            own_gpu=own_gpu,
-            host=nodes.index(place),
-            num_hosts=len(nodes),
-            engine="ray",
-        )
-        for rank, place in enumerate(places)
-    ]
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _resources(found: Mapping[str, float]) -> str:
