@@ -142,7 +142,7 @@ def test_from_python_in_a_session_of_the_users_own(undisturbed: Ended, tmp_path:
     program = tmp_path / "session.py"
     program.write_text(
         "import ray, shoal\n"
-        "ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, _node_ip_address='127.0.0.1')\n"
+        "ray.init(address='local', num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, _node_ip_address='127.0.0.1')\n"
         f"run = shoal.run({str(JOB)!r}, devices=2, exact=True, out={str(tmp_path / 'run')!r}, on='ray')\n"
         "print('still there', ray.is_initialized(), run.result['steps'])\n"
     )
@@ -159,6 +159,11 @@ def test_inside_of_ray_job_submit(undisturbed: Ended, tmp_path: Path) -> None:
     with ray_cluster.started(tmp_path, dashboard=True) as cluster:
         command = [sys.executable, "-m", "shoal", *Run(JOB, out, 2, True, ("--on", "ray")).command[3:]]
         submit = cluster.program("job", "submit", f"--address={cluster.dashboard}", "--", *command)
-        done = subprocess.run(submit, env={**os.environ, **cluster.variables}, capture_output=True, text=True)
+        deadline = time.monotonic() + 60
+        while True:  # the agent that starts jobs comes up some seconds after the cluster
+            done = subprocess.run(submit, env={**os.environ, **cluster.variables}, capture_output=True, text=True)
+            if "No available agent" not in done.stderr or time.monotonic() > deadline:
+                break
+            time.sleep(1)
         assert done.returncode == 0, done.stdout + done.stderr
     assert_same(out, undisturbed)

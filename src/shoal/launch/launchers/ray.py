@@ -117,7 +117,7 @@ def _connected(ray: Any, settings: RaySettings, submission: Submission) -> Itera
             own = {"num_cpus": cpus, "object_store_memory": _STORE_BYTES, "_node_ip_address": _LOOPBACK}
             ray.init(address="local", include_dashboard=False, **own, **quiet)
     except Exception as error:
-        raise _not_connected(address, error) from None
+        raise _not_connected(address, error, reached=":" in address) from None
     try:
         yield
     finally:
@@ -132,7 +132,7 @@ def _refuse_unreachable(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
-        raise _not_connected(address, error) from None
+        raise _not_connected(address, error, reached=False) from None
 
 
 def _protect(variables: MutableMapping[str, str]) -> None:
@@ -145,15 +145,15 @@ def _protect(variables: MutableMapping[str, str]) -> None:
         variables["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _not_connected(address: str, error: Exception) -> LaunchError:
+def _not_connected(address: str, error: Exception, *, reached: bool) -> LaunchError:
     said = str(error).strip().split("\n")[0][:300]
-    wrong_token = type(error).__name__ == "AuthenticationError" or "token" in str(error).lower()
-    if wrong_token:
-        remedy = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the cluster's token"
-    elif address:
-        remedy = "check that ray start --head runs there (ray status), or leave the address and RAY_ADDRESS out"
-    else:
+    if not address:
         remedy = "see the logs in /tmp/ray/session_latest/logs"
+    elif reached:  # a cluster that does not know the token says so in its own log lines alone
+        remedy = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) to the cluster's token; "
+        remedy += "and check with ray status that this is a cluster, of the same version"
+    else:
+        remedy = "check that ray start --head runs there (ray status), or leave the address and RAY_ADDRESS out"
     where = f"the Ray cluster at {address}" if address else "a new Ray cluster on this host"
     return LaunchError(given=where, conflict=f"{type(error).__name__}: {said}", remedy=remedy)
 
