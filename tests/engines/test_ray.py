@@ -142,7 +142,7 @@ def test_from_python_in_a_session_of_the_users_own(undisturbed: Ended, tmp_path:
     program = tmp_path / "session.py"
     program.write_text(
         "import ray, shoal\n"
-        "ray.init(address='local', num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, _node_ip_address='127.0.0.1')\n"
+        "ray.init(address='local', num_cpus=2, include_dashboard=False, object_store_memory=200 << 20)\n"
         f"run = shoal.run({str(JOB)!r}, devices=2, exact=True, out={str(tmp_path / 'run')!r}, on='ray')\n"
         "print('still there', ray.is_initialized(), run.result['steps'])\n"
     )
@@ -167,3 +167,25 @@ def test_inside_of_ray_job_submit(undisturbed: Ended, tmp_path: Path) -> None:
             time.sleep(1)
         assert done.returncode == 0, done.stdout + done.stderr
     assert_same(out, undisturbed)
+
+
+@pytest.mark.skipif(find_spec("tensorboardX") is None, reason="Ray Train needs ray[train], which is not installed")
+def test_inside_of_a_worker_of_ray_train(undisturbed: Ended, tmp_path: Path) -> None:
+    """shoal.run in the function that a TorchTrainer calls on each worker, whose process group is there already."""
+    program = tmp_path / "trainer.py"
+    program.write_text(
+        "import ray\n"
+        "from ray.train import RunConfig, ScalingConfig\n"
+        "from ray.train.torch import TorchTrainer\n"
+        "def train(config):\n"
+        "    import shoal, torch.distributed as dist\n"
+        f"    run = shoal.run({str(JOB)!r}, exact=True, out={str(tmp_path / 'run')!r})\n"
+        "    assert dist.is_initialized() and run.result['status'] == 'completed'\n"
+        "ray.init(address='local', num_cpus=2, include_dashboard=False, object_store_memory=200 << 20)\n"
+        f"to = RunConfig(storage_path={str(tmp_path / 'ray')!r})\n"
+        "TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2), run_config=to).fit()\n"
+        "print('fitted')\n"
+    )
+    with start_command([sys.executable, str(program)], tmp_path / "run", QUIET, fresh=True) as started:
+        assert "fitted" in started.wait(LIMIT_SECONDS).expect(0).stdout
+    assert_same(tmp_path / "run", undisturbed)
