@@ -91,13 +91,15 @@ class Job:
     loss: (model, batch) -> (total, weight): a scalar sum over the batch's samples or tokens, and how many they were.
     optimizer: (parameters) -> torch optimizer. `parameters` is a list; `parameters.named` gives (name, parameter).
     train_data, eval_data: a map-style dataset, tensors (or a tuple or dict of them) sharing their first dim, an
-        iterable stream, or a callable without arguments that returns one of these.
+        iterable stream, or a callable without arguments that returns one of these. eval_data also as a dict of several
+        such sets by name: their metrics are "NAME/accuracy", "NAME/loss". A dict of tensors alone is one set.
     metrics: name -> (model, batch) -> (sum, count); evaluation divides the two sums over all samples.
     global_batch: samples in one optimizer step, whatever the number of devices.
     grains: groups that the global batch is divided into; also the largest possible number of data ranks. None: as fits
         the job, `shoal.plans.grains.default_grains`.
     length: Epochs, Steps or Samples. schedule: multiplies every learning rate; a function of progress in [0, 1].
-    clip_norm: largest global gradient norm, None for no clipping. seed: of everything random.
+    clip_norm: largest global gradient norm, None for no clipping. clip_value: largest magnitude of each element of the
+        gradient, the mean over the batch; None for no such clipping. One of both at most. seed: of everything random.
     collate: list of samples -> batch, torch's default where None. shuffle: a new order each epoch; None: as
         a DataLoader says, new ones where there is none.
     on_nonfinite: what a NaN or infinite loss or gradient does: skip the step, rollback to the last checkpoint and go
@@ -120,6 +122,7 @@ class Job:
     length: Length = Epochs(1)
     schedule: Callable[[Progress], float] | None = None
     clip_norm: float | None = None
+    clip_value: float | None = None
     seed: int = 0
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool | None = None
@@ -166,9 +169,19 @@ class Job:
         return list(dict.fromkeys(watch for watch in said if watch is not None))
 
     @property
+    def evaluation_sets(self) -> dict[str, Any]:
+        """Evaluation data by name; a single set has the name "". Nothing where there are none."""
+        data = self.eval_data
+        if not isinstance(data, Mapping) or not data or not all(isinstance(name, str) for name in data):
+            return {} if data is None else {"": data}
+        # A dict of tensors or arrays is what one sample has, by name.
+        return {"": data} if all(hasattr(value, "shape") for value in data.values()) else dict(data)
+
+    @property
     def metric_names(self) -> tuple[str, ...]:
         """Names of what an evaluation gives: the loss, the job's metrics, and those that callbacks add."""
-        own = ("loss", *self.metrics)
+        sets = self.evaluation_sets or {"": None}
+        own = tuple(named_metric(of, name) for of in sets for name in ("loss", *self.metrics))
         return own + tuple(name for callback in self.callbacks for name in callback.metric_names(own))
 
     def without_effect(self) -> list[str]:
@@ -187,6 +200,21 @@ class Job:
             found.append(f"grains = {self.grains}: no effect beyond {batch}, since a step has {batch} samples")
         return found
 
+    def doubtful(self) -> list[str]:
+        """Settings that contradict what a metric is called, a sentence each."""
+        found = []
+        asked = [(repr(watch), *watch.rpartition(":")[::2]) for watch in [self.watch] if watch is not None]
+        for callback in self.callbacks:
+            metric, mode = getattr(callback, "metric", None), getattr(callback, "mode", None)
+            if isinstance(metric, str) and isinstance(mode, str):
+                asked.append((f"{type(callback).__name__}({metric!r}, mode={mode!r})", metric, mode))
+        for what, metric, mode in asked:
+            other = contradiction(metric, mode)
+            if other is not None:
+                least = "smallest" if mode == "min" else "largest"
+                found.append(f"{what} takes the {least} {metric} for the best; of such a metric write {other!r}")
+        return found
+
     def describe(self) -> dict[str, Any]:
         """The numbers that define the training, as JSON: what a resume compares.
 
@@ -198,10 +226,39 @@ class Job:
             "grains": self.grains,
             "length": length,
             "clip_norm": self.clip_norm,
+            "clip_value": self.clip_value,
             "seed": self.seed,
             "shuffle": self.shuffle is not False,
             "on_nonfinite": self.on_nonfinite,
         }
+
+
+def named_metric(evaluation_set: str, metric: str) -> str:
+    """Name of a metric of an evaluation set: the metric's own where the set has no name."""
+    return f"{evaluation_set}/{metric}" if evaluation_set else metric
+
+
+# What other trainers put before the names of an evaluation's metrics.
+_STAGES = ("val", "valid", "validation", "eval", "test", "dev")
+_SMALLEST = ("loss", "error", "perplexity", "mse", "rmse", "mae", "wer", "cer")
+_LARGEST = ("accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "bleu", "rouge", "r2", "iou", "dice")
+
+
+def meant_metric(name: str, known: Sequence[str]) -> str:
+    """The metric of an evaluation that was probably meant by a name which is none: by `val_loss`, `loss`."""
+    import difflib
+
+    stage, _, rest = name.replace("/", "_").partition("_")
+    bare = rest if stage in _STAGES else name
+    exact = next((own for own in known if bare in (own, own.rpartition("/")[2])), None)
+    return exact or next(iter(difflib.get_close_matches(bare, known, n=1, cutoff=0.5)), known[-1])
+
+
+def contradiction(metric: str, mode: str) -> str | None:
+    """The other mode, where a metric's name says that its best is not the one that `mode` says."""
+    words = metric.lower().replace("/", "_").replace("-", "_").split("_")
+    best = "min" if any(w in _SMALLEST for w in words) else "max" if any(w in _LARGEST for w in words) else mode
+    return best if best != mode else None
 
 
 Mistake = tuple[str, str, str]
@@ -243,9 +300,7 @@ def _numbers(job: Job) -> Iterator[Mistake]:
             yield f"{name}={value!r}", f"{name} counts at least one", f"write {name}=8, say"
     if not _is_int(job.seed) or job.seed < 0:
         yield f"seed={job.seed!r}", "a seed is an integer of at least 0", "write seed=0"
-    clip = job.clip_norm
-    if clip is not None and not (isinstance(clip, int | float) and not isinstance(clip, bool) and 0 < clip < math.inf):
-        yield f"clip_norm={clip!r}", "a norm limit is positive and finite", "write clip_norm=1.0 or None"
+    yield from _clipping(job)
     count = getattr(job.length, "count", None)
     if not isinstance(job.length, Epochs | Steps | Samples):
         wanted = "shoal.Epochs(3), shoal.Steps(1000) or shoal.Samples(10**6)"
@@ -254,6 +309,17 @@ def _numbers(job: Job) -> Iterator[Mistake]:
         0 < float(count or 0) < math.inf
     ):
         yield f"length={job.length!r}", "a length is a positive number", "write shoal.Steps(1000), say"
+
+
+def _clipping(job: Job) -> Iterator[Mistake]:
+    for name, what in (("clip_norm", "a norm limit"), ("clip_value", "a limit of each element")):
+        limit = getattr(job, name)
+        is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and 0 < limit < math.inf):
+            yield f"{name}={limit!r}", f"{what} is positive and finite", f"write {name}=1.0 or None"
+    if job.clip_norm is not None and job.clip_value is not None:
+        given = f"clip_norm={job.clip_norm!r}, clip_value={job.clip_value!r}"
+        yield given, "a gradient is clipped by its norm or by its elements", "keep one of clip_norm and clip_value"
 
 
 _HOOKS = ("on_start", "on_step", "on_evaluation", "on_checkpoint", "on_end", "state_dict", "metric_names", "mistakes")
@@ -283,7 +349,11 @@ def _others(job: Job) -> Iterator[Mistake]:
     known = list(job.metric_names) if usable else ["loss"]
     if job.watch is not None and job.watch not in [f"{name}:{best}" for name in known for best in ("min", "max")]:
         wanted = f"a metric ({', '.join(known)}) and which is best, min or max"
-        yield f"watch={job.watch!r:.60}", f"watch names {wanted}", f'write watch="{known[-1]}:max", say'
+        name, _, best = str(job.watch).rpartition(":")
+        meant = f"{meant_metric(name or str(job.watch), known)}:{best if best in ('min', 'max') else 'max'}"
+        yield f"watch={job.watch!r:.60}", f"watch names {wanted}", f'write watch="{meant}", say'
+    if "" in job.evaluation_sets and job.evaluation_sets[""] is not job.eval_data:
+        yield "eval_data={'': ...}", "evaluation sets have names", 'write eval_data={"clean": ..., "noisy": ...}'
     for name in ("shuffle", "fuse"):
         value = getattr(job, name)
         if not isinstance(value, bool) and not (name == "shuffle" and value is None):

@@ -194,6 +194,13 @@ def gathers(hook: str = "on_step", instead: str = "raises") -> shoal.Job:
     return dataclasses.replace(layouts.stack(6), callbacks=[Gathers(hook, instead), Told()])
 
 
+def sets(steps: int = 24) -> shoal.Job:
+    """Two evaluation sets: one decides which checkpoint is the best, the other when to end."""
+    callbacks = [shoal.EMA(0.5), shoal.EarlyStopping("a/loss", patience=1, min_delta=10.0)]
+    data = {"a": partial(tiny.vectors, 40, 2), "b": partial(tiny.vectors, 21, 3)}
+    return tiny.mlp(samples=64, steps=steps, eval_data=data, watch="ema_b/accuracy:max", callbacks=callbacks)
+
+
 def served(asks: str = "evaluation@2,checkpoint@3,end@6", ema: bool = False) -> shoal.Job:
     return tiny.mlp(samples=64, steps=24, callbacks=[Told(asks), *([shoal.EMA(0.9)] if ema else [])])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.ranks
 
 JOB = f"{JOBS / 'hooked.py'}"
 DEVICES = (1, 2, 3, 4)
+METRICS = ("loss", "accuracy")
 # Averaged, evaluated where asked for, ended before its last step, and disturbed after each step.
 SETTINGS = {"ema": 0.9, "stop": 2, "asks": "evaluation@5,checkpoint@6", "busy": "true"}
 
@@ -126,6 +128,19 @@ def test_states_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
 def test_other_callbacks_on_a_rank_are_refused(tmp_path: Path) -> None:
     ended = run(Run(f"{JOB}:others", tmp_path, 2)).expect(2)
     assert "callbacks" in ended.stderr
+
+
+@pytest.mark.slow
+def test_several_evaluation_sets_on_any_number_of_processes(tmp_path: Path) -> None:
+    """Watched by one set, ended by another, averaged too; in exact mode the same to the bit."""
+    call = partial(Run, f"{JOB}:sets", exact=True, environment=ONE_THREAD)
+    ends = run_all([call(out=tmp_path / str(n), devices=n) for n in (1, 3)])
+    found = [ended.expect(0).result for ended in ends]
+    assert found[0]["metrics"] == found[1]["metrics"]
+    assert set(found[0]["metrics"]) == {f"{e}{s}/{m}" for e in ("", "ema_") for s in ("a", "b") for m in METRICS}
+    assert found[0]["best"]["metric"] == "ema_b/accuracy"
+    assert found[0]["ended_by"] == found[1]["ended_by"]
+    assert "a/loss is not better than" in found[0]["ended_by"]["reason"]
 
 
 # ------------------------------------------------------------------------------------------------------------- layouts

@@ -336,6 +336,7 @@ SERVER: Table = {
     "server.num_servers": Acts(served(server_={"num_servers": 2}), served(), heard("2 server(s)")),
     "server.num_servers: without servers": idle("server.num_servers = 2: no effect", server={"num_servers": 2}),
     "server.mode: clip_norm": Acts(served("synchronous", "--set", "change=clip_norm"), served(), weights),
+    "server.mode: clip_value": Acts(served("synchronous", "--set", "change=clip_value"), served(), weights),
     "server.mode: schedule": Acts(served("synchronous", "--set", "change=schedule"), served(), weights),
     "server.mode: on_nonfinite": Says(served("synchronous", "--set", "change=skip"), "loss is not finite"),
     "server.mode: grains_per_microbatch": Acts(

@@ -14,6 +14,7 @@ from tests.settings.command_rows import (
     RUN_OPTIONS,
     SLOW,
     VERIFY_OPTIONS,
+    WATCH_OPTIONS,
 )
 from tests.settings.laboratory import Laboratory, Table, of_field
 from tests.usual import parametrize
@@ -29,6 +30,7 @@ TABLES: dict[str, Table] = {
     "export": EXPORT_OPTIONS,
     "evaluate": EVALUATE_OPTIONS,
     "report": REPORT_OPTIONS,
+    "watch": WATCH_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
 CASES = [(command, key) for command, table in TABLES.items() for key in table]

@@ -55,6 +55,9 @@ JOB: Table = {
     "train_data: a stream": Acts(changed("stream"), PLAIN, losses),
     "global_batch": Acts(changed("global_batch"), PLAIN, samples, (4, 88)),
     "eval_data": Acts(changed("eval_data"), PLAIN, lambda ended: ended.result["eval_samples"], 11),
+    "eval_data: several sets": Acts(
+        changed("several sets"), PLAIN, metrics, ["clean/accuracy", "clean/loss", "noisy/accuracy", "noisy/loss"]
+    ),
     "eval_data: without metrics": Acts(changed("no metrics"), NO_DATA, metrics, ["loss"]),
     "metrics": Acts(changed("metrics"), PLAIN, metrics, ["loss", "one"]),
     "metrics: without eval_data": Says(changed("no eval_data"), "metrics (accuracy) have no effect", NO_DATA),
@@ -77,6 +80,8 @@ JOB: Table = {
     ),
     "schedule: of a metric": Refuses(changed("schedule of a metric"), "that follows from the step alone"),
     "clip_norm": Acts(changed("clip_norm"), PLAIN, weights),
+    "clip_norm: and clip_value": Refuses(changed("clip_norm and clip_value"), "keep one of clip_norm and clip_value"),
+    "clip_value": Acts(changed("clip_value"), PLAIN, weights),
     "seed": Acts(changed("seed"), PLAIN, ids),
     "collate": Acts(changed("collate by item"), changed("by item"), losses),
     "collate: of tensors": Acts(changed("collate"), PLAIN, losses),
@@ -127,6 +132,7 @@ SESSION: Table = {
     "grains: more than samples": Says(loop("more grains than samples"), "grains = 64: no effect beyond 16", OWN),
     "seed": Acts(loop("seed"), OWN, steps),
     "clip_norm": Acts(loop("clip_norm"), OWN, weights),
+    "clip_value": Acts(loop("clip_value"), OWN, weights),
     "schedule": Acts(loop("schedule"), OWN, lambda ended: ended.result["learning_rates"]),
     "collate": Acts(loop("collate"), OWN, steps),
     "shuffle": Acts(loop("shuffle"), OWN, steps),

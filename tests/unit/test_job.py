@@ -2,13 +2,17 @@
 
 import itertools
 import math
+import re
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shoal
 from shoal.errors import JobError
 from shoal.job import Epochs, Job, Progress, Samples, Steps, warmup_cosine
 
@@ -49,7 +53,7 @@ def test_every_mistake_is_told_at_once() -> None:
         *[("global_batch", v) for v in (0, -4, 2.0, True, "8", None)],
         *[("grains", v) for v in (0, -1, True, 2.0)],
         *[("seed", v) for v in (-1, 1.5, None, True)],
-        *[("clip_norm", v) for v in (0, -1.0, math.inf, math.nan, True, "1")],
+        *[(name, v) for name in ("clip_norm", "clip_value") for v in (0, -1.0, math.inf, math.nan, True, "1")],
         *[("length", v) for v in (None, 3, Steps(0), Steps(2.5), Samples(-1), Epochs(0.0), Epochs(math.nan))],
         *[("length", v) for v in (Epochs(math.inf), Steps(True), Epochs("3"))],
         *[("metrics", v) for v in ([print], {"loss": print}, None)],
@@ -70,6 +74,7 @@ def test_right_fields_are_kept() -> None:
         "grains": 5,
         "length": {"kind": "epochs", "count": 0.5},
         "clip_norm": 1,
+        "clip_value": None,
         "seed": 2**70,
         "shuffle": True,
         "on_nonfinite": "stop",
@@ -114,3 +119,78 @@ def test_a_multiplier_stays_between_zero_and_one(warmup: float, floor: float, st
 def test_a_schedule_that_makes_no_sense_is_refused(warmup: float, floor: float) -> None:
     with pytest.raises(JobError, match="warmup_cosine"):
         warmup_cosine(warmup, floor)
+
+
+COLUMNS = {"x": np.zeros((3, 2)), "y": np.zeros(3)}
+SETS: list[tuple[Any, list[str]]] = [
+    (None, []),
+    (print, [""]),
+    (COLUMNS, [""]),
+    ((1, 2), [""]),
+    ({}, [""]),
+    ({0: "a", 1: "b"}, [""]),
+    ({"clean": print, "noisy": COLUMNS}, ["clean", "noisy"]),
+    ({"clean": COLUMNS["x"], "noisy": print}, ["clean", "noisy"]),
+]
+
+
+@pytest.mark.parametrize(("data", "names"), SETS)
+def test_evaluation_sets_and_their_metrics(data: Any, names: list[str]) -> None:
+    made = job(eval_data=data, metrics={"accuracy": print})
+    assert list(made.evaluation_sets) == names
+    if names in ([], [""]):
+        assert made.metric_names == ("loss", "accuracy")
+    else:
+        assert made.metric_names == ("clean/loss", "clean/accuracy", "noisy/loss", "noisy/accuracy")
+        assert job(eval_data=data, watch="noisy/loss:min").watched == ("noisy/loss", False)
+
+
+def test_an_evaluation_set_has_a_name() -> None:
+    with pytest.raises(JobError, match="evaluation sets have names"):
+        job(eval_data={"": print, "noisy": print})
+
+
+MEANT = [
+    ("val_loss", "loss"),
+    ("eval/accuracy", "accuracy"),
+    ("val_acc", "accuracy"),
+    ("test_f1", "accuracy"),
+    ("acuracy", "accuracy"),
+]
+
+
+@pytest.mark.parametrize(("given", "meant"), MEANT)
+def test_a_metric_that_there_is_not_is_answered_with_the_one_that_was_meant(given: str, meant: str) -> None:
+    made = partial(job, eval_data=print, metrics={"accuracy": print})
+    with pytest.raises(JobError, match=re.escape(f"write EarlyStopping('{meant}', ...)")):
+        made(callbacks=[shoal.EarlyStopping(given)])
+    with pytest.raises(JobError, match=re.escape(f'write watch="{meant}:min"')):
+        made(watch=f"{given}:min")
+
+
+def test_a_metric_of_several_sets_is_of_the_first() -> None:
+    with pytest.raises(JobError, match=r"write EarlyStopping\('clean/loss'"):
+        job(eval_data={"clean": print, "noisy": print}, callbacks=[shoal.EarlyStopping()])
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "other"),
+    [
+        ("accuracy", "min", "max"),
+        ("loss", "max", "min"),
+        ("ema_loss", "max", "min"),
+        ("clean/accuracy", "min", "max"),
+        ("accuracy", "max", None),
+        ("loss", "min", None),
+        ("reward", "min", None),
+    ],
+)
+def test_a_mode_that_contradicts_a_name_is_warned_of(metric: str, mode: Any, other: str | None) -> None:
+    sets = {"clean": print} if "/" in metric else print
+    named = {"accuracy": print, "reward": print, "ema_loss": print}
+    found = [
+        job(eval_data=sets, metrics=named, **given).doubtful()
+        for given in ({"watch": f"{metric}:{mode}"}, {"callbacks": [shoal.EarlyStopping(metric, mode=mode)]})
+    ]
+    for lines in found:
+        assert [line.endswith(f"of such a metric write {other!r}") for line in lines] == [True] * (other is not None)

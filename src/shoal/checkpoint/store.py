@@ -109,8 +109,8 @@ def open_folder(folder: Path) -> SavedCheckpoint:
 class Store:
     """Checkpoints under one directory, of which the newest `keep` remain."""
 
-    def __init__(self, folder: Path, keep: int = 3, mark: Path | None = None) -> None:
-        """`mark`: a file elsewhere that has the newest one's step."""
+    def __init__(self, folder: Path, keep: int | None = 3, mark: Path | None = None) -> None:
+        """`keep`: how many of the newest, None for all; `mark`: a file elsewhere that has the newest one's step."""
         self.folder, self.keep, self._mark = folder, keep, NewestMark(mark)
 
     def steps(self) -> list[int]:
@@ -169,7 +169,8 @@ class Store:
         self._mark.note(step)
         if best:
             self.keep_best(step)
-        for other in [s for s in self.steps() if s != step][: -self.keep + 1 or None]:
+        others = [s for s in self.steps() if s != step]
+        for other in others[: -self.keep + 1 or None] if self.keep is not None else ():
             shutil.rmtree(self.folder / directory_name(other), ignore_errors=True)
 
     def keep_best(self, step: int) -> None:

@@ -56,6 +56,7 @@ def run(
     resume_if_exists: bool = False,
     accept_changes: bool = False,
     checkpoint_every: int | None = None,
+    keep_checkpoints: int | str | None = None,
     require_certificate: PathText | None = None,
     no_telemetry: bool = False,
     track: str | Sequence[str] = (),
@@ -82,7 +83,7 @@ def run(
     | `steps` | end after this step; the schedule stays that of the job's own length |
     | `resume_if_exists` | the same where the directory has a run, a new run where it has none |
     | `resume`, `accept_changes` | go on from the newest good checkpoint; although the job was changed |
-    | `checkpoint_every` | steps between checkpoints |
+    | `checkpoint_every`, `keep_checkpoints` | steps between checkpoints; how many are kept, or "all" |
     | `require_certificate` | train only what `shoal verify` has verified: its file |
     | `no_telemetry` | no spans and no step records |
     | `track` | trackers, "tensorboard" or "mlflow:sqlite:///runs.db" |

@@ -65,6 +65,9 @@ class RunOptions(TrainingOptions):
     resume_if_exists: bool = _switch("--resume where the run directory has a run, a new run where it has none")
     accept_changes: bool = _switch("with --resume: go on although the job was changed")
     checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
+    keep_checkpoints: str | int | None = _option(
+        "how many of the newest checkpoints are kept, or all (default: 3, or as the run that is resumed)", "N|all"
+    )
     require_certificate: str | None = _option("train only what `shoal verify` has verified", "FILE")
     no_telemetry: bool = _switch("no spans and no step records")
     track: tuple[str, ...] = _option(
@@ -175,7 +178,19 @@ class ReportOptions:
     """Options of `shoal report`."""
 
     runs: tuple[str, ...] = _option("a run directory; of several what differs", "RUN", "runs", default=(), nargs="+")
+    output: str | None = _option(
+        "the page (default: RUN/report.html; of several runs report.html)", "FILE", "-o", "--output"
+    )
     json: bool = _switch("print the account as JSON and nothing else")
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """Options of `shoal watch`."""
+
+    run: str = _option("a run directory, of a run on any host that shares it", "RUN", "run", default=MISSING)
+    once: bool = _switch("show it once, for scripts")
+    openmetrics: str | None = _option("also write its numbers for Prometheus, as OpenMetrics text", "FILE")
 
 
 @dataclass(frozen=True)

@@ -223,6 +223,16 @@ def open_data(
     return replace(found, notes=(*found.notes, said))
 
 
+def open_evaluations(job: Job) -> dict[str, Opened]:
+    """Sources of a job's evaluation sets by name. Raises: DataError, as `open_data`."""
+    return {name: open_evaluation(said_of(name), data, job.collate) for name, data in job.evaluation_sets.items()}
+
+
+def said_of(evaluation_set: str) -> str:
+    """An evaluation set in messages."""
+    return f"eval_data[{evaluation_set!r}]" if evaluation_set else "eval_data"
+
+
 def open_evaluation(name: str, data: Any, collate: Collate | None) -> Opened:
     """Source of evaluation data, opened as in `open_data`."""
     found = open_data(name, data, collate)

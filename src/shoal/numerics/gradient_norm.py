@@ -94,3 +94,10 @@ def _scaled(gradients: Sequence[Tensor], found: float) -> float:
         return found if not math.isfinite(found) else largest
     wide = (g.to(torch.promote_types(g.dtype, torch.float64)) / largest for g in dense)
     return largest * math.hypot(*(_norm([g]) for g in wide))
+
+
+def clip_values(gradients: Sequence[Tensor], limit: float | None) -> None:
+    """Clips each element of the gradients to [-limit, limit], in place; None leaves them as they are."""
+    if limit is not None and gradients:
+        torch._foreach_clamp_min_(list(gradients), -limit)
+        torch._foreach_clamp_max_(list(gradients), limit)

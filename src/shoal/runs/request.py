@@ -46,6 +46,7 @@ class RunRequest:
     restarts: int = 0  # of this call's ranks so far
     lost_at: float | None = None  # when they were lost last, in seconds since the epoch
     checkpoint_every: int | None = None
+    keep_checkpoints: int | None = 3  # of the newest; None: all
     telemetry: bool = True
     certificate: Path | None = None
     says_workers: bool = False  # whether the command or a plan file says how many data workers a rank has

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.store import Store
 from shoal.checkpoint.tensor_file import DTYPE_NAMES
 from shoal.data.loader import Loader
-from shoal.data.opened import loader_of, open_evaluation, opened, order_of, refuse_epochs
+from shoal.data.opened import loader_of, open_evaluations, opened, order_of, refuse_epochs, said_of
 from shoal.data.order import Order
 from shoal.data.source import MapSource, Opened, small_batch
 from shoal.data.stream import no_lockstep
@@ -46,7 +46,7 @@ from shoal.training.callbacks.base import Callback, RunFacts
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.computation import LossComputer, LossPair, MicrobatchPolicy
 from shoal.training.default_grains import with_grains
-from shoal.training.evaluation import Evaluator
+from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.forward_backward import Observer
 from shoal.training.optimizer_step import Parameters, Updater, build_optimizer, refuse_on_parts
 from shoal.training.preflight import compare_data, compare_models
@@ -113,7 +113,8 @@ class Engine(TrainingParts):
 class Options:
     """Options of a run; but for initial weights none changes its results.
 
-    `checkpoints` is their directory, None for none; `saved` the file that has the newest one's step; `eval_samples` the
+    `checkpoints` is their directory, None for none, of which the newest `keep_checkpoints` are kept, None for all;
+    `saved` the file that has the newest one's step; `eval_samples` the
     most that an evaluation reads, None for all; `take_workers`: a DataLoader's num_workers becomes data.workers;
     `heartbeat` is read by the launcher; `initial_weights` are in place of those that the job's model() makes;
     `callbacks` are those that are called: the job's where it is run, none where it is verified or measured.
@@ -123,6 +124,7 @@ class Options:
     checkpoints: Path | None = None
     saved: Path | None = None
     checkpoint_every: int | None = None
+    keep_checkpoints: int | None = 3
     telemetry: bool = True
     eval_samples: int | None = None
     take_workers: bool = False
@@ -151,11 +153,12 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
     strategy = assemble(plan, sharded_model, parameters, job.num_grains, clock.mark)
     # Before any checkpoint is loaded: the schedule multiplies the optimizer's own learning rates.
     updater = Updater(optimizer, job, options.observer, strategy, sharded_model, exact=plan.execution.exact)
-    evaluation = together(mesh, lambda: _evaluation_data(job))
+    evaluate = pipeline.evaluate if pipeline is not None else None
+    computed = {"divided": divided, "syncs_every_microbatch": strategy.syncs_every_microbatch, "evaluate": evaluate}
+    evaluations, said = _evaluations(job, mesh, options, precision=precision, **computed)
     order = order_of(data, job, job.length, job.shuffle is not False)
     loader = together(mesh, lambda: _loader(job, plan, mesh, data, order))
     policy = MicrobatchPolicy.of(job, plan.batch.grains_per_microbatch)
-    evaluate = pipeline.evaluate if pipeline is not None else None
     callbacks = together(mesh, lambda: CallbackCalls(options.callbacks, mesh))
     trained = Trained(sharded_model, optimizer, loader, strategy, callbacks=callbacks or None)
     return Engine(
@@ -173,24 +176,13 @@ def build(job: Job, plan: CompletePlan, mesh: Mesh, options: Options) -> Engine:
         updater=updater,
         loader=loader,
         order=order,
-        evaluator=Evaluator(
-            job,
-            mesh,
-            precision,
-            evaluation,
-            {"loss": job.loss, **job.metrics},
-            most_samples=options.eval_samples,
-            divided=divided,
-            syncs_every_microbatch=strategy.syncs_every_microbatch,
-            evaluate=evaluate,
-            heartbeat=options.heartbeat,
-        ),
+        evaluator=evaluations,
         keeper=_keeper(mesh, trained, options),
         callbacks=callbacks,
         clock=clock,
         observer=options.observer,
         num_train_samples=order.num_samples if isinstance(data.source, MapSource) else None,
-        notes=(*notes, *(evaluation.notes if evaluation is not None else ())),
+        notes=(*notes, *said),
         taken=taken,
     )
 
@@ -201,8 +193,20 @@ def _optimizer(job: Job, parameters: Parameters, sharded_model: ShardedModel) ->
     return optimizer
 
 
+def _evaluations(job: Job, mesh: Mesh, options: Options, **how: Any) -> tuple[EvaluationSets, list[str]]:
+    """Evaluation of the job's sets, and notes on the data; `how`: arguments of an Evaluator. Collective: all ranks."""
+    data = together(mesh, lambda: open_evaluations(job))
+    how |= {"most_samples": options.eval_samples, "heartbeat": options.heartbeat}
+    functions = {"loss": job.loss, **job.metrics}
+    by_name = {
+        name: Evaluator(job, mesh, data=own, metrics=functions, name=said_of(name), **how) for name, own in data.items()
+    }
+    return EvaluationSets(by_name), [note for own in data.values() for note in own.notes]
+
+
 def _keeper(mesh: Mesh, trained: Trained, options: Options) -> Keeper:
-    store = Store(options.checkpoints, mark=options.saved) if options.checkpoints is not None else None
+    folder = options.checkpoints
+    store = Store(folder, options.keep_checkpoints, mark=options.saved) if folder is not None else None
     return Keeper(mesh, store, trained, options.checkpoint_every)
 
 
@@ -282,10 +286,6 @@ def make_model(job: Job) -> nn.Module:
             remedy="return the module",
         )
     return model
-
-
-def _evaluation_data(job: Job) -> Opened | None:
-    return None if job.eval_data is None else open_evaluation("eval_data", job.eval_data, job.collate)
 
 
 def _with_workers(plan: CompletePlan, data: Opened, options: Options) -> tuple[CompletePlan, tuple[str, ...]]:

@@ -18,7 +18,7 @@ from shoal.data.source import MapSource, Opened, collate_samples
 from shoal.distributed.agreement import collectively
 from shoal.distributed.mesh import Mesh
 from shoal.errors import DataError
-from shoal.job import Job
+from shoal.job import Job, named_metric
 from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.grain_randomness import seed_everything
 from shoal.numerics.isolation import python_generators_kept
@@ -48,15 +48,17 @@ class Evaluator:
         syncs_every_microbatch: bool = False,
         evaluate: Evaluate | None = None,
         heartbeat: Heartbeat | None = None,
+        name: str = "eval_data",
     ) -> None:
         """`divided`: the model computes with other ranks; `syncs_every_microbatch`: also with others.
 
-        `evaluate` computes a pair where the model's stages are on several ranks.
+        `name` of the data in messages. `evaluate` computes a pair where the model's stages are on several ranks.
         """
         self._evaluate, self._heartbeat = evaluate, heartbeat or Heartbeat(None)
         self._divided, self._syncs_every_microbatch = divided, syncs_every_microbatch
         self._job, self._mesh, self._precision = job, mesh, precision
         self._source = data.source if data is not None else None
+        self._name = name
         self._collate = (data.collate if data is not None else None) or job.collate or default_collate
         self._metrics = dict(metrics)
         self._most = most_samples
@@ -133,7 +135,7 @@ class Evaluator:
                 chunk = list(itertools.islice(samples, self._chunk))
             except Exception as error:
                 raise DataError(
-                    given="eval_data",
+                    given=self._name,
                     conflict=f"the stream raised {type(error).__name__}: {error}",
                     remedy="mend the stream",
                 ) from error
@@ -161,9 +163,31 @@ class Evaluator:
                 if number % place.num_ranks == place.rank:
                     own += 1
                     seed_everything(random_key(self._job.seed, "evaluation", number))
-                    yield number, len(samples), collate_samples(self._collate, samples, "eval_data")
+                    yield number, len(samples), collate_samples(self._collate, samples, self._name)
             if self._syncs_every_microbatch and own < -(-(number + 1) // place.num_ranks):
-                yield 0, 0, collate_samples(self._collate, first or [], "eval_data")
+                yield 0, 0, collate_samples(self._collate, first or [], self._name)
+
+
+class EvaluationSets:
+    """Evaluators of a job's evaluation sets by name; metrics are named `NAME/METRIC`, or `METRIC` without a name."""
+
+    def __init__(self, by_name: Mapping[str, Evaluator]) -> None:
+        self._by_name = dict(by_name)
+
+    def evaluate(self, model: nn.Module) -> tuple[dict[str, float], int]:
+        """As an `Evaluator`, of one set after the other; the samples are those of all sets together."""
+        metrics: dict[str, float] = {}
+        count = 0
+        for name, evaluator in self._by_name.items():
+            found, own = evaluator.evaluate(model)
+            metrics |= {named_metric(name, metric): value for metric, value in found.items()}
+            count += own
+        return metrics, count
+
+    def rehearse(self, model: nn.Module) -> None:
+        """As an `Evaluator`, of each set."""
+        for evaluator in self._by_name.values():
+            evaluator.rehearse(model)
 
 
 @contextlib.contextmanager

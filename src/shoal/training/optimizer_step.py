@@ -16,7 +16,7 @@ from shoal.distributed.failures import user_error
 from shoal.distributed.process_setup import compiler_deferred, is_hooked, is_torchs, step_optimizer
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.job import Job, Progress
-from shoal.numerics.gradient_norm import global_norm
+from shoal.numerics.gradient_norm import clip_values, global_norm
 from shoal.numerics.grain_randomness import all_generators, seed_everything
 from shoal.numerics.losses import refuse_weight
 from shoal.numerics.precision import LossScale
@@ -244,7 +244,7 @@ class Updater:
         self.stepper = stepper or Stepper(optimizer, job, exact=exact)
 
     def step(self, loss: float, weight: float, loss_scale: LossScale, progress: Progress) -> Update:
-        """Divides the summed gradients by `weight` and by the loss's factor, clips their norm, and steps.
+        """Divides the summed gradients by `weight` and by the loss's factor, clips them, and steps.
 
         `loss` is the mean. The norm counts every trainable parameter once. Nothing is changed where the update says
         that it was skipped. Collective: as the strategy's `norm` and `update`. Raises: LossError for such a weight.
@@ -262,6 +262,7 @@ class Updater:
         scale *= clipping(self._job.clip_norm, norm)
         if held and scale != 1.0:  # one, where every sample of a batch of 2^n weighs one
             torch._foreach_mul_([gradient for gradient, _ in held], scale)
+        clip_values([gradient for gradient, _ in held], self._job.clip_value)
         self._observer.clipped(norm)
         self.stepper.seed(progress.step)
         self.num_begun += 1

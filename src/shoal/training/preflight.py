@@ -107,6 +107,7 @@ def shake_hands(mesh: Mesh, loaded: LoadedJob, request: RunRequest) -> None:
         "--steps": request.steps,
         "--resume": request.resume,
         "--checkpoint-every": request.checkpoint_every,
+        "--keep-checkpoints": request.keep_checkpoints,
         "--no-telemetry": not request.telemetry,
         "--init-from": dumped(request.initial_weights) if request.initial_weights is not None else None,
         "--require-certificate": request.certificate is not None,

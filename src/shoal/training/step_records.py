@@ -24,7 +24,7 @@ from shoal.parallel.base import StepSums
 from shoal.runs.records import StepRecord
 from shoal.training.callbacks.calls import CallbackCalls
 from shoal.training.callbacks.ema import PREFIX
-from shoal.training.evaluation import Evaluator
+from shoal.training.evaluation import EvaluationSets
 from shoal.training.forward_backward import StepParts
 from shoal.training.optimizer_step import Parameters, Update, Updater
 from shoal.training.telemetry import RecordWriter
@@ -40,7 +40,7 @@ class TrainingParts(StepParts):
     loader: Loader
     updater: Updater
     order: Order
-    evaluator: Evaluator
+    evaluator: EvaluationSets
     keeper: Keeper
     callbacks: CallbackCalls
 

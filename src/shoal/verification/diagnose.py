@@ -272,8 +272,10 @@ def _clipping(case: _Case) -> Iterator[str]:
     mine = case.parallel.tensors[f"clipping/{case.first.name}"]
     reduced = case.parallel.tensors[f"reduction/{case.first.name}"]
     factor, left = _fit(mine, reduced)
-    if left < _LEFT:
-        asked, base = (case.base.trace.tensors[f"{phase}/{case.first.name}"] for phase in ("clipping", "reduction"))
+    asked, base = (case.base.trace.tensors[f"{phase}/{case.first.name}"] for phase in ("clipping", "reduction"))
+    if _fit(asked, base)[1] >= _LEFT:
+        yield "its elements are not those of the mean gradient, each clipped to clip_value"
+    elif left < _LEFT:
         yield f"this gradient is multiplied by {factor:.6g}; the norm asks for {_fit(asked, base)[0]:.6g}"
     else:
         yield "clipped element by element, or by norms of single parameters, not by one global norm"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.data.opened import open_data, opened
+from shoal.data.opened import open_evaluations, opened
 from shoal.data.order import Order
 from shoal.data.source import MapSource
 from shoal.distributed.mesh import alone
@@ -25,7 +25,7 @@ from shoal.plans.plan import Plan
 from shoal.training.computation import MicrobatchPolicy
 from shoal.training.coupling import MIXES, meaning
 from shoal.training.default_grains import with_grains
-from shoal.training.evaluation import Evaluator
+from shoal.training.evaluation import EvaluationSets, Evaluator
 from shoal.training.trace.traces import PHASES, StepTrace, identical
 from shoal.verification.compare import MULTIPLE, STRAY, UNIT, UNITS, Check, References, compare
 from shoal.verification.diagnose import Diagnosis, diagnose
@@ -289,13 +289,17 @@ class _Judges:
 
     def metrics(self, last: StepTrace) -> Iterator[Check]:
         """Evaluation on one process with the parallel run's final values."""
-        if not self._traced.eval_samples or self._job.eval_data is None:
+        if not self._traced.eval_samples or not self._job.evaluation_sets:
             return
         self._plain.set_state(last)
-        data = open_data("eval_data", self._job.eval_data, self._job.collate)
         functions = {"loss": self._job.loss, **self._job.metrics}
         most = self._traced.most_eval_samples
-        evaluator = Evaluator(self._job, alone(self._device), self._precision, data, functions, most_samples=most)
+        evaluator = EvaluationSets(
+            {
+                name: Evaluator(self._job, alone(self._device), self._precision, data, functions, most_samples=most)
+                for name, data in open_evaluations(self._job).items()
+            }
+        )
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)

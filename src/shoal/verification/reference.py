@@ -202,7 +202,8 @@ class Reference:
             trace.skipped = "nonfinite"
         else:
             share = min(1.0, job.clip_norm / (trace.norm + 1e-6)) if job.clip_norm is not None else 1.0
-            self._apply(trace, {name: gradient * share for name, gradient in mean.items()})
+            most = job.clip_value if job.clip_value is not None else math.inf
+            self._apply(trace, {name: (gradient * share).clamp(-most, most) for name, gradient in mean.items()})
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
                     value = self._buffer_means.get(name)

@@ -18,6 +18,7 @@ import torch
 from shoal.distributed.mesh import alone, open_mesh
 from shoal.job import Job
 from shoal.launch.environment import Environment
+from shoal.numerics.gradient_norm import clip_values
 from shoal.parallel.base import Strategy
 from shoal.parallel.model.sharded_model import ShardedModel
 from shoal.plans.plan import Plan
@@ -94,7 +95,7 @@ def trace_rank(job: Job, plan: CompletePlan, environment: Environment, folder: P
             for name in (_PARTS, _CONDUCTOR):
                 (folder / name).mkdir()
             crew = opened.enter_context(Members(environment, plan.server.num_servers, identity(job, plan)))
-            mesh, recorder = alone(torch.device("cpu")), _ConductorRecorder(folder / _CONDUCTOR, job.clip_norm)
+            mesh, recorder = alone(torch.device("cpu")), _ConductorRecorder(folder / _CONDUCTOR, job)
         else:
             mesh = opened.enter_context(open_mesh(environment, plan.degrees))
             recorder = TraceRecorder(folder, mesh.rank)
@@ -166,9 +167,9 @@ class _ConductorRecorder(TraceRecorder):
 
     servers: Servers
 
-    def __init__(self, folder: Path, clip_norm: float | None) -> None:
+    def __init__(self, folder: Path, job: Job) -> None:
         super().__init__(folder, 0)
-        self._clip_norm, self._scale = clip_norm, 1.0
+        self._job, self._scale = job, 1.0
 
     def reduced(self, loss: float, weight: float, scale: float) -> None:
         """Keeps the mean gradients, of those that the servers have added up."""
@@ -179,7 +180,8 @@ class _ConductorRecorder(TraceRecorder):
     def clipped(self, norm: float) -> None:
         """Keeps the gradients times what the servers are told to multiply them by."""
         gradients = [p.grad for _, p in self._named if p.grad is not None]
-        torch._foreach_mul_(gradients, self._scale * clipping(self._clip_norm, norm))
+        torch._foreach_mul_(gradients, self._scale * clipping(self._job.clip_norm, norm))
+        clip_values(gradients, self._job.clip_value)
         super().clipped(norm)
 
     def updated(self, skipped: str | None) -> None:

@@ -88,6 +88,14 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000100"]
 
 
+@pytest.mark.parametrize(("keep", "left"), [(1, [100]), (None, [5, 9, 10, 100])])
+def test_one_is_kept_or_all(keep: int | None, left: list[int], tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=keep)
+    for step in (5, 9, 10, 100):
+        store.write(snapshot(step))
+    assert store.steps() == left
+
+
 def test_the_same_step_again_takes_the_place_of_the_older(store: Store) -> None:
     fresh = snapshot(20)
     fresh.document["run"]["loss"] = 7.0

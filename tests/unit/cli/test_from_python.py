@@ -170,6 +170,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "resume_if_exists": (["--resume-if-exists"], {"resume_if_exists": True}),
     "accept_changes": (["--accept-changes"], {"accept_changes": True}),
     "checkpoint_every": (["--checkpoint-every", "5"], {"checkpoint_every": 5}),
+    "keep_checkpoints": (["--keep-checkpoints", "all"], {"keep_checkpoints": "all"}),
     "require_certificate": (["--require-certificate", "c.json"], {"require_certificate": Path("c.json")}),
     "no_telemetry": (["--no-telemetry"], {"no_telemetry": True}),
     "track": (["--track", "tensorboard", "--track", "mlflow:here"], {"track": ["tensorboard", "mlflow:here"]}),

@@ -65,11 +65,23 @@ def test_every_option(job: str) -> None:
     assert found.threads_per_process == 1
 
 
-@pytest.mark.parametrize("option", ["--devices", "--steps", "--checkpoint-every", "--max-microbatch"])
+@pytest.mark.parametrize(
+    "option", ["--devices", "--steps", "--checkpoint-every", "--keep-checkpoints", "--max-microbatch"]
+)
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", ""])
 def test_counts_start_at_one(job: str, option: str, value: str) -> None:
     with pytest.raises(CommandError, match=f"{option} takes a whole number of at least 1"):
         request(job, f"{option}={value}")
+
+
+def test_a_resumed_run_keeps_as_many_checkpoints_as_before(job: str) -> None:
+    assert request(job).keep_checkpoints == 3
+    assert request(job, "--keep-checkpoints", "all").keep_checkpoints is None
+    for kept, found in (({"keep_checkpoints": "all"}, None), ({"keep_checkpoints": 5}, 5), ({}, 3)):
+        out = f"o-{found}"
+        began(Path(out), {"grains": 4, **kept})
+        assert request(job, "--out", out, "--resume").keep_checkpoints == found
+        assert request(job, "--out", out, "--resume", "--keep-checkpoints", "2").keep_checkpoints == 2
 
 
 def test_a_plan_file_says_the_devices(job: str) -> None:

@@ -6,15 +6,19 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import shoal
 from shoal.data.source import Opened
 from shoal.distributed.mesh import alone
+from shoal.errors import DataError
 from shoal.numerics.precision import Precision
-from shoal.plans.plan import PrecisionSection
+from shoal.plans.plan import Plan, PrecisionSection
+from shoal.training.engine import Options, build
 from shoal.training.evaluation import Evaluator
+from shoal.training.preflight import judged
 
 CPU = torch.device("cpu")
 
@@ -59,3 +63,45 @@ def test_a_stream_that_draws_gives_the_same_samples_whatever_is_computed_in_betw
     random.seed(3)
     assert evaluated(mean_after_draws) == (metrics, count)
     assert count == 20
+
+
+def several(sets: Any) -> tuple[dict[str, float], int]:
+    """Metrics after two steps, of a job with that evaluation data."""
+    job = shoal.Job(
+        model=lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)),
+        loss=lambda model, batch: shoal.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        train_data=rows(16),
+        eval_data=sets,
+        metrics={"accuracy": shoal.accuracy},
+        global_batch=8,
+        grains=2,
+        length=shoal.Steps(2),
+    )
+    engine = build(job, judged(job, Plan()).plan, alone(CPU), Options(telemetry=False))
+    try:
+        engine.rehearse()
+        return engine.evaluator.evaluate(engine.model)
+    finally:
+        engine.close()
+
+
+def rows(count: int, noise: float = 0.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    inputs = torch.randn(count, 2, generator=generator)
+    return inputs + noise * torch.randn(count, 2, generator=generator), (inputs.sum(1) > 0).long()
+
+
+def test_each_of_several_sets_is_evaluated_as_if_it_were_alone() -> None:
+    clean, noisy = rows(20), lambda: rows(13, noise=2.0)
+    metrics, count = several({"clean": clean, "noisy": noisy})
+    assert count == 33
+    assert metrics == {f"clean/{name}": value for name, value in several(clean)[0].items()} | {
+        f"noisy/{name}": value for name, value in several(noisy)[0].items()
+    }
+    assert list(metrics) == ["clean/loss", "clean/accuracy", "noisy/loss", "noisy/accuracy"]
+
+
+def test_a_set_that_cannot_be_read_is_named() -> None:
+    with pytest.raises(DataError, match=r"eval_data\['noisy'\] of tensors with first dims"):
+        several({"clean": rows(20), "noisy": (torch.zeros(3, 2), torch.zeros(4))})

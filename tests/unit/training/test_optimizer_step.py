@@ -68,6 +68,21 @@ def test_a_step_equals_torchs_own(clip: float | None, weight: float, factor: flo
         torch.testing.assert_close(mine, reference)
 
 
+@pytest.mark.parametrize("limit", [1e-3, 0.1, 1e6])
+@pytest.mark.parametrize(("weight", "factor"), [(1.0, 1.0), (4.0, 2.0**10)])
+def test_a_step_that_clips_values_has_torchs_own_bits(limit: float, weight: float, factor: float) -> None:
+    made, parameters = with_gradients(factor)
+    told = updater_of(torch.optim.SGD(parameters, lr=0.1), parameters, job(clip_value=limit))
+    update = told.step(1.0, weight, LossScale(factor), START)
+    other, theirs = with_gradients(1.0 / weight)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in theirs])  # type: ignore[misc]
+    torch.nn.utils.clip_grad_value_(theirs, limit)
+    torch.optim.SGD(theirs, lr=0.1).step()
+    assert update.grad_norm == pytest.approx(float(norm), rel=1e-6), "before it is clipped"
+    for mine, reference in zip(made.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, reference)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     made, parameters = with_gradients()

@@ -31,6 +31,7 @@ _MAY_CHANGE = (
     "why_grains",
     "given",
     "stop_after",
+    "keep_checkpoints",
     "length",
     "lengths",
     "on_nonfinite",

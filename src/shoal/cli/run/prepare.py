@@ -143,6 +143,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         steps=steps,
         max_restarts=options.max_restarts,
         checkpoint_every=options.checkpoint_every,
+        keep_checkpoints=_num_kept(options.keep_checkpoints, kept if options.resume else None),
         telemetry=not options.no_telemetry,
         certificate=Path(options.require_certificate) if options.require_certificate else None,
         says_workers=says_workers,
@@ -152,6 +153,21 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
         trace=trace,
         numbered=None if options.out or options.resume else name,
         recorded_grains=(read_json(kept.job) or {}).get("grains") if options.resume else None,
+    )
+
+
+def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | None:
+    """Number of checkpoints that are kept, None for all; that of the run where it is resumed. Raises: CommandError."""
+    if text is None:
+        text = ((read_json(resumed.job) if resumed is not None else None) or {}).get("keep_checkpoints", 3)
+    if text == "all":
+        return None
+    if not isinstance(text, bool | float) and str(text).isdecimal() and int(text) >= 1:
+        return int(text)
+    raise CommandError(
+        given=f"--keep-checkpoints {text}",
+        conflict="--keep-checkpoints takes a whole number of at least 1, or all",
+        remedy="write --keep-checkpoints 3, say",
     )
 
 

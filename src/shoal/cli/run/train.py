@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +159,7 @@ def _agree(mesh: Mesh, call: _Call, unprepared: bool) -> tuple[CompletePlan, _Ca
 
 def _warn(job: Job, request: RunRequest, unprepared: bool) -> None:
     """Tells of what has no effect in the job, and in a plan as this call gives it."""
-    warn_of(job.without_effect())
+    warn_of([*job.without_effect(), *job.doubtful()])
     if unprepared:
         warn_of(request.without_effect())
     if not request.plan_resumed:  # what a run keeps was completed by it
@@ -203,6 +203,7 @@ def _options(request: RunRequest, observer: Observer) -> Options:
         checkpoints=kept.checkpoints,
         saved=kept.saved,
         checkpoint_every=request.checkpoint_every,
+        keep_checkpoints=request.keep_checkpoints,
         telemetry=request.telemetry,
         take_workers=not request.says_workers,
         initial_weights=request.initial_weights,
@@ -274,18 +275,14 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
 
             about = (request.out, loaded.settings, description)
             around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
-            if call.profile is not None:
-                call.profile.attach(reporter.note)
             if first < num_steps:
                 engine.rehearse()
             log = AttemptLog(directory.attempts if mesh.rank == 0 else None)
             _tell_start(log, call, engine, (state, num_steps))
             result.log = log
             records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
-            with contextlib.closing(records):
+            with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
-            if call.profile is not None:
-                call.profile.conclude()
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
             result.write_failed(as_shoal_error(caught))
@@ -298,6 +295,17 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
+    """A context whose steps are traced, where the call asks for it; the trace is written where it ends well."""
+    if call.profile is None:
+        yield
+        return
+    call.profile.attach(note)
+    yield
+    call.profile.conclude()
 
 
 def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> None:
@@ -346,6 +354,7 @@ def _describe(loaded: LoadedJob, engine: Engine, request: RunRequest, why_grains
         "given": dict(request.job.settings),
         "by_value": request.job.by_value,
         "stop_after": request.steps,
+        "keep_checkpoints": request.keep_checkpoints or "all",
         **loaded.job.describe(),
         "why_grains": why_grains,
         "train_samples": engine.num_train_samples,

@@ -15,6 +15,7 @@ from shoal.training.callbacks.base import Callback, RunControl
 
 # What the names of the averaged weights' metrics begin with.
 PREFIX = "ema_"
+_MOSTLY = 0.5  # share of the first weights in an average from which on a run is warned
 
 
 class EMA(Callback):
@@ -48,7 +49,19 @@ class EMA(Callback):
             del self._averages[name]
         for name, weights in own.items():
             self._averages.setdefault(name, weights.to(_wide(weights.dtype), copy=True))
+        self._warn(run)
         self._order = [(self._averages[name], weights) for name, weights in own.items()]
+
+    def _warn(self, run: RunControl) -> None:
+        """Warns where the average of the run's end is mostly the weights that it began with."""
+        count = self.num_updates + run.num_steps - run.step
+        begun = self.decay**count
+        if not self.warmup and begun >= _MOSTLY:
+            run.note(
+                f"warning: EMA({self.decay:g}) over {count} steps: {begun:.0%} of the average at the end is of the "
+                f"weights that it begins with; write shoal.EMA({max(0.0, 1.0 - 5.0 / max(5, count)):.2g}), say, or "
+                f"EMA({self.decay:g}, warmup=True)"
+            )
 
     def on_step(self, run: RunControl, record: StepRecord) -> None:
         if record.skipped is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from shoal.errors import JobError
-from shoal.job import Job
+from shoal.job import Job, meant_metric
 from shoal.training.callbacks.base import Callback, RunControl
 
 Mode = Literal["min", "max"]
@@ -97,4 +97,5 @@ def unknown_metric(callback: Callback, metric: str, job: Job) -> Iterator[tuple[
     known = job.metric_names
     if metric not in known:
         name = type(callback).__name__
-        yield f"{name}({metric!r})", f"an evaluation gives {', '.join(known)}", f"write {name}({known[-1]!r}, ...)"
+        meant = meant_metric(metric, known)
+        yield f"{name}({metric!r})", f"an evaluation gives {', '.join(known)}", f"write {name}({meant!r}, ...)"

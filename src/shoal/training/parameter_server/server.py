@@ -18,7 +18,7 @@ from shoal.distributed.failures import as_shoal_error, to_json
 from shoal.errors import PeerError, PlanError
 from shoal.job import Job, Progress
 from shoal.launch.environment import Environment
-from shoal.numerics.gradient_norm import rounded
+from shoal.numerics.gradient_norm import clip_values, rounded
 from shoal.numerics.precision import Precision
 from shoal.parallel.data.pushed import Push, ServerShard, divide_parameters, pack, unpack
 from shoal.plans.plan import Plan
@@ -53,7 +53,7 @@ class Server:
         parameters = Parameters(self.model)
         self.optimizer = build_optimizer(job.optimizer, parameters)
         stepper = Stepper(self.optimizer, job, exact=plan.execution.exact)
-        step = functools.partial(_step, stepper, plan.server.num_servers > 1)
+        step = functools.partial(_step, stepper, parameters, job.clip_value, plan.server.num_servers > 1)
         self.shard = ServerShard(parameters, step, job.num_grains, exact=plan.execution.exact)
         self._lock = threading.Lock()
 
@@ -95,7 +95,8 @@ class Server:
         raise KeyError(asked["kind"])
 
 
-def _step(stepper: Stepper, divided: bool, progress: Progress) -> None:
+def _step(stepper: Stepper, parameters: Parameters, limit: float | None, divided: bool, progress: Progress) -> None:
+    clip_values([p.grad for p in parameters if p.grad is not None], limit)
     stepper.set_rates(progress)
     stepper.seed(progress.step)
     stepper.step(refuse_noise=divided)

@@ -27,7 +27,8 @@ _ELSEWHERE = {
     "batch_size": "global_batch, of all processes together",
     "devices": "torchrun --nproc-per-node N train.py, or a plan",
     "gradient_accumulation_steps": "nothing: global_batch is the batch of one update, however it is accumulated",
-    "gradient_clip_val": "clip_norm",
+    "gradient_clip_val": "clip_norm, or clip_value where gradient_clip_algorithm is value",
+    "clipvalue": "clip_value",
     "max_grad_norm": "clip_norm",
     "max_steps": "session.steps(dataset, shoal.Steps(N))",
     "mixed_precision": "precision",
@@ -43,6 +44,7 @@ _METHODS = {
     "backward": "step.backward(total, weight) for each batch",
     "clip_gradients": "shoal.Session(clip_norm=...)",
     "clip_grad_norm_": "shoal.Session(clip_norm=...)",
+    "clip_grad_value_": "shoal.Session(clip_value=...)",
     "gather": "step.loss, or session.evaluate(dataset, metrics), which are of all ranks",
     "gather_for_metrics": "session.evaluate(dataset, metrics)",
     "is_local_main_process": "session.rank == 0",
@@ -79,6 +81,7 @@ class TrainingKeywords(TypedDict, total=False):
     grains: int | None
     seed: int
     clip_norm: float | None
+    clip_value: float | None
     schedule: Callable[[Progress], float] | None
     collate: Callable[[list[Any]], Any] | None
     shuffle: bool | None
@@ -100,6 +103,7 @@ class Training:
     grains: int | None = None
     seed: int = 0
     clip_norm: float | None = None
+    clip_value: float | None = None
     schedule: Callable[[Progress], float] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool | None = None
@@ -143,7 +147,7 @@ class Training:
         def unused(*_: Any) -> Any:
             raise AssertionError("a Session's loop computes its own loss")
 
-        own = ("global_batch", "grains", "seed", "clip_norm", "schedule", "collate", "shuffle", "fuse")
+        own = ("global_batch", "grains", "seed", "clip_norm", "clip_value", "schedule", "collate", "shuffle", "fuse")
         told = {name: getattr(self, name) for name in own}
         return Job(model=unused, loss=unused, optimizer=unused, train_data=(), **told)
 

@@ -96,7 +96,7 @@ class LoopWatch:
                 raise UserCodeError(
                     given="gradients that were changed after the update",
                     conflict="the update takes place when the step's batches are used up: nothing reads them any more",
-                    remedy="to clip write shoal.Session(clip_norm=...) and leave clip_grad_norm_ out",
+                    remedy="to clip write shoal.Session(clip_norm=...) or clip_value, and leave torch's out",
                 )
         self._gradients = []
         self._rates = _rates(optimizers)
@@ -121,7 +121,7 @@ class LoopWatch:
                 given="gradients that were changed after step.backward(), within the batches of a step",
                 conflict="they are those of this rank's batches so far, and the step's gradient is the sum over all "
                 "ranks",
-                remedy="to clip write shoal.Session(clip_norm=...) and leave clip_grad_norm_ out; leave "
+                remedy="to clip write shoal.Session(clip_norm=...) or clip_value, and leave torch's out; leave "
                 "model.zero_grad() out",
             )
         if _rates(optimizers) != self._rates:
