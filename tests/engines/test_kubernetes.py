@@ -1,4 +1,4 @@
-"""Pods of a rendered Job and TrainJob in network namespaces; one is lost: the run is the undisturbed one bit for bit."""
+"""Pods of a rendered Job and TrainJob in network namespaces; one is lost: the run is the undisturbed one, to the bit."""
 
 from __future__ import annotations
 
