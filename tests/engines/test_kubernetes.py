@@ -1,4 +1,4 @@
-"""Pods of a rendered Job and TrainJob in network namespaces; one is lost: the run is the undisturbed one, to the bit."""
+"""Pods of a rendered Job and TrainJob in network namespaces; one is lost, and the bits are the undisturbed run's."""
 
 from __future__ import annotations
 

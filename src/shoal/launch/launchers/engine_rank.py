@@ -133,6 +133,9 @@ class EngineRank:
         self.tell(signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
+            if self._reader is not None and self._process.stdout is not None:
+                self._reader.join(2.0)
+                self._process.stdout.close()
         if self._listener is not None:
             self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
