@@ -42,6 +42,8 @@ def run(options: RunOptions) -> int:
     request = requested(options)
     if options.out is not None and not options.resume:  # an engine's new start goes on
         request = request.restarted(restarts(os.environ))
+    if environment is not None and environment.num_to_start and environment.num_hosts == 1:
+        request, environment = request.with_devices(environment.num_to_start), None
     if environment is not None and environment.num_to_start:
         return started_on_host(options, request, environment)
     if environment is not None:
@@ -50,10 +52,7 @@ def run(options: RunOptions) -> int:
         if environment.single_host:
             request = request.with_own_sums()
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
-        for (
-            name,
-            text,
-        ) in environment.variables().items():  # other engines' ranks have torchrun's words too: jobs read them
+        for name, text in environment.variables().items():  # for jobs that read torchrun's words, on other engines too
             os.environ.setdefault(name, text)
         return _train(request, environment, unprepared=True)
     with claimed(request) as (request, lock):

@@ -138,7 +138,7 @@ def start(submission: Submission, signals: Signals) -> int:
     outputs = [] if is_array(options) else [folder / f"slurm-{number}.out"]
     if is_array(options):
         print(f"output of its tasks: {folder}/slurm-{number}_*.out", flush=True)
-    return _Follower(number, signals, [_Tail(path) for path in outputs]).follow()
+    return _SlurmJob(number, signals, [_Tail(path) for path in outputs]).follow()
 
 
 def _slurm(*words: str) -> str:
@@ -183,7 +183,7 @@ class _Tail:
 
 
 @dataclass
-class _Follower:
+class _SlurmJob:
     """Way of a job, or of an array's tasks, to the end."""
 
     number: str
