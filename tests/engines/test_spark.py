@@ -119,6 +119,7 @@ def test_training_from_a_data_frame_in_a_session_of_the_users_own(tmp_path: Path
         f"    shoal.from_spark(frame, {rows!r})\n"
         "except shoal.ShoalError as error:\n"
         "    print(error.conflict)\n"
+        "spark.stop()\n"
     )
     with start_command([sys.executable, str(program)], out, QUIET, cwd=tmp_path, fresh=True) as started:
         ended = started.wait(LIMIT_SECONDS).expect(0)
