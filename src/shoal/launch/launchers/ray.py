@@ -245,7 +245,6 @@ class RayRun:
                 num_cpus=bundle["CPU"],
                 num_gpus=bundle.get("GPU", 0),
                 scheduling_strategy=strategy(self._group, placement_group_bundle_index=index),
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(self.settings.cpus)}},
             ).remote()
             for index in range(self.submission.num_processes)
         ]
@@ -257,11 +256,13 @@ class RayRun:
         address = _LOOPBACK if len(set(places)) == 1 else places[0]
         port = ray.get(self._actors[0].listen.remote(address))
         words, logs = self.submission.arguments, str(self.submission.out / "logs")
+        threads = {"OMP_NUM_THREADS": str(self.settings.cpus)}
+        again = {RESTARTS: str(restarts)} if restarts else {}
         commands = [
             RankCommand(
                 words,
                 str(self.submission.folder),
-                environment.variables() | ({RESTARTS: str(restarts)} if restarts else {}),
+                {**threads, **environment.variables(), **again},
                 logs if environment.rank else "",
             )
             for environment in environments("ray", places, (address, port), own_gpu="GPU" in bundle)

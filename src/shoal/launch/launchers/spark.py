@@ -69,6 +69,12 @@ def _session(settings: SparkSettings, submission: Submission) -> Iterator[Any]:
     sql = _library(submission)
     active = sql.SparkSession.getActiveSession()
     if active is not None:
+        if not hasattr(active, "sparkContext"):
+            raise LaunchError(
+                given="an active session of Spark Connect",
+                conflict="it has no barrier stages of a program's own",
+                remedy="start the program with spark-submit, or where the driver runs",
+            )
         yield active
         return
     _refuse_without_java(os.environ)
