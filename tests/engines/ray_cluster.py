@@ -53,6 +53,8 @@ def started(folder: Path, cpus: int = 4, *, dashboard: bool = False) -> Iterator
     words = ["start", "--head", "--block", "--port=0", "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}"]
     words += [f"--object-store-memory={200 << 20}", f"--include-dashboard={str(dashboard).lower()}"]
     words += ["--disable-usage-stats", f"--dashboard-port={dashboard_port}", f"--ray-client-server-port={free_port()}"]
+    # By default the same for every cluster of a host.
+    words += [f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"]
     log = folder / "ray.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(
