@@ -17,7 +17,12 @@ from shoal.launch.signals import Signals
 # Modules, imported when their engine is asked for. Each is a `Launcher`.
 LAUNCHERS = {
     "local": "shoal.launch.launchers.this_host",
+    "slurm": "shoal.launch.launchers.slurm",
+    "mpi": "shoal.launch.launchers.mpi",
+    "hosts": "shoal.launch.launchers.ssh",
     "kubernetes": "shoal.launch.launchers.kubernetes",
+    "ray": "shoal.launch.launchers.ray",
+    "spark": "shoal.launch.launchers.spark",
 }
 
 
