@@ -111,6 +111,7 @@ def _tried(options: DoctorOptions, files: RunFiles, times: RunTimes, found: Sequ
         options.steps or _steps(times),
         tuple(arguments),
         _variables(times),
+        folder=files.path.absolute().parent,
     )
     return tried(job, remedies, lambda text: print(text, file=sys.stderr, flush=True))
 

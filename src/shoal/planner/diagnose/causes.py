@@ -80,6 +80,7 @@ def causes(times: RunTimes, *more: LostTime) -> tuple[LostTime, ...]:
         _shares,
         _bubbles,
         _messages,
+        _large_sums,
         _devices,
         _host,
     )
@@ -265,6 +266,21 @@ def _messages(times: RunTimes) -> Losses:
             0, Remedy("shared-memory", words, lost / times.total, {"collectives": {"all_reduce": "shared_memory"}})
         )
     yield _lost(times, "messages", "many small sums", lost, seen, *remedies)
+
+
+def _large_sums(times: RunTimes) -> Losses:
+    """Sums whose bytes take the time: half as many in bfloat16."""
+    sums, messages = _communication(times), times.messages or 0
+    plain = times.section("collectives").get("compression", "none") == "none"
+    exact = bool(times.section("execution").get("exact"))
+    if times.world_size < 2 or not messages or times.message_bytes < messages * _BUCKET_BYTES or not plain or exact:
+        return
+    if sums < _SLOWER * times.step:
+        return
+    seen = f"{times.message_bytes / 1e6:.3g} MB of gradients a step and rank, of which {_ms(sums)} are exposed"
+    words = "gradients summed in bfloat16, which rounds them: docs/compression.md"
+    sections = {"collectives": {"compression": "bfloat16"}}
+    yield _lost(times, "sums", "large sums", sums, seen, Remedy("bfloat16", words, 0.5 * sums / times.total, sections))
 
 
 def _devices(times: RunTimes) -> Losses:

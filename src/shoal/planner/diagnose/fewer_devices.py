@@ -23,6 +23,8 @@ def on_devices(times: RunTimes, devices: int, computing: float | None = None) ->
     layout = times.section("layout")
     if devices < 1 or any(int(layout.get(axis) or 1) > 1 for axis in ("tensor", "pipeline", "context", "shard")):
         return None
+    if times.section("server").get("mode", "none") != "none":
+        return None
     crowd, then = _crowd(times, times.world_size), _crowd(times, devices)
     more = times.world_size / devices
     spans = times.spans

@@ -27,6 +27,7 @@ class TrialJob:
     """Job of a run as the command line names it, its plan, and how many steps a trial has.
 
     `arguments`: settings and options of the run that a remedy does not change; `variables` of its environment.
+    `folder`: where the temporary directories are made, since checkpoints take as long as their disk.
     """
 
     job: str
@@ -35,7 +36,7 @@ class TrialJob:
     arguments: tuple[str, ...] = ()
     variables: Mapping[str, str | None] = field(default_factory=dict)
     rounds: int = 2
-    cwd: Path | None = None
+    folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def tried(job: TrialJob, remedies: Sequence[Remedy], note: Callable[[str], None]
     unchanged = Remedy("unchanged", "as it was", 0.0)
     seconds: dict[str, list[float]] = {remedy.name: [] for remedy in (unchanged, *remedies)}
     errors: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="shoal-doctor-") as folder:
+    with tempfile.TemporaryDirectory(prefix=".shoal-doctor-", dir=job.folder) as folder:
         for number in range(job.rounds):
             order = [unchanged, *(remedies if number % 2 == 0 else reversed(remedies))]
             for remedy in order:
@@ -110,7 +111,7 @@ def _run(job: TrialJob, remedy: Remedy, out: Path) -> float:
     variables = {name: value for name, value in os.environ.items() if name not in wanted}
     variables |= {name: value for name, value in wanted.items() if value is not None}
     command = [sys.executable, "-m", "shoal", *own, *kept, *remedy.arguments]
-    done = subprocess.run(command, env=variables, cwd=job.cwd, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_TAIL:])
         raise LaunchError(

@@ -81,6 +81,12 @@ PLANTED: dict[str, tuple[RunTimes, str, str, float]] = {
         "shared-memory",
         0.041 * (1 - 4 / 400) / (STEP + 0.04),
     ),
+    "large sums": (
+        run(spans={"exposed_communication": 0.011, "forward": 0.07}, messages=4, message_bytes=80 << 20),
+        "sums",
+        "bfloat16",
+        0.0055 / (STEP + 0.073),
+    ),
     "too many ranks": (
         run(spans={"exposed_communication": 0.05}, world_size=8, threads=1, samples=8.0, parameters=1000),
         "devices",
