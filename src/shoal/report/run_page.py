@@ -171,7 +171,10 @@ def _incidents(found: Account) -> Part | None:
 
 def instant(at: float | None) -> str:
     """An instant in UTC."""
-    return "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        return "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # of no calendar
+        return "-"
 
 
 def _step(found: Account, records: Sequence[StepRecord]) -> Part | None:

@@ -118,7 +118,7 @@ def _parts(found: Account, width: int) -> Iterator[str]:
     for part in sorted(found.wall.parts, key=lambda part: -part.seconds):
         of_busy = part.seconds / busy if busy > 0.0 and part.name != "idle" else 0.0
         if of_busy >= _LEAST_SHARE:
-            full = "█" * max(1, round(of_busy * room))
+            full = "█" * max(1, round(min(1.0, of_busy) * room))
             yield f"{cut(part.name.replace('_', ' '), 22):<22} {of_busy:4.0%} {full}"
 
 
