@@ -124,7 +124,7 @@ def _parts(found: Account, width: int) -> Iterator[str]:
 
 def _ending(found: Account, width: int) -> Iterator[str]:
     busy = next((one for one in found.ranks if one.name == "busy_seconds"), None)
-    if busy is not None and found.world_size > 1:
+    if busy is not None and busy.share_of_steps:
         often = busy.share_of_steps[busy.rank_of_most]
         yield f"rank {busy.rank_of_most} was the slowest in {share(often)} of steps"
     for incident in found.incidents[-_NUM_INCIDENTS:]:
