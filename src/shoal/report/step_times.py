@@ -27,8 +27,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RankExtremes:
-    """A quantity over the ranks: means over steps of the least and the most, and how often each rank had the most, of the steps
-    in which they differ."""
+    """A quantity over the ranks: means over steps of the least and the most, and how often each rank had the most.
+
+    `share_of_steps`: of those in which ranks differ, by rank.
+    """
 
     name: str
     least: float
