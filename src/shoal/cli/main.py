@@ -18,6 +18,7 @@ from shoal.cli.options import (
     EvaluateOptions,
     ExportOptions,
     PlanOptions,
+    PredictOptions,
     RunOptions,
     VerifyOptions,
     add_options,
@@ -184,6 +185,13 @@ _COMMANDS = {
         "a job's evaluation on the weights of a checkpoint",
         "Compute the metrics of a job on its evaluation data with the weights of a checkpoint, of any layout.",
         "exit codes: 0 done, 2 user error, 69 a process died, 74 the checkpoint is damaged",
+    ),
+    "predict": _Command(
+        "shoal.cli.predict",
+        PredictOptions,
+        "a trained model's outputs for each sample of a data set",
+        "Write the outputs of a job's model, with the weights of a checkpoint of any layout, for each sample in order.",
+        "exit codes: 0 done, 2 user error, 73 not written, 74 the checkpoint is damaged",
     ),
     "bench": _Command(
         "shoal.cli.bench",

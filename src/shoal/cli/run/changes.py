@@ -38,7 +38,7 @@ _MAY_CHANGE = (
     "versions",
     "certificate",
 )
-_FREE_FIELDS = ("length", "on_nonfinite")
+_FREE_FIELDS = ("length", "on_nonfinite", "predict")
 _LENGTHS: dict[str, type[Epochs | Steps | Samples]] = {"epochs": Epochs, "steps": Steps, "samples": Samples}
 _MOST_COMPARED = 1000  # steps of which a schedule's multipliers are compared, evenly spaced; entries of a list
 # Values within values of a module, and where modules lie that are not a job's own.
