@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from shoal.data.loader import DataRank
-from shoal.data.source import MapSource, Opened, collate_samples
+from shoal.data.source import MapSource, Opened, collate_samples, raised
 from shoal.distributed.agreement import collectively
 from shoal.distributed.failures import user_error
 from shoal.distributed.mesh import Mesh
-from shoal.errors import DataError, ShoalError
+from shoal.errors import ShoalError
 from shoal.job import Job, named_metric
 from shoal.launch.heartbeat import Heartbeat
 from shoal.numerics.grain_randomness import seed_everything
@@ -159,11 +159,7 @@ class Evaluator:
                 samples = samples or iter(itertools.islice(stream, self._most))
                 chunk = list(itertools.islice(samples, self._chunk))
             except Exception as error:
-                raise DataError(
-                    given=self._name,
-                    conflict=f"the stream raised {type(error).__name__}: {error}",
-                    remedy="mend the stream",
-                ) from error
+                raise raised(self._name, "the stream", error, "mend the stream") from error
             if not chunk:
                 return
             yield chunk

@@ -199,6 +199,8 @@ def introduce(
         reporter.note(
             "  resumed     " + (f"after step {resumed}" if resumed is not None else "from the start: no checkpoint yet")
         )
+    if resumed is not None and resumed >= max(engine.order.num_steps, request.steps or 0):
+        reporter.note(f"  length      nothing is left to do: all steps are trained; to go on, {_longer(loaded)}")
     if request.steps is not None and request.steps <= (resumed or 0) < engine.order.num_steps:
         reporter.note(
             f"  length      nothing is left to do: the run was told to end after step {request.steps}; "
@@ -215,6 +217,15 @@ def _batch(job: Job, plan: Plan, why_grains: str) -> tuple[str, str]:
         f"  batch       {job.global_batch} samples a step; a rank computes up to {share} grains, {per} at a time "
         f"({-(-share // per)} microbatch(es))",
     )
+
+
+def _longer(loaded: LoadedJob) -> str:
+    """How to give a job another length: the setting that its name says, or the field."""
+    known = [name for name in loaded.settings if name.endswith(("epochs", "steps", "samples"))]
+    value = loaded.settings[known[0]] if known else None
+    if known and isinstance(value, int | float) and not isinstance(value, bool):
+        return f"add --set {known[0]}={2 * value:g} (from Python: {known[0]}={2 * value:g}), say"
+    return "give the job a larger length: Job(length=...)"
 
 
 def conclude(reporter: Reporter, result: RunRecord, request: RunRequest, function: str) -> None:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from shoal.checkpoint.run_state import RunState
 from shoal.checkpoint.state import TENSOR, encode
 from shoal.distributed.agreement import raise_together
-from shoal.distributed.failures import as_shoal_error, is_lost_peer, place_of
+from shoal.distributed.failures import as_shoal_error, is_lost_peer
 from shoal.distributed.mesh import Mesh
 from shoal.errors import JobError, ShoalError, UserCodeError
 from shoal.parallel.model.sharded_model import ShardedModel, local
 from shoal.runs.records import StepRecord
+from shoal.runs.user_frames import place_of
 from shoal.training.callbacks.base import (
     CHECKPOINT,
     END,
