@@ -147,6 +147,12 @@ RUN_OPTIONS: Table = {
         lambda ended: [record["learning_rate"] for record in ended.records],
         [0.1, 0.1, 0.02, 0.02],
     ),
+    "--resume-if-exists": Acts(
+        Call(arguments=("--resume-if-exists", "--steps", "4"), after=KEPT),
+        PLAIN.with_("--resume-if-exists", "--steps", "4"),
+        lambda ended: ended.result["resumed_from"],
+        2,
+    ),
     "--accept-changes": Says(
         resumed("--steps", "4", "--set", "change=seed", "--accept-changes"), "the job was changed, as accepted: seed = "
     ),
@@ -159,6 +165,14 @@ RUN_OPTIONS: Table = {
         PLAIN.with_("--checkpoint-every", "9"), PLAIN.with_("--checkpoint-every", "1"), checkpoints, [4]
     ),
     "--max-restarts": Refuses(PLAIN.with_("--max-restarts", "-1"), "--max-restarts"),
+    "--on": Refuses(PLAIN.with_("--on", "locl"), "did you mean 'local'?"),
+    "--on: options of this host": Refuses(PLAIN.with_("--on", "local:x", "--dry-run"), "takes no options"),
+    "--dry-run": Acts(
+        PLAIN.with_("--dry-run", "--devices", "2"),
+        PLAIN,
+        lambda ended: (ended.said.count(" WORLD_SIZE=2 "), (ended.out / "job.json").exists()),
+        (2, False),
+    ),
     "--require-certificate": Refuses(PLAIN.with_("--require-certificate", "gone.json"), "no certificate"),
     "--track": Refuses(PLAIN.with_("--track", "paper"), "trackers are tensorboard, mlflow, wandb, trackio"),
     "--trace": Acts(
@@ -449,6 +463,17 @@ PREDICT_OPTIONS: Table = {
     "--ema": Acts(predict("--ema", after=AVERAGED_RUN), predict(after=AVERAGED_RUN), rows),
     "--set": Acts(predict("--set", "change=eval_data"), PREDICTED, lambda ended: rows(ended)["ids"][0], (11,)),
     "--set: no data": Refuses(predict("--set", "change=no eval_data"), "write --data train"),
+}
+
+
+def report(*arguments: str, **changes: Any) -> Call:
+    """The report on a run."""
+    return Call("report", ("out", *arguments), **{"after": KEPT, "job": None, **changes})
+
+
+REPORT_OPTIONS: Table = {
+    "runs": Refuses(report(after=None), "no run began there"),
+    "--json": Acts(report("--json"), report(), lambda ended: '"wall": {' in ended.said, True),
 }
 
 

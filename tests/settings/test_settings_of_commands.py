@@ -11,6 +11,7 @@ from tests.settings.command_rows import (
     EXPORT_OPTIONS,
     PLAN_OPTIONS,
     PREDICT_OPTIONS,
+    REPORT_OPTIONS,
     RUN_OPTIONS,
     SLOW,
     VERIFY_OPTIONS,
@@ -29,6 +30,7 @@ TABLES: dict[str, Table] = {
     "export": EXPORT_OPTIONS,
     "evaluate": EVALUATE_OPTIONS,
     "predict": PREDICT_OPTIONS,
+    "report": REPORT_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
 # The row of `--data` sees that predictions are made; the others are of what `shoal evaluate` shares.

@@ -17,7 +17,8 @@ from shoal.hardware import dump
 from shoal.hardware.cluster_names import of_cores
 from shoal.hardware.detect import cores, gpus, kind_of, measured_file, memory_bytes, processor
 from shoal.hardware.values import Cluster, Device
-from shoal.launch.environment import REQUEST_FILE, Environment, joined
+from shoal.launch.environment import REQUEST_FILE, Environment
+from shoal.launch.environments.detect import joined
 from shoal.planner.measure.assemble import Measured, algorithms_of, device_of, link_of, table
 from shoal.planner.measure.processes import found_by
 from shoal.runs.directory import write_file

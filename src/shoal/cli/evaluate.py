@@ -12,7 +12,8 @@ from shoal.cli.options import EvaluateOptions
 from shoal.cli.trained_engine import EvaluateRequest, handed_over, in_ranks, trained_engine
 from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode
-from shoal.launch.environment import Environment, inside_run, joined
+from shoal.launch.environment import Environment, inside_run
+from shoal.launch.environments.detect import joined
 from shoal.plans.plan import described
 from shoal.plans.resolve import Judged
 from shoal.runs.directory import write_file

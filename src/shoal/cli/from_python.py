@@ -17,9 +17,11 @@ from shoal.cli.options import PlanOptions, RunOptions, option_names, options_fro
 from shoal.cli.run.look import look_aside
 from shoal.cli.run.prepare import requested
 from shoal.cli.run.start import RunEnd, claimed, judged_request, tell_notes, trained
-from shoal.errors import CommandError, ExitCode, JobError, SettingError
+from shoal.cli.run.submit import submitted
+from shoal.errors import CommandError, ExitCode, JobError, LaunchError, SettingError
 from shoal.job import Job
-from shoal.launch.environment import inside_run, refuse_rank
+from shoal.launch.environment import inside_run
+from shoal.launch.environments.detect import refuse_rank
 from shoal.launch.output import other_stream
 from shoal.launch.signals import Signals
 from shoal.plans import Plan
@@ -50,6 +52,7 @@ def run(
     workers: int | None = None,
     steps: int | None = None,
     resume: bool = False,
+    resume_if_exists: bool = False,
     accept_changes: bool = False,
     checkpoint_every: int | None = None,
     keep_checkpoints: int | str | None = None,
@@ -61,9 +64,10 @@ def run(
     init_from: PathText | None = None,
     init_allow: str | None = None,
     init_rename: Mapping[str, str] | Sequence[str] = (),
+    on: str = "local",
     **job_settings: Any,
 ) -> Run:
-    """Trains a job with ranks of this host, and returns when they are done; the command `shoal run` as a function.
+    """Trains a job with ranks of this host or of an engine, and returns when they are done; `shoal run` as a function.
 
     | argument | meaning |
     |---|---|
@@ -76,6 +80,7 @@ def run(
     | `out` | the run directory; runs/NAME |
     | `max_microbatch`, `workers` | the most samples in one forward; data-loading processes a rank |
     | `steps` | end after this step; the schedule stays that of the job's own length |
+    | `resume_if_exists` | the same where the directory has a run, a new run where it has none |
     | `resume`, `accept_changes` | go on from the newest good checkpoint; although the job was changed |
     | `checkpoint_every`, `keep_checkpoints` | steps between checkpoints; how many are kept, or "all" |
     | `require_certificate` | train only what `shoal verify` has verified: its file |
@@ -86,6 +91,7 @@ def run(
     | `init_from` | initial weights: a run, a checkpoint, a file or a folder |
     | `init_allow` | with it, tensors that may differ: "missing,unexpected,mismatched" |
     | `init_rename` | with it, prefixes of names, old to new |
+    | `on` | where ranks are started: "local", or an engine with its options after a colon, "slurm:--time=60" |
 
     Each rank is a new interpreter; a job that is in no file is handed over by cloudpickle. An interrupt saves a
     checkpoint, and is raised then: KeyboardInterrupt, or for SIGTERM SystemExit with code 75 (130 before the ranks).
@@ -146,7 +152,12 @@ def _run(given: dict[str, Any]) -> Run:
     settings, signals = settings_of("shoal.run", RunOptions, given), Signals(impatient=False)
     # From before there is a folder: a signal's own way to end the process would leave the job's pickle there.
     with signals.handled(), tempfile.TemporaryDirectory(prefix="shoal-job-") as folder:
-        request = requested(options_from(RunOptions, values | target_of(job, settings, Path(folder))))
+        options = options_from(RunOptions, values | target_of(job, settings, Path(folder)))
+        request = requested(options)
+        if options.on != "local":
+            ended = RunEnd(submitted(options, request, signals), None, tuple(signals.received))
+            _raise(ended, request)
+            return Run(request.out, job)
         with claimed(request) as (request, lock):
             tell_notes(request)
             ended = _trained(request, lock, Path(folder), signals)
@@ -263,8 +274,14 @@ def _raise(ended: RunEnd, request: RunRequest) -> None:
         if ended.error.traceback_text and files.errors.is_dir():
             ended.error.add_note(f"traceback of the rank: {files.errors}")
         raise ended.error
-    if ended.code != ExitCode.DONE:  # without a signal here: the ranks alone were told
+    if ended.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):  # without a signal here: the ranks alone were told
         _stop(ended, files)
+    if ended.code != ExitCode.DONE:  # of an engine, which has printed why
+        raise LaunchError(
+            given=f"shoal.run(..., out={str(files.path)!r})",
+            conflict=f"it ended with exit code {ended.code}",
+            remedy="its output, and errors in the run directory, say why",
+        )
 
 
 def _stop(ended: RunEnd, files: RunDirectory) -> NoReturn:

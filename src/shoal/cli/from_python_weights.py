@@ -15,7 +15,7 @@ from shoal.cli.finished_run import Run
 from shoal.cli.from_python import JobLike, PathText, settings_of, target_of
 from shoal.cli.options import EvaluateOptions, ExportOptions, PredictOptions, option_names, options_from
 from shoal.errors import CommandError, ExitCode
-from shoal.launch.environment import refuse_rank
+from shoal.launch.environments.detect import refuse_rank
 from shoal.launch.output import other_stream
 from shoal.launch.signals import Signals
 from shoal.runs.directory import read_json

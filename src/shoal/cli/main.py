@@ -19,6 +19,7 @@ from shoal.cli.options import (
     ExportOptions,
     PlanOptions,
     PredictOptions,
+    ReportOptions,
     RunOptions,
     VerifyOptions,
     add_options,
@@ -192,6 +193,13 @@ _COMMANDS = {
         "a trained model's outputs for each sample of a data set",
         "Write the outputs of a job's model, with the weights of a checkpoint of any layout, for each sample in order.",
         "exit codes: 0 done, 2 user error, 73 not written, 74 the checkpoint is damaged",
+    ),
+    "report": _Command(
+        "shoal.cli.report",
+        ReportOptions,
+        "where a run's time went, as one HTML page",
+        "Write one page of a run, or of several side by side: where the time went, beside what was predicted.",
+        "exit codes: 0 done, 2 user error",
     ),
     "bench": _Command(
         "shoal.cli.bench",

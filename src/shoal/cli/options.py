@@ -6,8 +6,9 @@ Loads nothing heavy: `shoal --help` reads this.
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,6 +63,7 @@ class RunOptions(TrainingOptions):
 
     steps: int | None = _option("end after step N; the schedule stays that of the job's own length", "N", least=1)
     resume: bool = _switch("go on from the newest good checkpoint in the run directory")
+    resume_if_exists: bool = _switch("--resume where the run directory has a run, a new run where it has none")
     accept_changes: bool = _switch("with --resume: go on although the job was changed")
     checkpoint_every: int | None = _option("steps between checkpoints (default: about 1 %% of the time)", "N", least=1)
     keep_checkpoints: str | int | None = _option(
@@ -91,6 +93,12 @@ class RunOptions(TrainingOptions):
     init_rename: tuple[str, ...] = _option(
         "with --init-from: rename a prefix of names", "OLD=NEW", default=(), action="append"
     )
+    on: str = _option(
+        "where the ranks are started: local (default), or an engine of docs/engines, with its options after a colon",
+        "ENGINE[:OPTIONS]",
+        default="local",
+    )
+    dry_run: bool = _switch("print what would be started or submitted, and end")
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,14 @@ class PredictOptions:
 
 
 @dataclass(frozen=True)
+class ReportOptions:
+    """Options of `shoal report`."""
+
+    runs: tuple[str, ...] = _option("a run directory; of several what differs", "RUN", "runs", default=(), nargs="+")
+    json: bool = _switch("print the account as JSON and nothing else")
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """Options of `shoal bench`."""
 
@@ -218,6 +234,33 @@ def options_of(kind: type[T], parsed: argparse.Namespace) -> T:
         value = getattr(parsed, name)
         values[name] = tuple(value) if isinstance(value, list) else value
     return options_from(kind, values)
+
+
+def arguments_of(options: Any, without: Container[str] = ()) -> list[str]:
+    """Options as the words of a command from which `options_of` makes the same; those at their default are left out.
+
+    `without`: names to leave out. Raises: CommandError for a value that no word says.
+    """
+    words: list[str] = []
+    for option in _options(type(options)):
+        value, flags = getattr(options, option.name), option.metadata["flags"]
+        if option.name in without or value == option.default:
+            continue
+        flag = flags[-1] if flags else f"--{option.name.replace('_', '-')}"
+        if option.metadata["settings"].get("action") == "store_true":
+            words += [flag] if value else []
+            continue
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, tuple):  # a job's setting, as a value
+                one = f"{one[0]}={one[1] if isinstance(one[1], str) else json.dumps(one[1])}"
+            if not isinstance(one, str | int | float):
+                raise CommandError(
+                    given=f"{option.name}={one!r:.60}",
+                    conflict="it is a value of this process, and another is to read it",
+                    remedy="give the path of a file",
+                )
+            words += [f"{one}"] if not flag.startswith("-") else [flag, f"{one}"]
+    return words
 
 
 def option_names(kind: Any) -> tuple[str, ...]:

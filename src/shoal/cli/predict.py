@@ -14,7 +14,8 @@ from shoal.data.source import Opened
 from shoal.distributed.worker_process import as_rank
 from shoal.errors import CommandError, ExitCode, nearest
 from shoal.job import Job
-from shoal.launch.environment import Environment, inside_run, joined, refuse_rank
+from shoal.launch.environment import Environment, inside_run
+from shoal.launch.environments.detect import joined, refuse_rank
 from shoal.runs.job_file import JobRequest, parse_target
 from shoal.training.evaluation import Evaluator
 from shoal.training.predictions import Predictions, of_first_part, refuse_file

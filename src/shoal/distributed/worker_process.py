@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shoal.distributed.failures import as_shoal_error, to_json
-from shoal.errors import ExitCode, PeerError, ShoalError
+from shoal.errors import ExitCode, InUseError, LaunchError, PeerError, ShoalError
 from shoal.launch.environment import LAUNCHER_PID, LOCK_FD, REPORT_FILE, Environment
 from shoal.runs.directory import write_file
 
@@ -41,6 +41,9 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None]) -> Ex
         if error.rank is None and environment.world_size > 1:
             error.rank = environment.rank
         code = error.exit_code
+        # Pods come and go one by one: who has missed the others, or the end of a lost one, is to try again.
+        if environment.engine == "kubernetes" and isinstance(error, LaunchError | InUseError):
+            code = ExitCode.RANK_LOST
     report = os.environ.get(REPORT_FILE)
     if report:
         told = to_json(error, environment.rank, platform.node()) if error else None

@@ -57,7 +57,8 @@ def launch(run: LocalRun, signals: Signals | None = None, spares: Spares | None 
                     start.again(rank)
                 return True
 
-            judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable}
+            # Where a host has some of the ranks, what they wait for may be on another.
+            judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable and run.share is None}
             watch = Watch(judged, run.unsaved, excused=run.excused)
             first = _watch(
                 workers, signals, run.replaceable, replace, watch, meanwhile=lambda: spares.tend(run, workers)
@@ -66,7 +67,7 @@ def launch(run: LocalRun, signals: Signals | None = None, spares: Spares | None 
             cut_short = workers[0].given_up and workers[0].process.returncode == ExitCode.PREEMPTED
             if run.replaceable and workers[0].is_well and not cut_short:  # who is left over had been given up
                 return LaunchEnd(workers[0].process.returncode, None, failed_at)
-            return LaunchEnd(*_verdict(workers, signals), failed_at)
+            return LaunchEnd(*_verdict(workers, signals, run.share is not None), failed_at)
         finally:
             start.close()
 
@@ -132,7 +133,8 @@ def _end_stuck(workers: list[RankProcess], found: list[Stuck]) -> None:
         worker.stuck = f"{reason}, and was killed" + (f"; it was in\n{shown}" if shown else "")
 
 
-def _verdict(workers: list[RankProcess], signals: Signals) -> tuple[int, ShoalError | None]:
+def _verdict(workers: list[RankProcess], signals: Signals, elsewhere: bool) -> tuple[int, ShoalError | None]:
+    """The exit code, and the root error. `elsewhere`: whether other hosts have ranks, unknown here."""
     ends = [(worker, worker.how_it_ended()) for worker in workers]
     if signals.twice and not all(end for _, end in ends):
         return ExitCode.INTERRUPTED, None
@@ -147,7 +149,7 @@ def _verdict(workers: list[RankProcess], signals: Signals) -> tuple[int, ShoalEr
     if lost:
         return ExitCode.RANK_LOST, _lost(lost[0])
     if told:
-        return ExitCode.FAILED, from_json(told[0])
+        return (ExitCode.RANK_LOST if elsewhere else ExitCode.FAILED), from_json(told[0])
     return max(end["exit_code"] for _, end in ends if end), None
 
 

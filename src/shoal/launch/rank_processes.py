@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,6 +40,7 @@ class LocalRun:
     excused: dict[str, float] = field(default_factory=dict)  # as `Watch`'s, of starts before this one
     stream: TextIO | None = None  # where rank 0's output goes; None: to this process's own
     lock: int | None = None  # a descriptor that all workers inherit: what it locks is locked until the last is gone
+    share: Environment | None = None  # of the first of these ranks, where other hosts have others; None: all are here
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
 
@@ -85,7 +86,7 @@ class Start:
         self._run = run
         self._gate: int | None = None  # the end of a pipe on which those that wait read
         self.workers: list[RankProcess] = []
-        self._listener = _listener()
+        self._listener = _listener() if run.share is None else _listener_at(run.share)
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
         if waits:
             reader, self._gate = os.pipe()
@@ -129,7 +130,8 @@ class Start:
                 worker.relay.close()
         if self._gate is not None:
             os.close(self._gate)
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         self._folder.cleanup()
 
     @property
@@ -137,17 +139,26 @@ class Start:
         return Path(self._folder.name)
 
     def _fill(self, gate: int | None = None) -> None:
-        for rank in range(len(self.workers), self._run.num_processes):
-            self.workers.append(self._started(rank, gate))
+        for place in range(len(self.workers), self._run.num_processes):
+            self.workers.append(self._started(place, gate))
 
-    def _started(self, rank: int, gate: int | None = None) -> RankProcess:
-        run, folder = self._run, self._place
+    def _environment(self, place: int) -> Environment:
+        """Environment of the rank that has this place among those of this start."""
+        run, number, share = self._run, self._run.num_processes, self._run.share
+        if share is None:
+            assert self._listener is not None, "all ranks are here"
+            descriptor, port = self._listener.fileno() if place == 0 else None, self._listener.getsockname()[1]
+            key = run.key if run.replaceable else None
+            return Environment(place, number, place, number, port=port, listen_fd=descriptor, key=key)
+        listening = self._listener.fileno() if self._listener is not None and place == 0 else None
+        rank, local_rank = share.rank + place, share.local_rank + place
+        return replace(share, rank=rank, local_rank=local_rank, listen_fd=listening, num_to_start=0)
+
+    def _started(self, place: int, gate: int | None = None) -> RankProcess:
+        run, folder, environment = self._run, self._place, self._environment(place)
+        rank, descriptor = environment.rank, environment.listen_fd
         report, said = folder / f"report-{rank}.json", folder / f"heartbeat-{rank}"
         heartbeat.make(said)
-        descriptor = self._listener.fileno() if rank == 0 else None
-        key = run.key if run.replaceable else None
-        number, port = run.num_processes, self._listener.getsockname()[1]
-        environment = Environment(rank, number, rank, number, port=port, listen_fd=descriptor, key=key)
         variables = {
             **os.environ,
             **environment.variables(),
@@ -227,3 +238,28 @@ def _listener() -> socket.socket:
         ) from None
     listener.listen()
     return listener
+
+
+def _listener_at(share: Environment) -> socket.socket | None:
+    """A socket for rank 0's store where rank 0 is here; it listens on the address and on nothing else.
+
+    Raises: LaunchError where the address is none of this host, or the port is taken.
+    """
+    if share.rank != 0:
+        return None
+    listener: socket.socket | None = None
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(share.address, share.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen()
+        return listener
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise LaunchError(
+            given=f"rank 0's store at {share.address}:{share.port}, on host {socket.gethostname()}",
+            conflict=f"nothing can listen there: {error.strerror or error}",
+            remedy="check that rank 0 was started on the host of that address, and that the port is free there",
+        ) from None

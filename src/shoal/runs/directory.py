@@ -20,6 +20,7 @@ class RunDirectory:
         self.job = path / "job.json"
         self.plan = path / "plan.toml"  # complete
         self.records = path / "records.jsonl"  # a step a line
+        self.attempts = path / "attempts.jsonl"  # when each call and each start again began and ended
         self.events = path / "events.jsonl"  # what befell the run, an incident a line
         self.result = path / "result.json"  # how the run ended
         self.checkpoints = path / "checkpoints"  # a directory each

@@ -374,6 +374,18 @@ def _read(target: Path) -> Holder | None:
     return None
 
 
+def is_held(folder: Path, patience: Patience | None = None) -> bool:
+    """Whether a run seems to train there now, as far as one look tells; it takes nothing and waits for nothing."""
+    holder = _read(folder / NAME)
+    if holder is None or holder.runs_here:
+        return holder is not None
+    if holder.local and holder.host == socket.gethostname():
+        return False
+    with contextlib.suppress(OSError):
+        return time.time() - (folder / NAME).stat().st_mtime < (patience or Patience()).limit_seconds
+    return False
+
+
 def _same(path: Path, descriptor: int) -> bool:
     with contextlib.suppress(OSError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))

@@ -56,6 +56,8 @@ class StepRecord:
     metrics: dict[str, float] | None = None  # evaluation after this step
     push: dict[str, Any] | None = None  # with servers: which step of the job it was, its workers, and its staleness
     compression: dict[str, Any] | None = None  # in a sampled step: cosine and residual, and whether the guard fell back
+    at: float | None = None  # the end of the step, in seconds since the epoch, on rank 0's clock
+    after: dict[str, float] | None = None  # seconds between this step and the next: of an evaluation, of a checkpoint
 
     def with_ranks(self, ranks: dict[str, Spread]) -> StepRecord:
         """Copy with all ranks' measurements; half the time of dataclasses.replace."""
@@ -64,6 +66,11 @@ class StepRecord:
     def evaluated(self, metrics: Mapping[str, float]) -> StepRecord:
         """The record with the metrics of an evaluation after its step, those that are finite."""
         return replace(self, metrics={name: value for name, value in metrics.items() if math.isfinite(value)})
+
+    def followed_by(self, kind: str, seconds: float) -> StepRecord:
+        """The record with the seconds of an evaluation or a checkpoint after its step."""
+        after = self.after or {}
+        return replace(self, after={**after, kind: after.get(kind, 0.0) + seconds})
 
     def to_line(self) -> str:
         """One line of JSON; a value that JSON has no number for is null."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,8 @@ class Surroundings:
 class Outcome:
     """Result of a training: completed or preempted, after which state; `unsaved` where that was not written.
 
-    `ended_by`: the callback that asked for the end, and why.
+    `ended_by`: the callback that asked for the end, and why. `after`: seconds of what followed the last step: the
+    last evaluation and checkpoint.
     """
 
     status: str
@@ -72,6 +75,7 @@ class Outcome:
     step_seconds: list[float] = field(default_factory=list)
     unsaved: StorageError | None = None
     ended_by: dict[str, Any] | None = None
+    after: dict[str, float] = field(default_factory=dict)
 
 
 class StepRecords:
@@ -84,6 +88,7 @@ class StepRecords:
         self._step_seconds: list[float] = []
         # The step after which the model was last evaluated, the metrics, and of how many samples they are.
         self._evaluated: tuple[int, dict[str, float], int] | None = None
+        self._after: dict[str, float] = {}  # seconds of what came after the last record was written
 
     def forget_after(self, step: int) -> None:
         """Leaves out what was recorded of later steps: they are about to be trained again."""
@@ -111,6 +116,7 @@ class StepRecords:
             digest=state.digest,
             skipped=update.skipped,
             nonfinite=found,
+            at=round(time.time(), 3),
             **own,
         )
         self._step_seconds.append(seconds)
@@ -123,16 +129,31 @@ class StepRecords:
 
     def evaluate(self, state: RunState) -> None:
         """Evaluates the model, outside the step's time. Collective: all ranks."""
-        metrics, count = self._measured()
+        with self.timed("evaluation"):
+            metrics, count = self._measured()
         self._evaluated = state.step, metrics, count
         watched = self._parts.job.watched
         is_best = watched is not None and state.improves(watched, metrics)
         if count:
             self._parts.callbacks.evaluated(state, metrics)  # whose state the checkpoint has then
         if is_best:
-            self._parts.keeper.save_best(state)
+            with self.timed("checkpoint"):
+                self._parts.keeper.save_best(state)
         if count and self._waiting is not None:
             self._waiting = self._waiting.evaluated(metrics)
+
+    @contextlib.contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """A context whose seconds are those of an evaluation or a checkpoint outside of any step's time."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = round(time.perf_counter() - began, 6)
+            if self._waiting is not None:
+                self._waiting = self._waiting.followed_by(kind, seconds)
+            else:
+                self._after[kind] = self._after.get(kind, 0.0) + seconds
 
     def _measured(self) -> tuple[dict[str, float], int]:
         """Metrics of the model and of averaged weights, if any; and samples. Collective: all ranks."""
@@ -166,7 +187,7 @@ class StepRecords:
         keeper = self._parts.keeper
         unsaved = self._save(state)
         if status != "completed":
-            return Outcome(status, state, {}, 0, self._step_seconds, unsaved)
+            return Outcome(status, state, {}, 0, self._step_seconds, unsaved, after=self._after)
         if not self.is_evaluated(state):
             try:
                 self.evaluate(state)
@@ -177,12 +198,13 @@ class StepRecords:
                     keeper.rescue(told, state)
                 raise told from error
         assert self._evaluated is not None, "just now, or before"
-        return Outcome(status, state, *self._evaluated[1:], self._step_seconds, unsaved)
+        return Outcome(status, state, *self._evaluated[1:], self._step_seconds, unsaved, after=self._after)
 
     def _save(self, state: RunState) -> StorageError | None:
         """Saves a state unless its step is saved, and waits; the error where that could not be."""
-        try:
-            self._parts.keeper.save(state, wait=True)
-        except StorageError as error:
-            return error
+        with self.timed("checkpoint"):
+            try:
+                self._parts.keeper.save(state, wait=True)
+            except StorageError as error:
+                return error
         return None

@@ -8,6 +8,7 @@ import os
 import resource
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class RecordWriter:
-    """Writer of step records, a line each; a full or vanished disk warns once and changes nothing else."""
+    """Writer of step records, a line each; a full or vanished disk warns once and changes nothing else.
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    `forgotten` is called with the records of steps that are about to be trained again.
+    """
+
+    def __init__(self, path: Path | None, forgotten: Callable[[list[StepRecord]], None] | None = None) -> None:
+        self._path, self._forgotten = path, forgotten
         self._file = path.open("ab", buffering=0) if path else None
 
     def write(self, record: StepRecord) -> None:
@@ -173,11 +177,14 @@ class RecordWriter:
             return
         try:
             self._file.close()
-            kept = [record.to_line() + "\n" for record in read_steps(self._path) if record.step <= step]
+            records = list(read_steps(self._path))
+            kept = [record.to_line() + "\n" for record in records if record.step <= step]
             fresh = self._path.with_suffix(".tmp")
             fresh.write_text("".join(kept), encoding="utf-8")
             fresh.replace(self._path)
             self._file = self._path.open("ab", buffering=0)
+            if self._forgotten is not None and len(kept) < len(records):
+                self._forgotten([record for record in records if record.step > step])
         except (OSError, ValueError, KeyError, TypeError) as error:
             self._give_up(error)
 

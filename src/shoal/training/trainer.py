@@ -141,7 +141,8 @@ class Trainer:
         if settled.evaluate and self.state.step and not self._records.is_evaluated(self.state):
             self._records.evaluate(self.state)
         if settled.checkpoint and self.state.step:
-            self._parts.keeper.save(self.state)
+            with self._records.timed("checkpoint"):
+                self._parts.keeper.save(self.state)
         if settled.end is not None and self._ended_by is None:
             self._ended_by = settled.end
             self._around.note("{callback} ends the training after step {step}: {reason}".format(**settled.end))

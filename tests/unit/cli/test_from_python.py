@@ -30,7 +30,7 @@ from shoal.plans.plan import read_plan
 
 # Options of the command that are no keywords: what is so in Python instead.
 INSTEAD: dict[str, dict[str, Any]] = {
-    "run": {"set": "settings"},
+    "run": {"set": "settings", "dry_run": "the command's alone: it prints"},
     "plan": {
         "set": "settings",
         "output": shoal.Answer.write,
@@ -176,6 +176,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "workers": (["--workers", "2"], {"workers": 2}),
     "steps": (["--steps", "9"], {"steps": 9}),
     "resume": (["--resume"], {"resume": True}),
+    "resume_if_exists": (["--resume-if-exists"], {"resume_if_exists": True}),
     "accept_changes": (["--accept-changes"], {"accept_changes": True}),
     "checkpoint_every": (["--checkpoint-every", "5"], {"checkpoint_every": 5}),
     "keep_checkpoints": (["--keep-checkpoints", "all"], {"keep_checkpoints": "all"}),
@@ -187,6 +188,7 @@ RUN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "init_from": (["--init-from", "w"], {"init_from": Path("w")}),
     "init_allow": (["--init-allow", "missing"], {"init_allow": "missing"}),
     "init_rename": (["--init-rename", "a=b", "--init-rename", "c=d"], {"init_rename": {"a": "b", "c": "d"}}),
+    "on": (["--on", "slurm:--time=9"], {"on": "slurm:--time=9"}),
 }
 PLAN: dict[str, tuple[list[str], dict[str, Any]]] = {
     "job": (["net_job.py:job"], {}),
@@ -216,7 +218,7 @@ def test_each_option_arrives_as_the_commands(name: str, job: str, monkeypatch: p
 
     monkeypatch.setattr("shoal.cli.from_python.requested", caught)
     monkeypatch.setattr("shoal.cli.plan.answered", caught)
-    assert set(option_names(KINDS[name])) - {"output", "html", "learn"} == set(OPTIONS[name])
+    assert set(option_names(KINDS[name])) - {"output", "html", "learn", "dry_run"} == set(OPTIONS[name])
     for option, (arguments, given) in OPTIONS[name].items():
         command = [name, *([] if option == "job" else [job]), *arguments]
         wanted = options_of(KINDS[name], _parser().parse_args(command))

@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 
 from shoal.cli.options import RunOptions, VerifyOptions
 from shoal.cli.run.start import claimed, judged_request, tell_notes, trained
+from shoal.cli.run.submit import started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, ShoalError
-from shoal.launch.environment import REQUEST_FILE, Environment, inside_run, joined
+from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
+from shoal.launch.environments.detect import detected
 from shoal.launch.signals import Signals, stop_signals
 from shoal.launch.spares import wait_until_needed
 from shoal.plans import Plan
@@ -29,13 +31,17 @@ from shoal.runs.tracking import TrackerName
 
 
 def run(options: RunOptions) -> int:
-    """Trains: in this process alone, as a rank of a launcher, or with ranks on this host that it starts."""
-    environment = joined(os.environ)
+    """Trains: in this process alone, as a rank of a launcher, or with ranks that it starts here or on an engine."""
+    environment = detected(os.environ)
     handed_over = os.environ.pop(REQUEST_FILE, None)
     if environment is not None and handed_over is not None:
         wait_until_needed(lambda: importlib.import_module("shoal.cli.run.train"))
         return _train(loaded(RunRequest, Path(handed_over).read_text(encoding="utf-8")), environment)
+    if environment is None and (options.on != "local" or options.dry_run):
+        return submitted(options, requested(options))
     request = requested(options)
+    if environment is not None and environment.num_to_start:
+        return started_on_host(options, request, environment)
     if environment is not None:
         world_size = environment.world_size
         request = request.with_devices(world_size)
@@ -86,6 +92,7 @@ def requested(options: RunOptions, suffix: str = "") -> RunRequest:
 
     Raises: CommandError, JobFileError, SettingError, PlanError.
     """
+    options = _going_on(options, suffix)
     wishes = Wishes(options.devices, options.exact, options.precision, options.workers, options.max_microbatch)
     steps = options.steps
     job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
@@ -155,6 +162,15 @@ def _num_kept(text: str | int | None, resumed: RunDirectory | None) -> int | Non
         conflict="--keep-checkpoints takes a whole number of at least 1, or all",
         remedy="write --keep-checkpoints 3, say",
     )
+
+
+def _going_on(options: RunOptions, suffix: str) -> RunOptions:
+    """The options with --resume-if-exists as what it comes to in this directory."""
+    if not options.resume_if_exists or options.resume:
+        return options
+    job = options.job if isinstance(options.job, JobRequest) else parse_target(options.job, options.set)
+    out = Path(options.out) if options.out else default_directory(job.name + suffix, True)
+    return replace(options, resume=RunDirectory(out).job.exists())
 
 
 def _no_trace(steps: TraceSteps) -> CommandError:

@@ -6,10 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
+import platform
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from shoal.launch.signals import Signals
 from shoal.parallel.model.adapters.transformers import save_config
 from shoal.plans.plan import Plan, plan_text
 from shoal.plans.resolve import CompletePlan, Judged, unheeded, warn_of
+from shoal.runs.attempts import AttemptLog, StartUp
 from shoal.runs.certificate import Certificate
 from shoal.runs.directory import RunDirectory, read_json, write_file
 from shoal.runs.job_file import LoadedJob, load
@@ -63,6 +65,7 @@ class _Call:
     why_grains: str = "as the job says"
     profile: StepProfile | None = None
     unlike: list[str] | None = None  # of a resume with other settings: the fields of the job that these change
+    start_up: StartUp = field(default_factory=lambda: StartUp(time.time()))
 
 
 def run(request: RunRequest, environment: Environment, signals: Signals, *, unprepared: bool = False) -> ExitCode:
@@ -76,17 +79,19 @@ def run(request: RunRequest, environment: Environment, signals: Signals, *, unpr
 def _run(request: RunRequest, environment: Environment, signals: Signals, unprepared: bool) -> ExitCode:
     """Trains. Raises: one of shoal's errors, whose traceback is kept in the run directory."""
     directory = RunDirectory(request.out)
+    start_up = StartUp(request.lost_at or request.started_at)
+    start_up.ends("launch")
     with contextlib.ExitStack() as held:  # the lock of the run directory, until its last file is written
         try:
             prepare_process(request.plan.execution.exact, max(1, cores() // environment.local_world_size))
             unlike = _compared(request) if environment.rank == 0 else None  # before there is anything of the job here
             loaded = _attempt(request)
             if request.plan.serves:
-                return _serve(_Call(request, loaded(), signals, unlike=unlike), environment)
+                return _serve(_Call(request, loaded(), signals, unlike=unlike, start_up=start_up), environment)
             if environment.world_size == 1:
                 loaded()
             with open_mesh(environment, request.plan.degrees) as mesh:
-                call = _Call(request, together(mesh, loaded), signals, unlike=unlike)
+                call = _Call(request, together(mesh, loaded), signals, unlike=unlike, start_up=start_up)
                 plan, call = _agree(mesh, call, unprepared)
                 if unprepared:
                     out = decided_by_rank_0(mesh, Path, lambda: held.enter_context(request.claim()).folder)
@@ -169,6 +174,7 @@ def _train(mesh: Mesh, plan: CompletePlan, call: _Call) -> ExitCode:
     if request.trace is not None:
         profile = StepProfile(request.trace, mesh, RunDirectory(request.out).trace(str(request.trace)))
     options = replace(_options(request, meter), callbacks=_callbacks(call.loaded.job, request), listener=profile)
+    call.start_up.ends("job")
     engine = build(call.loaded.job, plan, mesh, options)
     try:
         if request.telemetry:
@@ -222,6 +228,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
         return ExitCode.DONE
     with Members(environment, plan.server.num_servers, identity(job, plan)) as crew:
         options = replace(_options(request, Observer()), take_workers=False, callbacks=_callbacks(job, request))
+        call.start_up.ends("job")
         engine = build(job, plan, alone(torch.device("cpu")), options)
         try:
             return _train_built(engine, call, crew)
@@ -231,6 +238,7 @@ def _serve(call: _Call, environment: Environment) -> ExitCode:
 
 def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> ExitCode:
     mesh, request, directory = engine.mesh, call.request, RunDirectory(call.request.out)
+    call.start_up.ends("build")
     loaded = replace(call.loaded, job=engine.job)  # with its data opened
     description = _describe(loaded, engine, request, call.why_grains)
     saved = read_json(directory.job) if request.resume else None
@@ -267,15 +275,14 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
 
             about = (request.out, loaded.settings, description)
             around = Surroundings(reporter.note, on_step, lambda: bool(call.signals.received), *about)
-            if call.profile is not None:
-                call.profile.attach(reporter.note)
             if first < num_steps:
                 engine.rehearse()
-            records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None)
-            with contextlib.closing(records):
+            log = AttemptLog(directory.attempts if mesh.rank == 0 else None)
+            _tell_start(log, call, engine, (state, num_steps))
+            result.log = log
+            records = RecordWriter(directory.records if mesh.rank == 0 and request.telemetry else None, log.undone)
+            with contextlib.closing(records), _profiled(call, reporter.note):
                 outcome, served = _trained(engine, (state, num_steps), around, records, crew)
-            if call.profile is not None:
-                call.profile.conclude()
             record = result.of(outcome, num_steps, served)
         except (Exception, SystemExit) as caught:
             result.write_failed(as_shoal_error(caught))
@@ -288,6 +295,34 @@ def _train_built(engine: Engine, call: _Call, crew: Members | None = None) -> Ex
     finally:
         reporter.close()
     return ExitCode.PREEMPTED if outcome.status == "preempted" else ExitCode.DONE
+
+
+@contextlib.contextmanager
+def _profiled(call: _Call, note: Callable[[str], None]) -> Iterator[None]:
+    """A context whose steps are traced, where the call asks for it; the trace is written where it ends well."""
+    if call.profile is None:
+        yield
+        return
+    call.profile.attach(note)
+    yield
+    call.profile.conclude()
+
+
+def _tell_start(log: AttemptLog, call: _Call, engine: Engine, course: tuple[RunState | None, int]) -> None:
+    """Writes when this attempt began, what its start-up took, and what it is."""
+    state, num_steps = course
+    call.start_up.ends("prepare")
+    device = engine.mesh.device.type
+    log.began(
+        call.request.lost_at or call.request.started_at,
+        call.start_up.seconds,
+        resumed_from=state.step if state else 0 if call.request.resume else None,
+        restarts=call.request.restarts,
+        num_steps=num_steps,
+        world_size=engine.plan.degrees.world_size,
+        host=platform.node(),
+        device=torch.cuda.get_device_name(engine.mesh.device) if device == "cuda" else device,
+    )
 
 
 def _trained(

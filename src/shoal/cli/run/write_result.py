@@ -22,6 +22,7 @@ from shoal.hardware.values import kind_of
 from shoal.parallel.model.sharded_model import whole_tensors
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.plans.plan import Plan
+from shoal.runs.attempts import AttemptLog
 from shoal.runs.directory import write_file
 from shoal.runs.records import RunRecord, StepRecord
 from shoal.training.computation import MicrobatchPolicy
@@ -46,6 +47,9 @@ class Result:
     recent: deque[MeasuredStep] = field(default_factory=lambda: deque(maxlen=_RECENT))
     peak_bytes: int | None = None
     restarts: int = 0
+    log: AttemptLog = field(default_factory=lambda: AttemptLog(None))
+    trained_at: float | None = None
+    after: dict[str, float] = field(default_factory=dict)
 
     def take(self, record: StepRecord) -> None:
         """Counts a finished step."""
@@ -56,6 +60,7 @@ class Result:
 
     def of(self, outcome: Outcome, num_steps: int, served: dict[str, Any] | None) -> RunRecord:
         """The record of a training that has ended as it should, up to `num_steps`. Collective: all ranks."""
+        self.trained_at, self.after = time.time(), outcome.after
         engine, state = self.engine, outcome.state
         seconds = np.array(outcome.step_seconds or [math.nan])
         median, p10, p90 = (float(np.percentile(seconds, q)) for q in (50, 10, 90))
@@ -98,6 +103,7 @@ class Result:
         try:
             if self.engine.mesh.rank == 0:
                 write_file(self.path, record.to_json())
+                self.log.ended(record.status, record.steps, self.trained_at or time.time(), self.after)
         except OSError as error:
             return StorageError(
                 given=str(self.path),

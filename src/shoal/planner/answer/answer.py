@@ -263,6 +263,10 @@ class SearchResult:
             "factors": dict(case.correction.factors),
             "host_seconds": case.correction.host_seconds,
         }
+        if self.chosen.prediction.mfu is not None:
+            about["peak_dtype"], about["peak_flops"] = self.peak
+        about |= {"price_per_hour": self.price} if self.price is not None else {}
+        about |= {"sample_tokens": self.question.sample_tokens} if self.question.sample_tokens is not None else {}
         document = self.chosen.plan.to_mapping()
         document["pipeline"]["split"] = list(self._split)
         document["prediction"] = section(self.chosen.prediction, about)

@@ -156,6 +156,7 @@ class Conductor:
             self.servers.fetch(optimizer=self._engine.job.watched is not None)  # the best is saved
             self._records.evaluate(self.state)
         is_ended = self._heed()
+        self._clock.begin()  # so that no step's time has the evaluation
         self._records.write()
         if is_ended or step >= self._num_steps:
             return "completed"

@@ -22,7 +22,8 @@ from shoal.distributed.mesh import open_mesh
 from shoal.distributed.process_setup import prepare_process
 from shoal.errors import JobError, PlanError
 from shoal.job import Epochs, Job, Length
-from shoal.launch.environment import Environment, joined
+from shoal.launch.environment import Environment
+from shoal.launch.environments.detect import joined
 from shoal.numerics.precision import Precision
 from shoal.parallel.blocks.compiled import compile_blocks
 from shoal.parallel.blocks.recompute import recompute

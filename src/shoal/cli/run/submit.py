@@ -1,0 +1,83 @@
+"""Start of a run on an engine that `--on` names, and of the ranks of a host where an engine has started one process."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from shoal.cli.options import RunOptions, arguments_of
+from shoal.hardware.detect import cores
+from shoal.launch.environment import Environment
+from shoal.launch.launchers.base import Submission, launcher
+from shoal.launch.local import launch
+from shoal.launch.rank_processes import LocalRun
+from shoal.launch.signals import Signals
+from shoal.plans.legal import World, other_world, refuse
+from shoal.runs.request import RunRequest, devices_here
+
+# Of this call alone, not of the ranks' own command.
+_OWN = ("on", "dry_run", "max_restarts")
+
+
+def submitted(options: RunOptions, request: RunRequest, signals: Signals | None = None) -> int:
+    """Submits the run to its engine and follows it, or prints what would be submitted; the exit code.
+
+    Raises: CommandError of an engine or an option; PlanError; RunDirectoryError of a directory that holds a run.
+    """
+    engine, _, own = options.on.partition(":")
+    found = launcher(engine)
+    request = request.with_devices(devices_here())
+    request.check_plan()
+    submission = submission_of(options, request, own)
+    if options.dry_run:
+        for name, text in found.render(submission).items():
+            print(f"# {name}\n{text.rstrip()}")
+        return 0
+    request.check()
+    signals = signals or Signals(impatient=False)
+    with signals.handled():
+        return found.start(submission, signals)
+
+
+def submission_of(options: RunOptions, request: RunRequest, own: str = "") -> Submission:
+    """The run as a launcher is given it: the request's directory is fixed, and how many processes."""
+    fixed = replace(options, out=str(request.out.absolute()))
+    if options.devices is None and not request.plan_from_file:
+        fixed = replace(fixed, devices=request.plan.num_processes)
+    return Submission(
+        arguments=("run", *arguments_of(fixed, without=_OWN)),
+        name=re.sub(r"[^A-Za-z0-9._-]+", "-", request.job.name) or "shoal",
+        out=request.out.absolute(),
+        folder=Path.cwd(),
+        num_processes=request.plan.num_processes,
+        options=own,
+        threads=1 if request.plan.execution.exact else None,
+        max_restarts=options.max_restarts,
+    )
+
+
+def started_on_host(options: RunOptions, request: RunRequest, environment: Environment) -> int:
+    """Starts this host's ranks of a run on several hosts, and waits for them; the exit code.
+
+    Rank 0 takes the run directory, wherever it is: the hosts' processes do not know of each other.
+    """
+    size = environment.world_size
+    request = request.with_devices(size)
+    if environment.single_host:
+        request = request.with_own_sums()
+    refuse(other_world(request.plan, World(size, f"{size} processes on {environment.num_hosts} hosts")))
+    run = LocalRun(
+        ["run", *arguments_of(replace(options, out=str(request.out)), without=_OWN)],
+        environment.num_to_start,
+        1 if request.plan.execution.exact else max(1, cores() // environment.num_to_start),
+        request.out / "logs",
+        share=environment,
+    )
+    signals = Signals(impatient=False)
+    with signals.handled():
+        ended = launch(run, signals)
+    if ended.error is not None:
+        print(ended.error.render(), file=sys.stderr)
+    return ended.code

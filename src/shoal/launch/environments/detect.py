@@ -1,0 +1,110 @@
+"""Detection of the environment: the engines in their precedence, and the refusal of two that disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.errors import LaunchError
+from shoal.launch.environment import ENGINE, INSIDE, LAUNCHER_PID, Environment
+from shoal.launch.environments.kubernetes import KUBERNETES
+from shoal.launch.environments.open_mpi import OPEN_MPI
+from shoal.launch.environments.pmi import PMI
+from shoal.launch.environments.ray import RAY
+from shoal.launch.environments.reader import EnvironmentReader
+from shoal.launch.environments.slurm import SLURM
+from shoal.launch.environments.spark import SPARK
+from shoal.launch.environments.torchrun import TORCHRUN
+
+# The innermost first: what may have been started inside of those that follow.
+READERS = (RAY, SPARK, TORCHRUN, OPEN_MPI, PMI, KUBERNETES, SLURM)
+
+# What launchers that are not joined say of a process: its number, and of how many.
+_UNKNOWN = (("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),)
+
+
+def detected(variables: Mapping[str, str]) -> Environment | None:
+    """The environment that an engine has set, of a rank or of a process that starts its host's; None without one.
+
+    The first of `READERS` that says something holds. Raises: LaunchError where another says otherwise, where variables
+    are incomplete or make no sense, or where they are words that nobody here reads: each process would train by itself.
+    """
+    found = [(reader, said) for reader in READERS if (said := reader.read(variables)) is not None]
+    if not found:
+        _refuse_unknown(variables)
+        return None
+    inner, environment = found[0]
+    if LAUNCHER_PID in variables or ENGINE in variables:  # shoal's own, which knew of the others
+        return environment
+    for outer, said in found[1:]:
+        if not _agree(environment, said, nested=inner.nests and _is_started(inner, variables)):
+            raise _contradiction((inner, environment), (outer, said), variables)
+    return environment
+
+
+def joined(variables: Mapping[str, str]) -> Environment | None:
+    """The environment of a rank, as `detected`. Raises: LaunchError also where this process should start its host's."""
+    environment = detected(variables)
+    if environment is not None and environment.num_to_start:
+        raise LaunchError(
+            given=f"{environment.num_to_start} ranks of this host ({environment.engine}), and one process",
+            conflict="this process is no rank, and does not start ranks",
+            remedy="start it with torchrun, which reads the same variables",
+        )
+    return environment
+
+
+def refuse_rank(variables: Mapping[str, str], call: str) -> None:
+    """Raises: LaunchError where a process that starts ranks is a rank itself, or one of a launcher's processes."""
+    launched = detected(variables)
+    if launched is None and INSIDE not in variables:
+        return
+    own = INSIDE in variables or LAUNCHER_PID in variables
+    which = "" if launched is None else f" (RANK={launched.rank}, WORLD_SIZE={launched.world_size})"
+    raise LaunchError(
+        given=f"{call} inside of a running job{which}" if own else f"{call} under a launcher{which}",
+        conflict="it starts its ranks itself, all on this host, and this process is one of a run's already",
+        remedy='call it where no job\'s code runs: below `if __name__ == "__main__":` of a file that has a job'
+        if own
+        else "call it once and without the launcher; or start the command with it: torchrun ... -m shoal run JOBFILE",
+    )
+
+
+def _is_started(reader: EnvironmentReader, variables: Mapping[str, str]) -> bool:
+    """Whether that launcher itself has set the variables; RANK and WORLD_SIZE may be anybody's, or left over."""
+    return reader is not TORCHRUN or "TORCHELASTIC_RUN_ID" in variables
+
+
+def _agree(inner: Environment, outer: Environment, *, nested: bool) -> bool:
+    """Whether both say the same, or `outer` has started, once on each host, a launcher that spans these hosts."""
+    if outer.num_to_start:
+        return (inner.world_size, inner.num_hosts) == (outer.world_size, outer.num_hosts)
+    if (inner.rank, inner.world_size) == (outer.rank, outer.world_size):
+        return True
+    return nested and outer.local_world_size == 1 and inner.num_hosts >= outer.num_hosts
+
+
+def _contradiction(
+    inner: tuple[EnvironmentReader, Environment],
+    outer: tuple[EnvironmentReader, Environment],
+    variables: Mapping[str, str],
+) -> LaunchError:
+    shown = [f"{reader.shown(variables)} ({reader.title})" for reader, _ in (inner, outer)]
+    said = [f"rank {found.rank} of {found.world_size} by {reader.title}" for reader, found in (inner, outer)]
+    names = [f"{reader.rank_name} and {reader.size_name}" for reader, _ in (inner, outer)]
+    return LaunchError(
+        given=" and ".join(shown),
+        conflict=f"two environments disagree: this process is {said[0]}, and {said[1]}",
+        remedy=f"unset {names[0]} where {outer[0].title} starts the ranks, or {names[1]} where {inner[0].title} does",
+    )
+
+
+def _refuse_unknown(variables: Mapping[str, str]) -> None:
+    """Raises: LaunchError where another launcher has started this process beside others."""
+    for launcher, rank, size in _UNKNOWN:
+        if variables.get(size, "1") != "1":
+            raise LaunchError(
+                given=f"{rank}={variables.get(rank, '')}, {size}={variables[size]}",
+                conflict=f"{launcher} has started several processes, and each would train the whole job by itself",
+                remedy="start one process, with --devices for the ranks of a host, or start the ranks with torchrun, "
+                "srun or mpirun; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
+            )

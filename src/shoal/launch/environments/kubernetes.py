@@ -1,0 +1,67 @@
+"""Environment of a Kubernetes pod: an Indexed Job's, or one of the Kubeflow Trainer, whose PET_ words torchrun has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.errors import LaunchError
+from shoal.launch.environment import OWN_GPU, RESTARTS, Environment
+from shoal.launch.environments.reader import EnvironmentReader, numbers_of, refuse_missing, refuse_outside
+from shoal.runs.request import devices_here
+
+_INDEX, _HOST, _HOSTS, _RANKS = "JOB_COMPLETION_INDEX", "PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE"
+_ADDRESS, _PORT = "PET_MASTER_ADDR", "PET_MASTER_PORT"
+_DEFAULT_PORT = 29500  # a pod has an address of its own
+# torchrun's words for one a device.
+_ALL_DEVICES = ("auto", "gpu", "cpu", "xpu")
+
+
+def read(variables: Mapping[str, str]) -> Environment | None:
+    """A pod: a rank where it is to have one process, else a process that starts its host's ranks.
+
+    Raises: LaunchError where variables are missing or no numbers, or leave the number of pods open.
+    """
+    if _HOSTS not in variables and _INDEX not in variables:
+        return None
+    if ":" in variables.get(_HOSTS, "") and "RANK" in variables:
+        return None  # torchrun has agreed on it and started this process
+    if ":" in variables.get(_HOSTS, "") or "PET_RDZV_ENDPOINT" in variables:
+        raise LaunchError(
+            given=f"{_HOSTS}={variables.get(_HOSTS, '')}",
+            conflict="how many pods there are is agreed on by torchrun's rendezvous",
+            remedy="let the pod's command be: torchrun -m shoal run JOBFILE",
+        )
+    if _HOSTS not in variables:
+        refuse_missing(variables, (_INDEX, _HOSTS), f"set {_HOSTS} to the number of pods: 1 where each is a run")
+    hosts = numbers_of(variables, [_HOSTS])[_HOSTS]
+    ranks = _ranks(variables)
+    if hosts == 1:
+        return None if ranks == 1 else Environment(0, ranks, 0, ranks, engine="kubernetes", num_to_start=ranks)
+    host_name = _HOST if _HOST in variables else _INDEX
+    refuse_missing(variables, (_HOSTS, host_name, _ADDRESS), "let the manifest set them, as shoal run --on kubernetes")
+    numbers = numbers_of(variables, (host_name, _PORT, RESTARTS))
+    host = numbers[host_name]
+    refuse_outside((host_name, host), (_HOSTS, hosts))
+    return Environment(
+        rank=host * ranks,
+        world_size=hosts * ranks,
+        local_rank=0,
+        local_world_size=ranks,
+        address=variables[_ADDRESS],
+        port=numbers.get(_PORT, _DEFAULT_PORT),
+        own_gpu=OWN_GPU in variables,
+        restarts=numbers.get(RESTARTS, 0),
+        host=host,
+        num_hosts=hosts,
+        engine="kubernetes",
+        num_to_start=0 if ranks == 1 else ranks,
+    )
+
+
+def _ranks(variables: Mapping[str, str]) -> int:
+    """Processes of a pod."""
+    text = variables.get(_RANKS, "1")
+    return devices_here() if text in _ALL_DEVICES else max(1, numbers_of(variables, [_RANKS]).get(_RANKS, 1))
+
+
+KUBERNETES = EnvironmentReader("Kubernetes", _HOST, _HOSTS, read)

@@ -1,0 +1,70 @@
+"""Environment of a task that Slurm's srun has started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from shoal.launch.environment import OWN_GPU, Environment
+from shoal.launch.environments.reader import EnvironmentReader, numbers_of, port_of, refuse_missing, refuse_outside
+
+# Steps of Slurm from here on are no steps of srun: the batch script, an interactive shell.
+_SPECIAL_STEPS = 0xFFFFFFF0
+_SIZE = "SLURM_STEP_NUM_TASKS"
+_NUMBERS = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID", "SLURM_STEP_ID")
+_NODES, _PER_NODE = "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE"
+# srun shows a task of such a step its own GPUs only.
+_BINDING = frozenset({"SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"})
+
+
+def read(variables: Mapping[str, str]) -> Environment | None:
+    """A task of an srun step of several; None elsewhere, also in a batch script, which has SLURM_PROCID as well.
+
+    Seen with Slurm 22.05: SLURM_STEP_NUM_TASKS is set by srun alone.
+    """
+    found = numbers_of(variables, (_SIZE, "SLURM_STEP_ID"))
+    if found.get(_SIZE, 1) == 1 or found.get("SLURM_STEP_ID", 0) >= _SPECIAL_STEPS:
+        return None
+    refuse_missing(
+        variables,
+        (_SIZE, *_NUMBERS, _NODES, _PER_NODE),
+        "start with srun, which sets them, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+    )
+    numbers = numbers_of(variables, (_SIZE, *_NUMBERS, "SLURM_RESTART_COUNT"))
+    rank, local, host, job, step = (numbers[name] for name in _NUMBERS)
+    refuse_outside(("SLURM_PROCID", rank), (_SIZE, numbers[_SIZE]))
+    per_host = _repeated(variables[_PER_NODE])
+    first = "127.0.0.1" if len(per_host) == 1 else _first_host(variables[_NODES])
+    return Environment(
+        rank=rank,
+        world_size=numbers[_SIZE],
+        local_rank=local,
+        local_world_size=per_host[host],
+        address=variables.get("MASTER_ADDR", first),
+        port=port_of(variables, job * 97 + step),
+        own_gpu=bool(_BINDING & variables.keys()) or OWN_GPU in variables,
+        restarts=numbers.get("SLURM_RESTART_COUNT", 0),
+        host=host,
+        num_hosts=len(per_host),
+        engine="slurm",
+        job=variables["SLURM_JOB_ID"],
+    )
+
+
+def _repeated(text: str) -> list[int]:
+    """[2, 2, 1] from "2(x2),1": how many tasks each node has."""
+    counts = []
+    for part in text.split(","):
+        number, _, times = part.partition("(x")
+        counts += [int(number)] * int(times.rstrip(")") or 1)
+    return counts
+
+
+def _first_host(nodes: str) -> str:
+    """gpu007 from "gpu[007-009,012],login1"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None, "it may be empty"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+SLURM = EnvironmentReader("Slurm's srun", "SLURM_PROCID", _SIZE, read)

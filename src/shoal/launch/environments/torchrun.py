@@ -1,0 +1,73 @@
+"""Environment of torchrun, of shoal's own launchers, and of whoever sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shoal.errors import LaunchError
+from shoal.launch.environment import ENGINE, LISTEN_FD, OWN_GPU, RESTARTS, RUN_KEY, Environment
+from shoal.launch.environments.reader import EnvironmentReader, numbers_of, refuse_missing, refuse_outside
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", RESTARTS)
+
+
+def read(variables: Mapping[str, str]) -> Environment | None:
+    """The rank in torchrun's words, where no launcher of shoal's says that it is of another engine."""
+    engine = variables.get(ENGINE, "torchrun").partition(":")[0]
+    if engine in ("ray", "spark"):
+        return None
+    return read_ranks(variables, engine)
+
+
+def read_ranks(variables: Mapping[str, str], engine: str) -> Environment | None:
+    """The rank that RANK and WORLD_SIZE say; None where neither is set.
+
+    Raises: LaunchError where they are incomplete or make no sense, all of that at once.
+    """
+    if "RANK" not in variables and "WORLD_SIZE" not in variables:
+        _refuse_local_alone(variables)
+        return None
+    refuse_missing(
+        variables,
+        _NEEDED,
+        "set all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (torchrun does), or none of them",
+    )
+    numbers = numbers_of(variables, (*_NUMBERS, *_RESTARTS))
+    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+    refuse_outside(("RANK", rank), ("WORLD_SIZE", world_size))
+    fd = variables.get(LISTEN_FD)
+    local = numbers.get("LOCAL_WORLD_SIZE", 1)
+    return Environment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=numbers.get("LOCAL_RANK", 0),
+        local_world_size=local,
+        address=variables["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        listen_fd=int(fd) if fd else None,
+        agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        key=variables.get(RUN_KEY),
+        own_gpu=OWN_GPU in variables,
+        restarts=max(numbers.get(name, 0) for name in _RESTARTS),
+        host=numbers.get("GROUP_RANK", 0 if local == world_size else rank // max(1, local)),
+        num_hosts=numbers.get("GROUP_WORLD_SIZE", max(1, -(-world_size // max(1, local)))),
+        engine=engine,
+        job=variables.get(ENGINE, "").partition(":")[2] or variables.get("TORCHELASTIC_RUN_ID", ""),
+    )
+
+
+def _refuse_local_alone(variables: Mapping[str, str]) -> None:
+    """Raises: LaunchError for a local rank without a rank: one of several processes that nobody has numbered."""
+    alone = {name: variables[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in variables}
+    if any(text not in ("0", "1") for text in alone.values()) or alone.get("LOCAL_RANK") == "1":
+        raise LaunchError(
+            given=", ".join(f"{name}={text}" for name, text in alone.items()),
+            conflict="this is one of several processes, but RANK and WORLD_SIZE are not set",
+            remedy="start one process, with --devices for the ranks of a host, or start the ranks with torchrun, srun "
+            "or mpirun; or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each",
+        )
+
+
+TORCHRUN = EnvironmentReader("torchrun", "RANK", "WORLD_SIZE", read, nests=True)

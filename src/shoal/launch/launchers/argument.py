@@ -1,0 +1,61 @@
+"""Argument of `--on NAME:ARG`: a word that may come first, and settings KEY=VALUE after it, with commas between."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from shoal.errors import CommandError, nearest
+
+T = TypeVar("T")
+Check = tuple[Callable[[], bool], str]  # whether it is right, and what to write where it is not
+# A comma within brackets belongs to the value: local-cluster[2,1,1024].
+_COMMA = re.compile(r",(?![^\[]*\])")
+
+
+def parsed(kind: type[T], name: str, argument: str, word: str | None = None) -> T:
+    """The argument as a frozen value, whose fields are the settings and whose `word` is the field of the first part.
+
+    Raises: CommandError with every part that is no setting, is given twice, or is no number where one is meant.
+    """
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    wrong: list[str] = []
+    for place, part in enumerate(_COMMA.split(argument) if argument else []):
+        key, equals, text = part.partition("=")
+        if not equals and place == 0 and word is not None:
+            key, text = word, part
+        key = key.strip()
+        if not text:
+            wrong.append(f"{part!r} is not KEY=VALUE")
+        elif key not in known:
+            wrong.append(f"{key!r} is no setting of it{nearest(key, list(known))}")
+        elif key in values:
+            wrong.append(f"{key} is given twice")
+        else:
+            values[key] = _converted(str(known[key].type), key, text.strip(), wrong)
+    if wrong:
+        raise CommandError(
+            given=f"--on {name}:{argument}",
+            conflict="; ".join(wrong),
+            remedy=f"write --on {name}:{'WORD,' if word else ''}KEY=VALUE,...; its settings are {', '.join(known)}",
+        )
+    return kind(**values)
+
+
+def _converted(wanted: str, key: str, text: str, wrong: list[str]) -> Any:
+    if not wanted.startswith("int"):
+        return text
+    if text.isdecimal():
+        return int(text)
+    wrong.append(f"{key}={text} is no whole number")
+    return 0
+
+
+def refuse_wrong(given: str, checks: Mapping[str, Check]) -> None:
+    """Raises: CommandError with everything that does not hold, and for each what to write."""
+    failed = {conflict: remedy for conflict, (holds, remedy) in checks.items() if not holds()}
+    if failed:
+        raise CommandError(given=given, conflict="\n".join(failed), remedy="\n".join(failed.values()))

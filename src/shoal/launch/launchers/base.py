@@ -1,0 +1,76 @@
+"""Launcher of a run's ranks on an engine, and the submission that it is given."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+from shoal.errors import CommandError
+from shoal.launch.signals import Signals
+
+# Modules, imported when their engine is asked for. Each is a `Launcher`.
+LAUNCHERS = {
+    "local": "shoal.launch.launchers.this_host",
+    "kubernetes": "shoal.launch.launchers.kubernetes",
+}
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Run to start on an engine: the command that each of its processes has, and what they need."""
+
+    arguments: tuple[str, ...]  # of `shoal`, with --out and without --on and --dry-run
+    name: str  # of the run, of letters, digits, dots, underscores and hyphens
+    out: Path  # the run directory, absolute
+    folder: Path  # where the command is given, absolute
+    num_processes: int
+    options: str = ""  # what follows the engine's name and a colon
+    threads: int | None = None  # of each process; None: nobody says
+    num_hosts: int | None = None  # None: the engine decides
+    gpus: bool | None = None  # whether each process needs a GPU; None: nobody says
+    max_restarts: int = 0  # in a row, that bring no new step
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The words of the command that starts one process."""
+        return (sys.executable, "-m", "shoal", *self.arguments)
+
+    def option_words(self) -> list[str]:
+        """`options` as words, as a shell reads them. Raises: CommandError where a quote is open."""
+        try:
+            return shlex.split(self.options)
+        except ValueError as error:
+            raise CommandError(
+                given=self.options, conflict=f"these are no words: {error}", remedy="close the quote"
+            ) from None
+
+
+class Launcher(Protocol):
+    """Module of an engine. Both functions raise a ShoalError for what the engine does not take."""
+
+    def render(self, submission: Submission) -> Mapping[str, str]:
+        """Texts that would be submitted or started, by a file name, or a word, for each."""
+
+    def start(self, submission: Submission, signals: Signals) -> int:
+        """Starts or submits the run and follows it to its end; shoal's exit code.
+
+        A signal in `signals` is handed on to the run. `signals` are handled by the caller.
+        """
+
+
+def launcher(name: str) -> Launcher:
+    """The launcher of an engine. Raises: CommandError for an engine that is not known."""
+    if name not in LAUNCHERS:
+        near = difflib.get_close_matches(name, LAUNCHERS, 1)
+        raise CommandError(
+            given=f"--on {name}",
+            conflict="there is no such engine",
+            remedy=f"use one of {', '.join(LAUNCHERS)}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        )
+    return cast(Launcher, importlib.import_module(LAUNCHERS[name]))

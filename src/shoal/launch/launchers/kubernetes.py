@@ -1,0 +1,218 @@
+"""Launcher on Kubernetes: renders an Indexed Job, a TrainJob or a RayJob, applies it with kubectl, follows it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from shoal.errors import ExitCode, LaunchError
+from shoal.launch.launchers.argument import parsed
+from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.kubernetes_objects import KubernetesSettings, PodRun
+from shoal.launch.launchers.yaml_text import documents
+from shoal.launch.signals import Signals
+
+# What no waiting mends.
+_HOPELESS = {
+    "ErrImagePull": "image",
+    "ImagePullBackOff": "image",
+    "InvalidImageName": "image",
+    "ErrImageNeverPull": "image",
+    "CreateContainerConfigError": "settings",
+    "CreateContainerError": "settings",
+    "RunContainerError": "command",
+}
+_LOOK_SECONDS = 2.0
+
+
+def render(submission: Submission) -> Mapping[str, str]:
+    """The objects as one YAML file."""
+    run = pod_run(submission)
+    return {f"{run.settings.name}.yaml": documents(run.objects())}
+
+
+def start(submission: Submission, signals: Signals) -> int:
+    """Applies the objects with kubectl, shows rank 0's output, and returns when the run has ended."""
+    run, kubectl = pod_run(submission), shutil.which("kubectl")
+    if kubectl is None:
+        raise LaunchError(
+            given=f"--on kubernetes:{submission.options}",
+            conflict="there is no kubectl here to apply the objects with",
+            remedy="install kubectl; or add --dry-run > run.yaml, and apply that file where there is one",
+        )
+    watched = PodWatch(run, Kubectl(kubectl, run.settings.namespace))
+    watched.kubectl.call("apply", "-f", "-", text=documents(run.objects()))
+    return watched.follow(signals)
+
+
+def pod_run(submission: Submission) -> PodRun:
+    """The run in pods. Raises: CommandError of the settings."""
+    given = f"--on kubernetes:{submission.options}"
+    settings = _completed(parsed(KubernetesSettings, "kubernetes", submission.options, "kind"), submission)
+    settings.check(given, submission.num_processes)
+    arguments = _in_pod(submission, settings)
+    ranks = submission.num_processes // settings.pods
+    if settings.kind == "rayjob":
+        return PodRun(settings, ranks, ("shoal", *arguments, "--on", "ray"))
+    return PodRun(settings, ranks, ("shoal", *arguments, "--resume-if-exists"))
+
+
+def _completed(settings: KubernetesSettings, submission: Submission) -> KubernetesSettings:
+    """The settings with what nobody said: by the cluster, where one is named."""
+    pods, gpus = settings.pods, settings.gpus
+    if settings.cluster:
+        from shoal.hardware import cluster
+
+        found = cluster(settings.cluster)
+        per_pod = min(found.devices_per_host, submission.num_processes)
+        pods = pods or -(-submission.num_processes // per_pod)
+        gpus = gpus or (submission.num_processes // pods if found.device.kind == "gpu" else 0)
+    name = settings.name or re.sub(r"[^a-z0-9]+", "-", submission.name.lower()).strip("-") or "shoal"
+    return replace(settings, pods=pods or 1, gpus=gpus, name=name)
+
+
+def _in_pod(submission: Submission, settings: KubernetesSettings) -> tuple[str, ...]:
+    """The command's words with the run directory on the pods' volume."""
+    out = PurePosixPath(submission.out)
+    if not out.is_relative_to(settings.mount):
+        out = PurePosixPath(settings.mount) / out.name
+    words = list(submission.arguments)
+    words[words.index("--out") + 1] = str(out)
+    return tuple(words)
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """kubectl, with the namespace of a run."""
+
+    path: str
+    namespace: str = ""
+
+    def call(self, *words: str, text: str | None = None) -> str:
+        """Its output. Raises: LaunchError with what it says."""
+        ended = subprocess.run(self.command(*words), input=text, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            said = (ended.stderr or ended.stdout).strip()
+            raise LaunchError(
+                given=f"kubectl {' '.join(words[:2])}",
+                conflict=said[-1000:] or f"it ended with code {ended.returncode}",
+                remedy=_remedy(said),
+            )
+        return ended.stdout
+
+    def json(self, *words: str) -> dict[str, Any]:
+        """An object, or a list of them; empty where the server cannot be asked just now."""
+        with contextlib.suppress(LaunchError, ValueError):
+            found: dict[str, Any] = json.loads(self.call("get", *words, "-o", "json"))
+            return found
+        return {}
+
+    def command(self, *words: str) -> list[str]:
+        """The words of a call."""
+        return [self.path, *(("--namespace", self.namespace) if self.namespace else ()), *words]
+
+
+def _remedy(said: str) -> str:
+    """Advice on what kubectl has said."""
+    if re.search(r"Unauthorized|must be logged in|expired", said):
+        return "log in to the cluster again: its token is expired or wrong (kubectl auth can-i create jobs)"
+    if "Forbidden" in said or "forbidden" in said:
+        return "ask for the right to create these objects in this namespace, or write namespace=NAME"
+    if "no matches for kind" in said or "doesn't have a resource type" in said:
+        return "install the operator of that kind (Kubeflow Trainer v2, KubeRay), or write --on kubernetes:job"
+    return "check kubectl cluster-info, and the objects with --dry-run"
+
+
+@dataclass
+class PodWatch:
+    """Watch over the pods of a run: shows rank 0's output until the run has ended."""
+
+    run: PodRun
+    kubectl: Kubectl
+    pause: Callable[[float], None] = time.sleep
+    _shown: set[str] = field(default_factory=set)
+    _logs: subprocess.Popen[bytes] | None = None
+
+    def follow(self, signals: Signals) -> int:
+        """The run's exit code. Raises: LaunchError where the pods cannot start."""
+        try:
+            while True:
+                pods = self._pods()
+                self._show_logs(pods)
+                self._refuse_hopeless(pods)
+                code = self._ended(pods)
+                if code is not None:
+                    return code
+                if signals.received:
+                    self.kubectl.call("delete", self.run.watched[0], "--wait=true")
+                    return int(ExitCode.PREEMPTED)
+                self.pause(_LOOK_SECONDS)
+        finally:
+            if self._logs is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._logs.wait(_LOOK_SECONDS)
+                self._logs.kill()
+                self._logs.wait()
+
+    def _pods(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.kubectl.json("pods", "--selector", self.run.watched[1]).get("items", [])
+        return found
+
+    def _ended(self, pods: list[dict[str, Any]]) -> int | None:
+        """The exit code, once the object says that it is done or has failed."""
+        status = self.kubectl.json(self.run.watched[0]).get("status", {})
+        true = {c["type"] for c in status.get("conditions", []) if c.get("status") == "True"}
+        if "Complete" in true or status.get("jobStatus") == "SUCCEEDED":
+            return int(ExitCode.DONE)
+        if "Failed" not in true and status.get("jobStatus") not in ("FAILED", "STOPPED"):
+            return None
+        codes = [state["exitCode"] for pod in pods for state in _states(pod, "terminated") if state.get("exitCode")]
+        roots = [code for code in codes if code != ExitCode.RANK_LOST]
+        return int((roots or codes or [ExitCode.FAILED])[0])
+
+    def _refuse_hopeless(self, pods: list[dict[str, Any]]) -> None:
+        """Raises: LaunchError where a pod waits for what will not come."""
+        for pod in pods:
+            for state in _states(pod, "waiting"):
+                kind = _HOPELESS.get(state.get("reason", ""))
+                if kind is None:
+                    continue
+                at = self.run.settings
+                mend = {
+                    "image": f"check that image={at.image} is there and that its nodes may pull it",
+                    "settings": "check its volumes and what it refers to: kubectl describe pod",
+                    "command": "check that shoal is installed in the image",
+                }[kind]
+                raise LaunchError(
+                    given=f"image={at.image}, pod {pod['metadata']['name']}",
+                    conflict=f"{state['reason']}: {state.get('message', 'it cannot start')}"[:600],
+                    remedy=f"{mend}; remove what waits with kubectl delete {self.run.watched[0]}",
+                )
+
+    def _show_logs(self, pods: list[dict[str, Any]]) -> None:
+        """Shows the output of the pod that has rank 0, from its beginning; a new one of that index is shown as well."""
+        if self._logs is not None and self._logs.poll() is None:
+            return
+        for pod in pods:
+            name, labels = pod["metadata"]["name"], pod["metadata"].get("labels", {})
+            first = labels.get("batch.kubernetes.io/job-completion-index", "0") == "0"
+            begun = pod.get("status", {}).get("phase") in ("Running", "Succeeded", "Failed")
+            if first and begun and name not in self._shown:
+                self._shown.add(name)
+                self._logs = subprocess.Popen(self.kubectl.command("logs", "--follow", name, "--tail=-1"))
+                return
+
+
+def _states(pod: dict[str, Any], kind: str) -> Iterator[dict[str, Any]]:
+    for status in pod.get("status", {}).get("containerStatuses", []):
+        state = status.get("state", {}).get(kind)
+        if state:
+            yield state

@@ -1,0 +1,29 @@
+"""Launcher of ranks on this host, as `--dry-run` shows it; `shoal run` starts them by itself."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from shoal.errors import CommandError
+from shoal.launch.launchers.base import Submission
+from shoal.launch.signals import Signals
+
+
+def render(submission: Submission) -> Mapping[str, str]:
+    """The command of each rank, with the variables that number it."""
+    if submission.options:
+        raise CommandError(
+            given=f"--on local:{submission.options}",
+            conflict="this host takes no options",
+            remedy="leave them out; --devices says how many processes",
+        )
+    command = shlex.join(submission.command)
+    ranks = range(submission.num_processes)
+    size = f"WORLD_SIZE={len(ranks)}"
+    return {"ranks": "".join(f"RANK={rank} {size} {command}\n" for rank in ranks)}
+
+
+def start(submission: Submission, signals: Signals) -> int:
+    """Raises: AssertionError; the command's own start has spares and recovery."""
+    raise AssertionError("ranks of this host are started by cli/run/start.py")

@@ -1,0 +1,54 @@
+"""YAML of plain values in block style, for kubectl and for people."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+Value = Mapping[str, "Value"] | Sequence["Value"] | str | int | bool | None
+
+# A key that no reader of YAML takes for anything but a text.
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_WORDS = frozenset({"null", "true", "false", "yes", "no", "on", "off", "y", "n"})
+
+
+def documents(values: Iterable[Value]) -> str:
+    """The values as a stream of YAML documents."""
+    return "---\n".join(document(value) for value in values)
+
+
+def document(value: Value) -> str:
+    """One document. Scalars are JSON's, which YAML has too: no reader guesses at a text's type."""
+    return "\n".join(_lines(value)) + "\n"
+
+
+def _lines(value: Value) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _entry(f"{_key(key)}:", inner, "  ")
+    elif isinstance(value, Sequence) and not isinstance(value, str) and value:
+        for inner in value:
+            first, *others = _lines(inner)
+            yield f"- {first}"
+            yield from (f"  {line}" for line in others)
+    else:
+        yield _scalar(value)
+
+
+def _entry(head: str, inner: Value, indent: str) -> Iterator[str]:
+    if isinstance(inner, Mapping | Sequence) and not isinstance(inner, str) and inner:
+        yield head
+        yield from (f"{indent}{line}" for line in _lines(inner))
+    else:
+        yield f"{head} {next(_lines(inner))}"
+
+
+def _scalar(value: Value) -> str:
+    # JSON's own escapes are halves of UTF-16, which YAML takes for two characters.
+    return re.sub(r"[^\x20-\x7e]", lambda found: f"\\U{ord(found[0]):08x}", json.dumps(value, ensure_ascii=False))
+
+
+def _key(text: str) -> str:
+    plain = _PLAIN.fullmatch(text) and text.lower() not in _WORDS
+    return text if plain else _scalar(text)

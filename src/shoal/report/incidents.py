@@ -1,0 +1,111 @@
+"""Incidents of a run, as values: lost ranks, resumes, steps that were left out, and what ended it early."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from shoal.runs.records import StepRecord
+from shoal.runs.run_files import RunFiles
+
+# A run may leave out thousands of steps: of such a kind the first are told one by one.
+_MOST_OF_A_KIND = 50
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Incident after or at `step`; `at` in seconds since the epoch, where that is known."""
+
+    kind: str  # lost | resumed | skipped | server | compression | damaged | ended | error
+    step: int | None
+    text: str
+    at: float | None = None
+
+
+def incidents(files: RunFiles) -> tuple[Incident, ...]:
+    """All incidents, by step; of kinds that come in thousands the first, and how many more there are."""
+    found = [*_events(files), *_resumes(files), *_records(files), *_result(files.result)]
+    found += [
+        Incident("damaged", None, f"{n} lines of {name}.jsonl could not be read") for name, n in files.damaged.items()
+    ]
+    kept: list[Incident] = []
+    counts: dict[str, int] = {}
+    for incident in sorted(found, key=lambda i: (i.step is None, i.step or 0)):
+        counts[incident.kind] = counts.get(incident.kind, 0) + 1
+        if counts[incident.kind] <= _MOST_OF_A_KIND:
+            kept.append(incident)
+    more = {kind: number - _MOST_OF_A_KIND for kind, number in counts.items() if number > _MOST_OF_A_KIND}
+    return (*kept, *(Incident(kind, None, f"and {number} more of this kind") for kind, number in more.items()))
+
+
+def _events(files: RunFiles) -> Iterator[Incident]:
+    for event in files.events:
+        if event.get("kind") == "lost":
+            who = f"rank {event['rank']} on {event.get('host')}" if event.get("rank") is not None else "a rank"
+            what = str(event.get("what", "")).split("\n")[0]
+            text = f"{who} was lost: {what}; {event.get('done', '')}".rstrip("; ")
+            yield Incident("lost", _whole(event.get("after_step")), text, _instant(event.get("at")))
+
+
+def _resumes(files: RunFiles) -> Iterator[Incident]:
+    for number, attempt in enumerate(files.attempts):
+        if number or attempt.resumed_from:
+            undone = sum(u.steps for u in attempt.undone)
+            again = f"; {undone} steps were trained again" if undone else ""
+            how = "ranks started again" if attempt.restarts else "resumed"
+            yield Incident(
+                "resumed",
+                attempt.resumed_from or 0,
+                f"{how} after step {attempt.resumed_from or 0}{again}",
+                attempt.began_at,
+            )
+
+
+def _records(files: RunFiles) -> Iterator[Incident]:
+    for record in files.records:
+        if record.skipped:
+            yield Incident("skipped", record.step, f"no update: {record.skipped}{_culprit(record)}", record.at)
+        if record.compression is not None and record.compression.get("fell_back"):
+            yield Incident("compression", record.step, "the guard ended the compression of sums", record.at)
+
+
+def _culprit(record: StepRecord) -> str:
+    found = record.nonfinite or {}
+    if not found.get("samples"):
+        return ""
+    samples = ", ".join(map(str, found["samples"][:8])) if isinstance(found["samples"], list) else found["samples"]
+    return f"; on rank {found.get('rank')}, samples {samples}"
+
+
+def _result(result: Mapping[str, Any]) -> Iterator[Incident]:
+    steps = _whole(result.get("steps"))
+    server = result.get("server")
+    for incident in server.get("incidents", []) if isinstance(server, dict) else []:
+        yield Incident("server", _whole(incident.get("step")), str(incident.get("said", incident.get("kind"))))
+    if isinstance(result.get("ended_by"), dict):
+        ended = result["ended_by"]
+        yield Incident("ended", _whole(ended.get("step")), f"{ended.get('callback')} ended it: {ended.get('reason')}")
+    if isinstance(result.get("ended_early"), dict):
+        early = result["ended_early"]
+        text = f"the stream gave {early.get('samples')} of {early.get('wanted_samples')} samples"
+        yield Incident("ended", _whole(early.get("steps")), text)
+    if isinstance(result.get("error"), dict):
+        yield Incident("error", steps, told(result["error"]))
+
+
+def told(error: Mapping[str, Any]) -> str:
+    """An error of a result in a line."""
+    return ": ".join(str(error[key]).split("\n")[0] for key in ("given", "conflict") if error.get(key))
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _instant(text: Any) -> float | None:
+    with contextlib.suppress(TypeError, ValueError):
+        return datetime.fromisoformat(text).timestamp()
+    return None

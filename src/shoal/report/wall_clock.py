@@ -1,0 +1,200 @@
+"""Wall clock of a run, divided into parts that sum to it: start-up, spans of steps, evaluation, idle time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.runs.attempts import Attempt, Undone
+from shoal.runs.records import SPANS, StepRecord
+from shoal.runs.run_files import RunFiles
+
+# Parts in the order in which they are shown, and what each is.
+PARTS: dict[str, str] = {
+    "start_up": "from the command, or from the loss of a rank, to the first step",
+    "data_wait": "of steps: waiting for samples",
+    "host_to_device": "of steps: copying samples to the device",
+    "forward": "of steps: the model and the loss",
+    "backward": "of steps: the gradients",
+    "exposed_communication": "of steps: waiting for sums and for other ranks",
+    "optimizer": "of steps: the update",
+    "other": "of steps: all else that the host does",
+    "evaluation": "on the evaluation data",
+    "checkpoint": "while training waits for it, within steps or after them",
+    "between_steps": "callbacks, records, and the step in flight",
+    "trained_again": "steps whose result was lost with a rank, or was taken back",
+    "lost": "from the last record to the notice that a rank was lost",
+    "idle": "between one call of the run and the next",
+    "shut_down": "hashing the weights, writing the result",
+    "not_recorded": "of a call without telemetry, or of an older version",
+}
+
+
+@dataclass(frozen=True)
+class WallPart:
+    """Part of the wall clock: its seconds on rank 0, and its share of the whole."""
+
+    name: str
+    seconds: float
+    share: float
+    meaning: str
+
+
+@dataclass(frozen=True)
+class WallClock:
+    """Wall clock of a run from its first command to its end, or to the last sign of it. Instants: since the epoch.
+
+    `seconds` is what the clock says; the parts are measured one by one. `busy_seconds`: without idle time.
+    """
+
+    seconds: float
+    parts: tuple[WallPart, ...]
+    began_at: float | None = None
+    until: float | None = None
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which the run had its devices."""
+        return self.seconds - self.of("idle")
+
+    def of(self, *names: str) -> float:
+        """Seconds of parts."""
+        return sum(part.seconds for part in self.parts if part.name in names)
+
+    def share(self, *names: str) -> float:
+        """Share of parts."""
+        return sum(part.share for part in self.parts if part.name in names)
+
+
+def wall_clock(files: RunFiles) -> WallClock:
+    """The wall clock of a run; of one without an account of its attempts, as far as its result says it."""
+    if not files.attempts:
+        return _of_older(files)
+    found = _Sums()
+    attempts, undone = files.attempts, [u for attempt in files.attempts for u in attempt.undone]
+    dated = sorted((r for r in files.records if r.at is not None), key=lambda r: r.at or 0.0)
+    instants = [record.at or 0.0 for record in dated]
+    starts = [attempt.started_at for attempt in attempts]
+    unknown = found.steps(r for r in files.records if r.at is None)  # of a version before this account
+    at = first = starts[0]
+    for number, attempt in enumerate(attempts):
+        following = attempts[number + 1] if number + 1 < len(attempts) else None
+        low = bisect_left(instants, starts[number]) if number else 0
+        high = bisect_left(instants, following.started_at) if following else len(dated)
+        until = following.started_at if following else float("inf")
+        lost = [u for u in undone if _within(u, starts[number] if number else 0.0, until)]
+        begins = max(at, attempt.started_at)
+        if number:
+            found.add("idle", begins - at)
+        piece = _AttemptTime(attempt, following, dated[low:high], lost, files.read_at if files.is_held else None)
+        at = piece.add_to(found, begins)
+    return found.whole(at - first + unknown, first, at)
+
+
+def _within(undone: Undone, begin: float, until: float) -> bool:
+    return undone.last_at is not None and begin <= undone.last_at < until
+
+
+class _Sums:
+    """Seconds by part."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+
+    def add(self, name: str, seconds: float) -> None:
+        self.seconds[name] += max(0.0, seconds)
+
+    def steps(self, records: Iterable[StepRecord]) -> float:
+        """Adds steps and what came after each; their seconds."""
+        total = 0.0
+        for record in records:
+            spans = {name: record.spans.get(name, 0.0) for name in SPANS if name != "other"}
+            for name, seconds in spans.items():
+                self.seconds[name] += seconds
+            self.add("other", record.seconds - sum(spans.values()))
+            total += record.seconds + self.after(record.after)
+        return total
+
+    def after(self, seconds: Mapping[str, float] | None) -> float:
+        """Adds what came after a step; its seconds."""
+        total = 0.0
+        for name in ("evaluation", "checkpoint"):
+            self.add(name, (seconds or {}).get(name, 0.0))
+            total += (seconds or {}).get(name, 0.0)
+        return total
+
+    def whole(self, seconds: float, began_at: float | None, until: float | None) -> WallClock:
+        seconds = max(seconds, 0.0)
+        parts = tuple(
+            WallPart(name, value, value / seconds if seconds else 0.0, PARTS[name])
+            for name, value in self.seconds.items()
+        )
+        return WallClock(seconds, parts, began_at, until)
+
+
+@dataclass(frozen=True)
+class _AttemptTime:
+    """One attempt with the records that lie in it; `now` where a process trains."""
+
+    attempt: Attempt
+    following: Attempt | None
+    records: Sequence[StepRecord]
+    undone: Sequence[Undone]
+    now: float | None
+
+    def add_to(self, found: _Sums, begins: float) -> float:
+        """Adds the attempt's parts; when it ended."""
+        attempt = self.attempt
+        first, last = self._first(), self._last_sign()
+        end, lost = self._end(last)
+        found.add("start_up", first - begins)
+        known = found.steps(self.records) + found.after(attempt.after) + lost
+        found.add("lost", lost)
+        again = sum(u.seconds + sum(u.after.values()) for u in self.undone)
+        found.add("trained_again", again)
+        trained = min(end, attempt.trained_at) if attempt.trained_at is not None else end
+        found.add("shut_down", end - trained)
+        rest = trained - first - known - again
+        found.add("between_steps" if self.records or self.undone else "not_recorded", rest)
+        return end
+
+    def _first(self) -> float:
+        """When the first step began."""
+        begins = [r.at - r.seconds for r in self.records[:1] if r.at is not None]
+        begins += [u.first_at for u in self.undone if u.first_at is not None]
+        return max(self.attempt.began_at, min(begins)) if begins else self.attempt.began_at
+
+    def _last_sign(self) -> float:
+        signs = [r.at + sum((r.after or {}).values()) for r in self.records[-1:] if r.at is not None]
+        signs += [u.last_at for u in self.undone if u.last_at is not None]
+        return max([self.attempt.began_at, *signs])
+
+    def _end(self, last: float) -> tuple[float, float]:
+        """When the attempt ended, and the seconds from its last sign to that, where a rank was lost."""
+        if self.attempt.ended_at is not None:
+            return max(last, self.attempt.ended_at), 0.0
+        if self.following is not None and self.following.restarts:
+            end = max(last, self.following.started_at)
+            return end, end - last
+        return (max(last, self.now), 0.0) if self.following is None and self.now is not None else (last, 0.0)
+
+
+def _of_older(files: RunFiles) -> WallClock:
+    """As far as `result.json` and the records say it: of earlier calls of the run the steps alone are known."""
+    found, result = _Sums(), files.result
+    resumed = result.get("resumed_from") or 0
+    before = found.steps(r for r in files.records if r.step <= resumed)
+    own = [r for r in files.records if r.step > resumed]
+    steps = found.steps(own)
+    whole = max(_number(result.get("wall_seconds")), steps)
+    start = _number(result.get("first_step_seconds")) - (own[0].seconds if own else 0.0)
+    start = min(max(0.0, start), whole - steps)
+    found.add("start_up", start)
+    found.add("not_recorded", whole - steps - start)
+    return found.whole(whole + before, None, None)
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

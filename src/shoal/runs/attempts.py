@@ -1,0 +1,133 @@
+"""Attempts of a run: each call and each start again of lost ranks, a few lines each in `attempts.jsonl`.
+
+Step records are replaced where steps are trained again; here stands what became of that time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shoal.runs.records import StepRecord
+
+
+@dataclass
+class StartUp:
+    """Phases of a start-up: seconds by name, each from the end of the one before it, the first from `since`."""
+
+    since: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    clock: Callable[[], float] = time.time
+
+    def ends(self, phase: str) -> None:
+        """Ends a phase now."""
+        now = self.clock()
+        self.seconds[phase] = round(max(0.0, now - self.since), 4)
+        self.since = now
+
+
+class AttemptLog:
+    """Writer of `attempts.jsonl`, on rank 0 alone; without a path it does nothing. A disk that refuses is no error."""
+
+    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+        self._path, self._clock = path, clock
+
+    def began(self, started_at: float, phases: dict[str, float], **about: Any) -> None:
+        """A training is about to go on; `started_at`: of the command, or when ranks of it were lost."""
+        self._add("began", {"started_at": round(started_at, 3), "phases": phases, **about})
+
+    def undone(self, records: Sequence[StepRecord]) -> None:
+        """Steps are about to be trained again."""
+        if records:
+            self._add("undone", Undone.of(records).__dict__)
+
+    def ended(self, status: str, step: int, trained_at: float, after: dict[str, float]) -> None:
+        """A training has ended and its result is written; `trained_at`: the end of the last step and what follows."""
+        self._add("ended", {"status": status, "step": step, "trained_at": round(trained_at, 3), "after": after})
+
+    def _add(self, kind: str, more: dict[str, Any]) -> None:
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, "at": round(self._clock(), 3), **more}) + "\n")
+
+
+@dataclass(frozen=True)
+class Undone:
+    """Steps whose records were replaced: how many, and their seconds, spans and what came `after` them, summed."""
+
+    from_step: int
+    steps: int
+    samples: int
+    seconds: float
+    spans: dict[str, float]
+    after: dict[str, float]
+    first_at: float | None = None  # when the first of them began, in seconds since the epoch
+    last_at: float | None = None  # and the last of them ended, with what came after it
+
+    @classmethod
+    def of(cls, records: Sequence[StepRecord]) -> Undone:
+        """The sums of records, at least one."""
+        first, last = records[0], records[-1]
+        return cls(
+            from_step=first.step,
+            steps=len(records),
+            samples=sum(record.num_samples for record in records),
+            seconds=sum(record.seconds for record in records),
+            spans=summed(record.spans for record in records),
+            after=summed(record.after or {} for record in records),
+            first_at=first.at - first.seconds if first.at is not None else None,
+            last_at=last.at + sum((last.after or {}).values()) if last.at is not None else None,
+        )
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run's ranks. Instants are in seconds since the epoch; `ended_at` is None where nobody wrote it."""
+
+    started_at: float
+    began_at: float
+    phases: dict[str, float] = field(default_factory=dict)
+    resumed_from: int | None = None
+    restarts: int = 0
+    num_steps: int | None = None
+    world_size: int = 1
+    host: str = ""
+    device: str = ""
+    undone: tuple[Undone, ...] = ()
+    ended_at: float | None = None
+    trained_at: float | None = None
+    status: str | None = None
+    after: dict[str, float] = field(default_factory=dict)
+
+
+def summed(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Sums by name."""
+    found: dict[str, float] = {}
+    for part in parts:
+        for name, seconds in part.items():
+            found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def attempts_of(lines: Iterable[dict[str, Any]]) -> tuple[Attempt, ...]:
+    """The attempts in the lines of an `attempts.jsonl`, in their order; lines that say too little are left out."""
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        kind = line.get("kind")
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            if kind == "began":
+                found.append({"began_at": float(line["at"]), **line, "undone": ()})
+            elif found and kind == "undone":
+                found[-1]["undone"] += (Undone(**{f.name: line[f.name] for f in fields(Undone)}),)
+            elif found and kind == "ended":
+                end = {key: line.get(key) for key in ("status", "trained_at")}
+                found[-1] |= {**end, "ended_at": float(line["at"]), "after": line.get("after") or {}}
+    known = {f.name for f in fields(Attempt)}
+    whole = [entry for entry in found if isinstance(entry.get("started_at"), int | float)]
+    return tuple(Attempt(**{key: value for key, value in entry.items() if key in known}) for entry in whole)

@@ -1,0 +1,144 @@
+"""Files of a run directory as one value, read without torch; what is damaged or not there is left out and counted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from shoal.errors import RunDirectoryError
+from shoal.runs.attempts import Attempt, attempts_of
+from shoal.runs.directory import RunDirectory, read_json
+from shoal.runs.directory_lock import is_held
+from shoal.runs.records import StepRecord
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """Content of a run directory at the instant `read_at`, in seconds since the epoch.
+
+    `is_held`: a process trains there now. `damaged`: lines by file that could not be read; the last line of a file
+    that is being written is not counted.
+    """
+
+    path: Path
+    read_at: float
+    job: Mapping[str, Any] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
+    records: tuple[StepRecord, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    events: tuple[Mapping[str, Any], ...] = ()
+    saved_step: int | None = None
+    is_held: bool = False
+    damaged: Mapping[str, int] = field(default_factory=dict)
+
+
+class LineFile:
+    """Reader of a file of JSON lines that grows: `more` reads only what was appended since.
+
+    A file that was replaced by another, or is shorter than before, is read from its start; `replaced` says so.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.damaged, self.replaced = path, 0, False
+        self._offset, self._identity = 0, (0, 0)
+
+    def more(self, read: Callable[[str], T]) -> list[T]:
+        """The lines appended since the last call, each read by `read`; those that it refuses are counted."""
+        self.replaced = False
+        found: list[T] = []
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return found
+        with file:
+            at = self._place(file)
+            file.seek(at)
+            for line in file:
+                if not line.endswith(b"\n"):  # half written, or cut short by a kill
+                    break
+                self._offset += len(line)
+                with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                    found.append(read(line.decode("utf-8")))
+                    continue
+                self.damaged += 1
+        return found
+
+    def _place(self, file: Any) -> int:
+        now = os.fstat(file.fileno())
+        identity = now.st_dev, now.st_ino
+        if identity != self._identity or now.st_size < self._offset:
+            self.replaced = self._identity != (0, 0)
+            self._identity, self._offset, self.damaged = identity, 0, 0
+        return self._offset
+
+
+class RunReader:
+    """Reader of a run directory that may be written meanwhile: each `read` reads of long files what is new."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._files, self._clock = RunDirectory(path), clock
+        self._records: list[StepRecord] = []
+        self._lines = {name: LineFile(getattr(self._files, name)) for name in ("records", "attempts", "events")}
+        self._attempts: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
+
+    def read(self) -> RunFiles:
+        """The directory as it is now. Raises: RunDirectoryError where no run is there."""
+        files = self._files
+        if not files.job.exists() and not files.records.exists():
+            raise RunDirectoryError(
+                given=str(files.path),
+                conflict="no run began there (it has no job.json)",
+                remedy="give the directory of a run, which shoal run prints",
+            )
+        self._grow(self._lines["records"], self._records, StepRecord.from_line)
+        self._grow(self._lines["attempts"], self._attempts, _object)
+        self._grow(self._lines["events"], self._events, _object)
+        saved = (read_json(files.saved) or {}).get("step")
+        return RunFiles(
+            path=files.path,
+            read_at=self._clock(),
+            job=read_json(files.job) or {},
+            plan=_plan(files.plan),
+            result=read_json(files.result) or {},
+            records=tuple(self._records),
+            attempts=attempts_of(self._attempts),
+            events=tuple(self._events),
+            saved_step=saved if isinstance(saved, int) else None,
+            is_held=is_held(files.path),
+            damaged={name: lines.damaged for name, lines in self._lines.items() if lines.damaged},
+        )
+
+    def _grow(self, lines: LineFile, into: list[T], read: Callable[[str], T]) -> None:
+        found = lines.more(read)
+        if lines.replaced:
+            into.clear()
+        into.extend(found)
+
+
+def read_run(path: Path, clock: Callable[[], float] = time.time) -> RunFiles:
+    """A run directory as it is now. Raises: RunDirectoryError where no run is there."""
+    return RunReader(path, clock).read()
+
+
+def _object(line: str) -> dict[str, Any]:
+    document = json.loads(line)
+    if not isinstance(document, dict):
+        raise TypeError(line)
+    return document
+
+
+def _plan(path: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    return {}

@@ -1,0 +1,63 @@
+"""A run on an engine has the command that was given, as words, with its directory and its number of processes."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.cli.main import _parser
+from shoal.cli.options import RunOptions, arguments_of, options_of
+from shoal.cli.run.prepare import requested, run
+from shoal.cli.run.submit import submission_of
+from shoal.errors import CommandError
+from shoal.plans import Plan
+
+GIVEN = [
+    "job.py:made",
+    *("--devices", "3", "--exact", "--precision", "bf16", "--set", "x=1, 2", "--set", "lr=0.5", "--out", "a b"),
+    *("--max-microbatch", "4", "--workers", "0", "--steps", "9", "--resume", "--accept-changes"),
+    *("--checkpoint-every", "5", "--require-certificate", "c.json", "--no-telemetry", "--track", "tensorboard"),
+    *("--max-restarts", "0", "--init-from", "w", "--init-allow", "missing", "--init-rename", "a=b"),
+]
+
+
+def options(*words: str) -> RunOptions:
+    return replace(options_of(RunOptions, _parser().parse_args(["run", *words])), started_at=0.0)
+
+
+def test_the_words_make_the_same_options_again() -> None:
+    given = options(*GIVEN, "--plan", "p.toml")
+    assert options(*arguments_of(given)) == given
+    assert arguments_of(options("job.py")) == ["job.py"]
+    typed = replace(options("job.py"), set=(("lr", 0.5), ("name", "a b")))
+    assert arguments_of(typed) == ["job.py", "--set", "lr=0.5", "--set", "name=a b"]
+
+
+def test_a_value_that_no_word_says_is_refused() -> None:
+    with pytest.raises(CommandError, match="path of a file"):
+        arguments_of(RunOptions("job.py", plan=Plan()))
+
+
+def test_a_submission_has_a_directory_and_a_number_of_processes(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my job.py").write_text("")
+    given = options("my job.py", "--devices", "2", "--on", "slurm:--time=9")
+    found = submission_of(given, requested(given), "--time=9")
+    assert found.name == "my-job"
+    assert (found.num_processes, found.folder, found.options) == (2, tmp_path, "--time=9")
+    assert found.out == tmp_path / "runs" / "my job"
+    assert found.arguments == ("run", "my job.py", "--devices", "2", "--out", str(found.out))
+
+
+def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text("")
+    assert run(options("job.py", "--devices", "2", "--dry-run")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# ranks"
+    assert [shlex.split(line)[:2] for line in lines[1:]] == [[f"RANK={rank}", "WORLD_SIZE=2"] for rank in range(2)]
+    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
