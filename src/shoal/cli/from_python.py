@@ -8,11 +8,13 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shoal.cli.finished_run import Run
 from shoal.cli.hints import meant
+from shoal.cli.notebook_progress import progress_stream
 from shoal.cli.options import PlanOptions, RunOptions, option_names, options_from
 from shoal.cli.run.look import look_aside
 from shoal.cli.run.prepare import requested
@@ -167,7 +169,8 @@ def _run(given: dict[str, Any]) -> Run:
 
 def _trained(request: RunRequest, lock: DirectoryLock, folder: Path, signals: Signals) -> RunEnd:
     """Looks at the job where only that tells whether ranks can be started, and trains. Raises: ShoalError."""
-    stream = other_stream()
+    stream, shown = progress_stream(other_stream())
+    request = replace(request, shown_elsewhere=shown)
     found = look_aside(request, folder, signals, stream) if request.needs_look and not signals.received else None
     if signals.received:
         return RunEnd(int(ExitCode.INTERRUPTED), None, tuple(signals.received))

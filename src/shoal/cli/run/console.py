@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.cli.notebook_progress import record_line
 from shoal.hardware.detect import cores
 from shoal.job import Job
 from shoal.planner.calibrate.comparison import told
@@ -129,16 +130,27 @@ class Live(Plain):
         self._live.stop()
 
 
+class Records(Plain):
+    """Progress display in another process: its lines about steps are for a `ProgressDisplay`."""
+
+    every_seconds = 0.5
+
+    def _show(self, record: StepRecord, slowest_rank: int) -> None:
+        self.note(record_line(record.step, self._pace.last, self._pace.line(record, slowest_rank)))
+
+
 def metrics_line(record: StepRecord) -> str:
     """An evaluation in words."""
     values = "  ".join(f"{name} {value:.4f}" for name, value in (record.metrics or {}).items())
     return f"step {record.step}  evaluation: {values}"
 
 
-def choose_reporter(rank: int, pace: Pace) -> Reporter:
+def choose_reporter(rank: int, pace: Pace, *, shown_elsewhere: bool = False) -> Reporter:
     """Live in a terminal; plain where there is none, under CI, NO_COLOR or TERM=dumb; silent but on rank 0."""
     if rank != 0:
         return Reporter()
+    if shown_elsewhere:
+        return Records(pace)
     plain = any(os.environ.get(name) for name in ("CI", "NO_COLOR")) or os.environ.get("TERM") == "dumb"
     return Plain(pace) if plain or not sys.stdout.isatty() else Live(pace)
 
