@@ -60,6 +60,7 @@ class ProgressDisplay(io.TextIOBase):
         self._stream, self._handle, self._begun = stream, handle, ""
 
     def write(self, text: str) -> int:
+        """Takes text in pieces of any size; the number of characters."""
         *whole, self._begun = (self._begun + text).split("\n")
         passed = "".join(f"{line}\n" for line in whole if not self._show(line))
         if self._begun and not self._begun.startswith(MARK):  # a line that has only begun is shown at once
@@ -76,6 +77,7 @@ class ProgressDisplay(io.TextIOBase):
         return True
 
     def flush(self) -> None:
+        """Flushes the other stream."""
         self._stream.flush()
 
 
