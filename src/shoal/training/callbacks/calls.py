@@ -70,7 +70,7 @@ class CallbackCalls:
             )
         self._run: RunControl | None = None
         self._model: ShardedModel | None = None
-        self._barrier = HookBarrier(mesh)
+        self._barrier = HookBarrier(None)
         # As agreed: one that has raised is called until then, since its hook may gather something of all ranks.
         self._off: set[str] = set()
         self._failures: list[dict[str, Any]] = []
@@ -89,6 +89,8 @@ class CallbackCalls:
     ) -> None:
         """Gives the callbacks their run, before the first step."""
         self._guard, self._model = ModelGuard(model), model
+        if model.divides_state:  # else nothing is gathered
+            self._barrier = HookBarrier(model.mesh)
         limbs = Limbs(model, build, self._guard.gives, note, self._barrier)
         self._run = RunControl(facts, limbs, lambda: self._state)
 
