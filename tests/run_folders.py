@@ -17,6 +17,7 @@ from shoal.runs.records import SPANS, RunRecord, Spread, StepRecord
 BEGAN = 1_700_000_000.0
 # Shares of a step, by span of rank 0.
 _SHARES = (0.04, 0.01, 0.3, 0.4, 0.15, 0.06, 0.0, 0.04)
+VERSIONS = {"shoal": "0.1", "torch": "2.13.0", "python": "3.11.7"}
 TERMS = {"compute": 0.06, "gradients": 0.01, "optimizer": 0.005, "data": 0.0, "host": 0.002, "bubble": 0.0}
 PREDICTION = {
     "cluster": "8xH100",
@@ -50,7 +51,7 @@ class RunFolder:
         settings = {"lr": 0.1, "name": name}
         about = {"file": f"{name}.py", "function": "job", "settings": settings, "global_batch": batch, "grains": 8}
         about |= {"length": {"kind": "steps", "count": 100}, "train_samples": 6400, "parameters": 1_000_000, "seed": 0}
-        about |= {"versions": {"shoal": "0.1", "torch": "2.13.0", "python": "3.11.7"}}
+        about |= {"versions": VERSIONS}
         (path / "job.json").write_text(json.dumps(about))
         plan: dict[str, Any] = {"layout": {"data": ranks}, "precision": {"compute": "bfloat16"}}
         (path / "plan.toml").write_text(tomli_w.dumps(plan | ({"prediction": PREDICTION} if prediction else {})))
@@ -170,8 +171,7 @@ class RunFolder:
             sample_digest=f"{self.step:064x}",
             step_seconds={},
             wall_seconds=self.now - BEGAN,
-            versions={"shoal": "0.1", "torch": "2.13.0", "python": "3.11.7"},
-            **{"traffic": traffic(self.ranks), "memory": memory(self.ranks), **more},
+            **{"traffic": traffic(self.ranks), "memory": memory(self.ranks), "versions": VERSIONS, **more},
         )
         (self.path / "result.json").write_text(record.to_json())
         (self.path / "saved.json").write_text(json.dumps({"step": self.step}))

@@ -9,7 +9,7 @@ import pytest
 from tests.docs.pages import tell
 from tests.docs.test_readme import ROOT
 
-NEEDS = {"kubernetes": None, "ray": "ray", "spark": "pyspark"}
+NEEDS = {"slurm": None, "ssh": None, "torchrun": None, "kubernetes": None, "ray": "ray", "spark": "pyspark"}
 
 
 @pytest.mark.slow

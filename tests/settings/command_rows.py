@@ -471,9 +471,23 @@ def report(*arguments: str, **changes: Any) -> Call:
     return Call("report", ("out", *arguments), **{"after": KEPT, "job": None, **changes})
 
 
+def watch(*arguments: str) -> Call:
+    """The terminal's view of a run that has ended."""
+    return Call("watch", ("out", *arguments), after=KEPT, job=None)
+
+
 REPORT_OPTIONS: Table = {
     "runs": Refuses(report(after=None), "no run began there"),
     "--json": Acts(report("--json"), report(), lambda ended: '"wall": {' in ended.said, True),
+    "--output": Acts(report("-o", "found.html"), report(), written("found.html"), True),
+    "--output: no such folder": Refuses(report("-o", "no/found.html"), "html conflicts with: it cannot be written"),
+}
+
+WATCH_OPTIONS: Table = {
+    "run": Refuses(Call("watch", ("gone",), job=None), "no run began there"),
+    "--once": Acts(watch("--once"), watch(), lambda ended: "wall clock" in ended.said, True),
+    "--openmetrics": Acts(watch("--openmetrics", "found.prom"), watch(), written("found.prom"), True),
+    "--openmetrics: no such folder": Refuses(watch("--openmetrics", "no/found.prom"), "it cannot be written"),
 }
 
 

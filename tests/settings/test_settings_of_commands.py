@@ -15,6 +15,7 @@ from tests.settings.command_rows import (
     RUN_OPTIONS,
     SLOW,
     VERIFY_OPTIONS,
+    WATCH_OPTIONS,
 )
 from tests.settings.laboratory import Laboratory, Table, of_field
 from tests.usual import parametrize
@@ -31,6 +32,7 @@ TABLES: dict[str, Table] = {
     "evaluate": EVALUATE_OPTIONS,
     "predict": PREDICT_OPTIONS,
     "report": REPORT_OPTIONS,
+    "watch": WATCH_OPTIONS,
     "bench": BENCH_OPTIONS,
 }
 # The row of `--data` sees that predictions are made; the others are of what `shoal evaluate` shares.

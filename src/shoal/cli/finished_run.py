@@ -9,12 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import JobFileError, RunDirectoryError
+from shoal.errors import JobFileError, RunDirectoryError, ShoalError
 from shoal.launch.environment import inside_run
 from shoal.runs.directory import RunDirectory, read_json
 from shoal.runs.job_file import JobRequest, called, load, parse_target
 from shoal.runs.job_object import is_job
 from shoal.runs.records import StepRecord, read_steps
+from shoal.runs.run_files import read_run
 
 if TYPE_CHECKING:
     from shoal.checkpoint.weights import Step
@@ -91,8 +92,16 @@ class Run:
         return f"<shoal.Run {str(self.out)!r}: {told or 'not ended'}>"
 
     def _repr_html_(self) -> str:
+        from shoal.cli.report import account_of
+        from shoal.report.notebook import shown
+
         rows = "".join(f"<tr><th>{escape(n)}</th><td>{escape(_text(v))}</td></tr>" for n, v in self._rows())
-        return f"<table><caption>{escape(str(self.out))}</caption>{rows}</table>"
+        table = f"<table><caption>{escape(str(self.out))}</caption>{rows}</table>"
+        try:
+            files = read_run(self.out)
+            return f"{table}{shown(account_of(files))}"
+        except (ShoalError, OSError):  # what is left of a run that was removed
+            return table
 
     def _rows(self) -> list[tuple[str, Any]]:
         result = self.result

@@ -22,6 +22,7 @@ from shoal.cli.options import (
     ReportOptions,
     RunOptions,
     VerifyOptions,
+    WatchOptions,
     add_options,
     options_of,
 )
@@ -199,6 +200,13 @@ _COMMANDS = {
         ReportOptions,
         "where a run's time went, as one HTML page",
         "Write one page of a run, or of several side by side: where the time went, beside what was predicted.",
+        "exit codes: 0 done, 2 user error",
+    ),
+    "watch": _Command(
+        "shoal.cli.watch",
+        WatchOptions,
+        "a run in the terminal while it trains",
+        "Show how a run goes, redrawn in place until it ends; it reads only what the run appends.",
         "exit codes: 0 done, 2 user error",
     ),
     "bench": _Command(

@@ -192,7 +192,19 @@ class ReportOptions:
     """Options of `shoal report`."""
 
     runs: tuple[str, ...] = _option("a run directory; of several what differs", "RUN", "runs", default=(), nargs="+")
+    output: str | None = _option(
+        "the page (default: RUN/report.html; of several runs report.html)", "FILE", "-o", "--output"
+    )
     json: bool = _switch("print the account as JSON and nothing else")
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """Options of `shoal watch`."""
+
+    run: str = _option("a run directory, of a run on any host that shares it", "RUN", "run", default=MISSING)
+    once: bool = _switch("show it once, for scripts")
+    openmetrics: str | None = _option("also write its numbers for Prometheus, as OpenMetrics text", "FILE")
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,40 @@ import json
 from pathlib import Path
 
 from shoal.cli.options import ReportOptions
-from shoal.errors import ExitCode
+from shoal.errors import CommandError, ExitCode
 from shoal.planner.calibrate.comparison import MeasuredStep, beside
 from shoal.report.account import Account, account
+from shoal.report.page import render_report
+from shoal.report.quantities import seconds
+from shoal.report.run_page import run_page
+from shoal.report.several_runs import named, several_page
+from shoal.runs.directory import write_file
 from shoal.runs.run_files import RunFiles, read_run
 
 
 def report(options: ReportOptions) -> ExitCode:
     """Reports on runs. Raises: RunDirectoryError where one is none."""
-    found = [account_of(read_run(Path(run))) for run in options.runs]
+    files = [read_run(Path(run)) for run in options.runs]
+    found = [account_of(one) for one in files]
     if options.json:
         told = [one.to_json() for one in found]
         print(json.dumps(told[0] if len(told) == 1 else told, indent=2, allow_nan=False))
         return ExitCode.DONE
     for one in found:
-        print(f"{one.path}: {one.status} after step {one.steps}, {one.wall.seconds:,.1f} s. {one.limit}")
+        print(f"{one.path}: {one.status} after step {one.steps}, {seconds(one.wall.seconds)}. {one.limit}")
+    both = [(one, read.records) for one, read in zip(found, files, strict=True)]
+    page = run_page(*both[0]) if len(both) == 1 else several_page(named(both))
+    default = files[0].path / "report.html" if len(both) == 1 else Path("report.html")
+    output = Path(options.output) if options.output else default
+    try:
+        write_file(output, render_report(page))
+    except OSError as error:
+        raise CommandError(
+            given=f"--output {output}",
+            conflict=f"it cannot be written: {error.strerror or error}",
+            remedy="give a file in a directory that is there, with -o FILE",
+        ) from error
+    print(f"page -> {output}")
     return ExitCode.DONE
 
 

@@ -114,11 +114,13 @@ def raise_peer(told: list[dict[str, Any] | None]) -> None:
     """Raises: PeerError where another rank told of an error."""
     culprit = next((t for t in told if t), None)
     if culprit is not None:
-        raise PeerError(
+        peer = PeerError(
             given=f"rank {culprit['rank']} on {culprit['host']}: {culprit['given']}",
             conflict=culprit["conflict"],
             remedy=culprit["remedy"],
         )
+        peer.exit_code = from_json(culprit).exit_code  # an engine may report any rank's
+        raise peer
 
 
 def together(mesh: Mesh, work: Callable[[], T]) -> T:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -21,6 +24,36 @@ JOIN_TIMEOUT = timedelta(seconds=60)
 _PROGRESS_SECONDS, _LOOK = 5.0, timedelta(seconds=1)
 _LEAVING_SECONDS = 3.0
 _REMEDY = "start every rank once, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def choose_interface(environment: Environment) -> None:
+    """Lets Gloo listen where the other hosts are: on the interface that leads to rank 0, unless a variable names one.
+
+    By itself Gloo takes the address of this host's own name, which many systems have as 127.0.1.1.
+    Raises: LaunchError for an interface that this host has not.
+    """
+    known = psutil.net_if_addrs()
+    given = os.environ.get(_INTERFACE)
+    if given is not None:
+        missing = [name for name in given.split(",") if name not in known]
+        if missing:
+            raise LaunchError(
+                given=f"{_INTERFACE}={given}",
+                conflict=f"{socket.gethostname()} has no network interface {', '.join(missing)}",
+                remedy=f"use one of {', '.join(known)}, or unset {_INTERFACE}: the one that leads to rank 0 is taken",
+            )
+        return
+    with contextlib.suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(environment.address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            own = probe.getsockname()[0]
+        name = next((n for n, addresses in known.items() if any(a.address == own for a in addresses)), None)
+        if name is not None and not ipaddress.ip_address(own).is_loopback:
+            os.environ[_INTERFACE] = name
 
 
 class JoinLimit:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from shoal.distributed.joining import JOIN_TIMEOUT, connect, meet
+from shoal.distributed.joining import JOIN_TIMEOUT, choose_interface, connect, meet
 from shoal.errors import LaunchError
 from shoal.launch.environment import Environment
 from shoal.numerics.flat import raw_bytes
@@ -138,6 +138,8 @@ def open_mesh(environment: Environment, layout: Layout) -> Iterator[Mesh]:
         return
     if environment.single_host and environment.address in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # what stays on one host listens on loopback only
+    elif not environment.single_host:
+        choose_interface(environment)
     store = _open_store(environment)
     try:
         # An agent's store outlives groups, and what their ranks have written into it: each opening has its own place.

@@ -47,7 +47,12 @@ def as_rank(environment: Environment, work: Callable[[], ExitCode | None]) -> Ex
     report = os.environ.get(REPORT_FILE)
     if report:
         told = to_json(error, environment.rank, platform.node()) if error else None
-        write_file(Path(report), json.dumps({"exit_code": int(code), "error": told}))
+        path = Path(report.replace("%r", str(environment.rank)))  # of an engine's ranks, which have one variable
+        try:
+            write_file(path, json.dumps({"exit_code": int(code), "error": told}))
+        except OSError:  # the launcher's folder is on no disk of this host
+            if error is not None:
+                print(error.render(), file=sys.stderr)
     elif error is not None and not (isinstance(error, PeerError) and error.everywhere):  # then the culprit says it
         print(error.render(), file=sys.stderr)
     return code

@@ -57,9 +57,8 @@ def launch(run: LocalRun, signals: Signals | None = None, spares: Spares | None 
                     start.again(rank)
                 return True
 
-            # Where a host has some of the ranks, what they wait for may be on another.
-            judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable and run.share is None}
-            watch = Watch(judged, run.unsaved, excused=run.excused)
+            judged = {w.rank: w.heartbeat for w in workers if w.rank not in run.replaceable}
+            watch = Watch(judged, run.unsaved, excused=run.excused, all_here=run.share is None)
             first = _watch(
                 workers, signals, run.replaceable, replace, watch, meanwhile=lambda: spares.tend(run, workers)
             )
@@ -128,7 +127,7 @@ def _watch(
 def _end_stuck(workers: list[RankProcess], found: list[Stuck]) -> None:
     """Kills ranks that are taken for lost, once they have shown where they are."""
     for rank, reason in ((stuck.rank, stuck.reason) for stuck in found):
-        worker = workers[rank]
+        worker = next(worker for worker in workers if worker.rank == rank)
         shown = heartbeat.end(worker.heartbeat, worker.process)
         worker.stuck = f"{reason}, and was killed" + (f"; it was in\n{shown}" if shown else "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import shutil
@@ -41,6 +42,7 @@ class LocalRun:
     stream: TextIO | None = None  # where rank 0's output goes; None: to this process's own
     lock: int | None = None  # a descriptor that all workers inherit: what it locks is locked until the last is gone
     share: Environment | None = None  # of the first of these ranks, where other hosts have others; None: all are here
+    listener: socket.socket | None = None  # for rank 0's store, where its port is to be known before; else one is made
     key: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
 
 
@@ -86,7 +88,7 @@ class Start:
         self._run = run
         self._gate: int | None = None  # the end of a pipe on which those that wait read
         self.workers: list[RankProcess] = []
-        self._listener = _listener() if run.share is None else _listener_at(run.share)
+        self._listener = run.listener or (_listener() if run.share is None else listener_at(run.share))
         self._folder = tempfile.TemporaryDirectory(prefix="shoal-")
         if waits:
             reader, self._gate = os.pipe()
@@ -240,26 +242,35 @@ def _listener() -> socket.socket:
     return listener
 
 
-def _listener_at(share: Environment) -> socket.socket | None:
+def listener_at(share: Environment) -> socket.socket | None:
     """A socket for rank 0's store where rank 0 is here; it listens on the address and on nothing else.
 
-    Raises: LaunchError where the address is none of this host, or the port is taken.
+    Raises: LaunchError where the address is none of this host, or no other host reaches it, or the port is taken.
     """
     if share.rank != 0:
         return None
+    given, here = f"rank 0's store at {share.address}:{share.port}", socket.gethostname()
     listener: socket.socket | None = None
     try:
         family, kind, _, _, place = socket.getaddrinfo(share.address, share.port, type=socket.SOCK_STREAM)[0]
+        if share.num_hosts > 1 and ipaddress.ip_address(place[0]).is_loopback:
+            raise LaunchError(
+                given=f"{given}, on host {here}",
+                conflict=f"there it is {place[0]}, which no other host reaches",
+                remedy="give the address by which the other hosts reach it, or mend /etc/hosts there",
+            )
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen()
         return listener
+    except LaunchError:
+        raise
     except OSError as error:
         if listener is not None:
             listener.close()
         raise LaunchError(
-            given=f"rank 0's store at {share.address}:{share.port}, on host {socket.gethostname()}",
+            given=f"{given}, on host {here}",
             conflict=f"nothing can listen there: {error.strerror or error}",
             remedy="check that rank 0 was started on the host of that address, and that the port is free there",
         ) from None

@@ -19,9 +19,12 @@ SAME_SECONDS = 1.0
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask to stop: SIGTERM, Ctrl-C, and the end of the terminal unless nohup has it ignored."""
+    """The signals that ask to stop: SIGTERM, SIGUSR1, Ctrl-C, and the terminal's end unless nohup has it ignored.
+
+    SIGUSR1 is what schedulers are asked to send before a time limit, and what Open MPI's mpirun hands on.
+    """
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,)))
+    return (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *(() if ignored else (signal.SIGHUP,)))
 
 
 @dataclass

@@ -40,6 +40,7 @@ class Watch:
     heartbeats: Mapping[int, Path]
     unsaved: Callable[[], float]
     clock: Callable[[], float] = time.perf_counter
+    all_here: bool = True  # whether ranks that wait for others can only wait for one of these
     excused: dict[str, float] = field(default_factory=dict)  # by phase, the seconds of an alarm that was raised before
     _stopped: dict[int, float] = field(default_factory=dict)
     _looked: float | None = None
@@ -75,7 +76,10 @@ class Watch:
         behind = {rank: reading for rank, reading in readings.items() if reading.steps == fewest}
         if any(reading.phase in _UNLIMITED for reading in behind.values()):
             return []
-        busy = {rank: reading for rank, reading in behind.items() if reading.phase not in _WAITING} or behind
+        busy = {rank: reading for rank, reading in behind.items() if reading.phase not in _WAITING}
+        if not busy and not self.all_here:
+            return []
+        busy = busy or behind
         if any(now - max(reading.since, self._since) <= self._limit(now, reading) for reading in busy.values()):
             return []
         return [Stuck(rank, _reason(now, reading)) for rank, reading in busy.items()]

@@ -80,6 +80,11 @@ class RunRequest:
         """
         return iter(()) if self.plan_resumed else idle(self.plan)
 
+    def restarted(self, restarts: int) -> RunRequest:
+        """The request where an engine has started the ranks anew so often: it goes on with the run that began."""
+        begun = restarts > 0 and RunDirectory(self.out).holds_run()
+        return replace(self, resume=True, restarts=restarts) if begun else self
+
     def again(self, restarts: int, lost_at: float) -> RunRequest:
         """The request that goes on where ranks were lost, from the newest checkpoint if there is one."""
         begun = RunDirectory(self.out).job.exists()

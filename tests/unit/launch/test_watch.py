@@ -57,6 +57,16 @@ def test_who_waits_for_others_is_not_blamed(alarms: Silence) -> None:
     assert alarms((7, "backward", 0.01), (6, "forward", 0.01)) == [(1, 5)], "it is behind"
 
 
+def test_who_waits_for_a_rank_of_another_host_is_not_blamed(tmp_path: Path) -> None:
+    found = []
+    for all_here in (True, False):
+        says(tmp_path / "heartbeat", 7, "exposed_communication", 100.0, 0.1)
+        now = iter(100.0 + 0.3 * n for n in range(100))
+        watch = Watch({0: tmp_path / "heartbeat"}, lambda: 0.0, clock=lambda now=now: next(now), all_here=all_here)
+        found.append(any(watch.look(LIVING) for _ in range(90)))
+    assert found == [True, False]
+
+
 def test_all_that_wait_are_named(alarms: Silence) -> None:
     assert alarms((7, "exposed_communication", 0.1), (7, "exposed_communication", 0.1)) == [(0, 5), (1, 5)]
 

@@ -285,3 +285,15 @@ def test_exact_sums_go_through_shared_memory_or_sockets(
     monkeypatch.setattr("shoal.hardware.fastest_all_reduce.all_reduce_here", lambda ranks: fastest)
     found = request(job, "--devices", "2", "--exact").with_own_sums()
     assert found.plan.collectives.all_reduce == chosen
+
+
+def test_what_an_engine_starts_again_goes_on_where_a_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text("")
+    found = request("job.py", "--out", "run", "--init-from", str(tmp_path))
+    assert not found.restarted(1).resume, "nothing has begun"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.json").write_text("{}")
+    again = found.restarted(2)
+    assert (again.resume, again.restarts, again.initial_weights) == (True, 2, found.initial_weights)
+    assert not found.restarted(0).resume

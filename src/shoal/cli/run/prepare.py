@@ -15,7 +15,7 @@ from shoal.cli.run.start import claimed, judged_request, tell_notes, trained
 from shoal.cli.run.submit import started_on_host, submitted
 from shoal.errors import CommandError, ExitCode, ShoalError
 from shoal.launch.environment import REQUEST_FILE, Environment, inside_run
-from shoal.launch.environments.detect import detected
+from shoal.launch.environments.detect import detected, restarts
 from shoal.launch.signals import Signals, stop_signals
 from shoal.launch.spares import wait_until_needed
 from shoal.plans import Plan
@@ -40,6 +40,10 @@ def run(options: RunOptions) -> int:
     if environment is None and (options.on != "local" or options.dry_run):
         return submitted(options, requested(options))
     request = requested(options)
+    if options.out is not None and not options.resume:  # an engine's new start goes on
+        request = request.restarted(restarts(os.environ))
+    if environment is not None and environment.num_to_start and environment.num_hosts == 1:
+        request, environment = request.with_devices(environment.num_to_start), None
     if environment is not None and environment.num_to_start:
         return started_on_host(options, request, environment)
     if environment is not None:
@@ -48,6 +52,8 @@ def run(options: RunOptions) -> int:
         if environment.single_host:
             request = request.with_own_sums()
         refuse(other_world(request.plan, World(world_size, f"WORLD_SIZE={world_size}")))
+        for name, text in environment.variables().items():  # for jobs that read torchrun's words, on other engines too
+            os.environ.setdefault(name, text)
         return _train(request, environment, unprepared=True)
     with claimed(request) as (request, lock):
         if request.plan.num_processes == 1:

@@ -13,8 +13,10 @@ from shoal.launch.environment import Environment
 from shoal.launch.launchers.base import Submission, launcher
 from shoal.launch.local import launch
 from shoal.launch.rank_processes import LocalRun
+from shoal.launch.recovery import Recovery
 from shoal.launch.signals import Signals
 from shoal.plans.legal import World, other_world, refuse
+from shoal.runs.directory import RunDirectory
 from shoal.runs.request import RunRequest, devices_here
 
 # Of this call alone, not of the ranks' own command.
@@ -69,11 +71,12 @@ def started_on_host(options: RunOptions, request: RunRequest, environment: Envir
         request = request.with_own_sums()
     refuse(other_world(request.plan, World(size, f"{size} processes on {environment.num_hosts} hosts")))
     run = LocalRun(
-        ["run", *arguments_of(replace(options, out=str(request.out)), without=_OWN)],
+        ["run", *arguments_of(replace(options, out=str(request.out), resume=request.resume), without=_OWN)],
         environment.num_to_start,
         1 if request.plan.execution.exact else max(1, cores() // environment.num_to_start),
         request.out / "logs",
         share=environment,
+        unsaved=Recovery(0, RunDirectory(request.out)).unsaved_seconds,
     )
     signals = Signals(impatient=False)
     with signals.handled():

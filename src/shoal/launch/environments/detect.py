@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.errors import LaunchError
-from shoal.launch.environment import ENGINE, INSIDE, LAUNCHER_PID, Environment
+from shoal.launch.environment import ENGINE, INSIDE, LAUNCHER_PID, RESTARTS, Environment
 from shoal.launch.environments.kubernetes import KUBERNETES
 from shoal.launch.environments.open_mpi import OPEN_MPI
 from shoal.launch.environments.pmi import PMI
 from shoal.launch.environments.ray import RAY
-from shoal.launch.environments.reader import EnvironmentReader
+from shoal.launch.environments.reader import EnvironmentReader, numbers_of
 from shoal.launch.environments.slurm import SLURM
 from shoal.launch.environments.spark import SPARK
 from shoal.launch.environments.torchrun import TORCHRUN
@@ -18,6 +18,7 @@ from shoal.launch.environments.torchrun import TORCHRUN
 # The innermost first: what may have been started inside of those that follow.
 READERS = (RAY, SPARK, TORCHRUN, OPEN_MPI, PMI, KUBERNETES, SLURM)
 
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", RESTARTS)
 # What launchers that are not joined say of a process: its number, and of how many.
 _UNKNOWN = (("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),)
 
@@ -51,6 +52,11 @@ def joined(variables: Mapping[str, str]) -> Environment | None:
             remedy="start it with torchrun, which reads the same variables",
         )
     return environment
+
+
+def restarts(variables: Mapping[str, str]) -> int:
+    """How often an engine has started this command anew, also where it has started one process alone."""
+    return sum(numbers_of(variables, _RESTARTS).values())
 
 
 def refuse_rank(variables: Mapping[str, str], call: str) -> None:

@@ -17,6 +17,9 @@ from shoal.launch.signals import Signals
 # Modules, imported when their engine is asked for. Each is a `Launcher`.
 LAUNCHERS = {
     "local": "shoal.launch.launchers.this_host",
+    "slurm": "shoal.launch.launchers.slurm",
+    "mpi": "shoal.launch.launchers.mpi",
+    "hosts": "shoal.launch.launchers.ssh",
     "kubernetes": "shoal.launch.launchers.kubernetes",
 }
 

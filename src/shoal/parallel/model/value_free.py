@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.numerics.operators import is_random, roles, storage_key, tensors_in
@@ -27,7 +29,18 @@ class IntegerEvaluation(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.paused = False
+        self._unseen = _Unseen(self)
         self._spoilt: dict[int, Any] = {}  # storages, kept alive so that no other gets their key
+
+    def __enter__(self) -> IntegerEvaluation:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._unseen.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._unseen.__exit__(*raised)  # type: ignore[no-untyped-call]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -36,7 +49,7 @@ class IntegerEvaluation(TorchDispatchMode):
             return rule(*args, **kwargs)
         if not func._schema.is_mutable and any(isinstance(argument, FakeTensor) for argument in args):
             return func(*args, **kwargs)  # the most there are, without a walk through arguments
-        if not all(map(self._has_values, tensors_in((args, kwargs)))) or is_random(func):
+        if self.paused or not all(map(self._has_values, tensors_in((args, kwargs)))) or is_random(func):
             return self._fake(func, args, kwargs)
         try:
             fake = func(*args, **kwargs)
@@ -54,6 +67,26 @@ class IntegerEvaluation(TorchDispatchMode):
         for tensor in roles(func, args, kwargs)[0]:
             self._spoilt[storage_key(tensor)] = tensor.untyped_storage()
         return func(*args, **kwargs)
+
+
+class _Unseen(TorchFunctionMode):
+    """Context in which an evaluation of integers is paused within functions of torch that give no integers out.
+
+    A causal mask of 8,192 positions, made anew in each layer, is most of the time of a trace.
+    """
+
+    def __init__(self, evaluation: IntegerEvaluation) -> None:
+        super().__init__()
+        self._evaluation = evaluation
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        before, self._evaluation.paused = self._evaluation.paused, True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._evaluation.paused = before
 
 
 def _is_real(tensor: Tensor) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from shoal.data.opened import opened, training_data
 from shoal.data.order import Order
@@ -97,11 +100,12 @@ def question(job: Job, base: Plan, cluster_name: str, most: int | None) -> Quest
     Raises: HardwareError of an unknown cluster; what the job's model, loss or data raise.
     """
     cluster = find_cluster(cluster_name)
-    grains = grains_of(job, outline(job))
+    model = outline(job)
+    grains = grains_of(job, model)
     job = replace(job, grains=grains.num_grains)
     device = "cuda" if cluster.device.kind == "gpu" else "cpu"
     profile = profile_job(job, base, device=device)
-    numbers, (facts, uncut) = counts(cluster, most), _facts(job)
+    numbers, (facts, uncut) = counts(cluster, most), _facts(job, model)
     work = Workload(profile, job.global_batch, job.num_grains, _sample_seconds(job), facts.places)
     stages = len(segments(profile.units, facts.places))
     space = Space(base, facts, numbers, None if job.fuse else 1, stages, uncut=uncut)
@@ -136,9 +140,12 @@ def _sample_tokens(job: Job) -> int | None:
     return max(t.shape[1] for t in tensors)
 
 
-def _facts(job: Job) -> tuple[ModelFacts, str]:
-    """The facts, with the places where the engine cuts; and why a pipeline cannot divide the model, where it cannot."""
-    model = outline(job) or deferred_outline(job)
+def _facts(job: Job, model: nn.Module | None) -> tuple[ModelFacts, str]:
+    """The facts, with the places where the engine cuts; and why a pipeline cannot divide the model, where it cannot.
+
+    model: the job's, without values, whose forwards are left as they go through a pipeline; None where it is unknown.
+    """
+    model = model or deferred_outline(job)
     if model is None:
         return ModelFacts(job.num_grains, job.grain_size), ""
     facts = facts_of(model, one_grain(job), num_grains=job.num_grains, grain_size=job.grain_size)
@@ -307,8 +314,25 @@ def _made(precise: tuple[str, Callable[[], Case]] | None) -> tuple[str, Case] | 
     return None if precise is None else (precise[0], precise[1]())
 
 
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """A context without garbage collections, which take a third of a long search: what it makes has no cycles."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+
+
 def answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:
     """Searches, and looks around. Raises: PlanError where nothing serves the aim."""
+    with _without_collections():
+        return _answer(question, aim, job, device_hours, clock)
+
+
+def _answer(question: Question, aim: Aim, job: str, device_hours: float | None, clock: Any) -> SearchResult:
     case = question.case
     began = clock()
     search = case.search()

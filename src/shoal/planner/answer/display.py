@@ -14,6 +14,7 @@ from shoal.planner.answer import words
 from shoal.planner.answer.answer import SearchResult
 from shoal.plans.plan import described, plan_text
 from shoal.report.html import Bar, Page, Section, Series, Spot, Table, chart, render, waterfall
+from shoal.report.quantities import seconds
 
 _BAR, _SHORT_BAR, _WIDE = 30, 16, 110  # the longer bar from so many columns on
 _NUM_REJECTED = 8
@@ -141,7 +142,7 @@ def page(answer: SearchResult) -> str:
     lead = [
         *words.grains(answer),
         f"Chosen: {described(chosen.plan)} on {chosen.devices} of {words.several(case.cluster.num_devices, 'device')}, "
-        f"{words.seconds(chosen.seconds)} a step. {words.verdict(answer)}",
+        f"{seconds(chosen.seconds)} a step. {words.verdict(answer)}",
         f"{case.work.profile.num_parameters:,} parameters; {case.work.global_batch} samples a step. "
         f"{words.summary(answer)}.",
         *case.cluster.notes,
@@ -185,7 +186,7 @@ def _curve(answer: SearchResult) -> Markup:
         Spot(
             point.devices,
             batch / point.best.seconds,
-            f"{words.several(point.devices, 'device')}: {words.seconds(point.best.seconds)} a step, "
+            f"{words.several(point.devices, 'device')}: {seconds(point.best.seconds)} a step, "
             f"{described(point.best.plan)}",
             point.devices == chosen,
         )

@@ -12,6 +12,7 @@ from shoal.planner.search.aims import TOLD_APART
 from shoal.planner.search.candidates import Candidate
 from shoal.planner.search.choice import GIB, gib
 from shoal.plans.plan import described
+from shoal.report.quantities import dollars, rate, seconds
 
 Rows = list[list[str]]
 
@@ -49,21 +50,6 @@ _SHORT = 0.01
 def several(number: int, noun: str) -> str:
     """A number of things: 1 device, 2 devices."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
-
-
-def seconds(value: float | None) -> str:
-    """Seconds as people read them."""
-    if value is None:
-        return "-"
-    if value >= 86400:
-        return f"{value / 86400:.1f} d"
-    if value >= 5400:
-        return f"{value / 3600:.1f} h"
-    if value >= 100:
-        return f"{value / 60:.1f} min"
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.2f} ms" if value >= 1e-4 else f"{value * 1e6:.0f} us"
 
 
 def batch(candidate: Candidate, answer: SearchResult) -> str:
@@ -122,11 +108,6 @@ def throughput(answer: SearchResult) -> str:
     if tokens is None:
         return f"{in_samples}, {rate(samples / devices)} a device"
     return f"{rate(samples * tokens)} tokens/s, {rate(samples * tokens / devices)} a device ({in_samples})"
-
-
-def rate(value: float) -> str:
-    """Three digits at least of a number, as of samples a second."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def share_of_peak(answer: SearchResult) -> str:
@@ -199,11 +180,6 @@ def _row(candidate: Candidate, answer: SearchResult) -> list[str]:
         seconds(answer.job_seconds(candidate.seconds)),
         dollars(cost) if cost is not None else "-",
     ]
-
-
-def dollars(value: float) -> str:
-    """US dollars, cents where they count."""
-    return f"${value:,.2f}" if value < 1000 else f"${value:,.0f}"
 
 
 @dataclass(frozen=True)

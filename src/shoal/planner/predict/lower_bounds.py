@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 from shoal.hardware.values import Curve
@@ -158,6 +159,39 @@ def least_peak(of: BlockBytes, num_blocks: int, in_flight: Sequence[float], memo
     return even
 
 
+class Blocks(NamedTuple):
+    """Blocks of a model that stages do not cut: how many, and of one microbatch on each the seconds and the bytes of
+    activations that it leaves for the backward. `longest`: seconds of the longest other unit; `last`: of the last one.
+    """
+
+    number: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    last: float = 0.0
+    activations: float = 0.0
+
+    def busiest(self, ranks: int) -> float:
+        """Seconds of the busiest rank of a pipeline, however the blocks are divided.
+
+        Where it has no more than n = ceil(number / ranks) blocks, no other rank has, and the rank with the longest
+        other unit has those that are left.
+        """
+        most = -(-self.number // ranks)
+        left = max(0, self.number - (ranks - 1) * most)
+        with_other = max(most * self.seconds, left * self.seconds + self.longest)
+        return max(self.longest, min(with_other, (most + 1) * self.seconds))
+
+
+@cache
+def even_shares(pipeline: int, microbatches: int) -> float:
+    """Parts of one microbatch's activations that fill the fullest rank of a pipeline, however blocks are divided.
+
+    Rank r has min(p - r, m) microbatches in flight under 1f1b, and no schedule has fewer. Where all ranks are as full,
+    which is least for the fullest, rank r has blocks in inverse proportion to them.
+    """
+    return sum(1 / min(pipeline - rank, microbatches) for rank in range(pipeline)) * (1 + _ROUNDED)
+
+
 # ----------------------------------------------------------------------------------------------------------- a pipeline
 
 
@@ -170,8 +204,10 @@ class PipelineShape(NamedTuple):
     microbatches: int
 
 
-def filled(seconds: float, turns: PipelineShape) -> float:
+def filled(seconds: float, turns: PipelineShape, end: float = 0.0) -> float:
     """Seconds that no division into stages goes below; `seconds` of one microbatch on all of them together.
+
+    end: seconds of one microbatch on the last unit, which the last stage has.
 
     Let T be the seconds of one microbatch on all stages, m the microbatches, p the ranks, x the last rank's part of T.
     The last rank begins when a microbatch has come down the others, and the step ends when the last gradient has gone
@@ -184,7 +220,7 @@ def filled(seconds: float, turns: PipelineShape) -> float:
         return even
     if turns.schedule == "gpipe":  # all wait for the slowest stage, which is no faster than the average one
         return max(even, seconds * (1.0 + (microbatches - 1) / (ranks * turns.stages)))
-    if turns.stages > 1:
-        return max(even, seconds)  # the first microbatch passes all stages, there and back
+    if turns.stages > 1:  # the first microbatch passes all stages, there and back
+        return max(even, seconds + (microbatches - 1) * end)
     last = max(0.0, (microbatches - ranks + 1) / (microbatches * ranks - ranks + 1))
-    return max(even, seconds * (1.0 + (microbatches - 1) * last))
+    return max(even, seconds + (microbatches - 1) * max(end, last * seconds))

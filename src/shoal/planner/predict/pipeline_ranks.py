@@ -249,6 +249,11 @@ class Staging:
         found = Counter(unit.body for unit in self.parts if unit.body.repeated).most_common(1)
         return found[0] if found else None
 
+    @cached_property
+    def bodies(self) -> tuple[Body, ...]:
+        """The units that stages do not cut, each kind once."""
+        return tuple(dict.fromkeys(unit.body for unit in self.parts))
+
     def size(self, body: Body, plan: Plan) -> StageSize:
         """Of a rank with one such unit."""
         return self._sizes.stage(((body, 1),), self.share(plan)[0], plan.memory.recompute)

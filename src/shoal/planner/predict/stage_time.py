@@ -32,10 +32,14 @@ class Pass(NamedTuple):
         return Pass(self.work.times(count), self.again.times(count), self.tensor * count, self.context * count)
 
     @property
+    def device_seconds(self) -> float:
+        """Seconds of a pass on the device: exchanges and its work wait for each other."""
+        return self.work.device + self.again.device + self.tensor + self.context
+
+    @property
     def seconds(self) -> float:
-        """Seconds of a pass: exchanges and the device's work wait for each other; the host runs beside both."""
-        device = self.work.device + self.again.device + self.tensor + self.context
-        return max(device, self.work.host + self.again.host)
+        """Seconds of a pass: the host runs beside the device."""
+        return max(self.device_seconds, self.work.host + self.again.host)
 
 
 NO_PASS = Pass()
@@ -80,6 +84,11 @@ class Passes:
     def weight_seconds(self) -> float:
         """Seconds of the gradients of weights, within the backward."""
         return self.backward_weight.seconds
+
+    @property
+    def device_seconds(self) -> float:
+        """Forward and backward, on the device: of several units the sum of theirs."""
+        return self.forward.device_seconds + self.backward.device_seconds
 
     @property
     def seconds(self) -> float:

@@ -6,7 +6,7 @@ from shoal.hardware.values import Cluster
 from shoal.planner.predict.accounts import Accounts
 from shoal.planner.predict.collective_time import Network
 from shoal.planner.predict.exposed_time import Exchanged
-from shoal.planner.predict.lower_bounds import BlockBytes, least_peak
+from shoal.planner.predict.lower_bounds import BlockBytes, Blocks, least_peak
 from shoal.planner.predict.memory import States
 from shoal.planner.predict.pipeline_ranks import Filled, Rank, Ranks, Staging
 from shoal.planner.predict.roofline import ITEMSIZE, Share
@@ -189,6 +189,17 @@ class Predictor:
         looped = plan.pipeline.schedule == "interleaved_1f1b" and plan.layout.pipeline > 1
         in_flight = (0.0,) * plan.layout.pipeline if looped else self.staging.in_flight(plan)
         return least_peak(of, count, in_flight, memory)
+
+    def blocks(self, plan: Plan) -> Blocks:
+        """The blocks of the model, and one microbatch on each of them."""
+        if self.staging.blocks is None:
+            return Blocks()
+        (body, count), (share, microbatches) = self.staging.blocks, self.staging.share(plan)
+        costs, again = self.staging.costs(plan), plan.memory.recompute
+        seconds = {b: costs.body(b, share, again, microbatches > 1).device_seconds for b in self.staging.bodies}
+        longest = max((found for other, found in seconds.items() if other != body), default=0.0)
+        last = seconds[self.staging.parts[-1].body]
+        return Blocks(count, seconds[body], longest, last, self.staging.size(body, plan).saved)
 
     def _kept(self, rank: Rank, share: Share) -> int:
         """What the meter of a run counts as activations. Of the batch, inputs are most, and kept where they enter."""

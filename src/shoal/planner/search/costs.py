@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from shoal.hardware.values import Cluster, Device
 from shoal.planner.calibrate.lessons import Correction
-from shoal.planner.predict.lower_bounds import Floors, PipelineShape, filled
+from shoal.planner.predict.lower_bounds import Blocks, Floors, PipelineShape, even_shares, filled
 from shoal.planner.predict.pipeline_ranks import Filled, Ranks
 from shoal.planner.predict.roofline import ITEMSIZE
 from shoal.planner.predict.stage_time import Passes
@@ -42,17 +42,27 @@ class LayoutClass(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """Schedule family on one rank with all stages: seconds of a microbatch, and least bytes."""
+    """Schedule family on one rank with all stages: seconds of a microbatch, and least bytes; `blocks`: each alone."""
 
     group: ScheduleFamily
     seconds: float
     bytes: float
+    blocks: Blocks
+
+    def seconds_on(self, pipeline: int) -> float:
+        """Seconds of a microbatch that the busiest rank of a pipeline has at least."""
+        return max(self.seconds / pipeline, self.blocks.busiest(pipeline))
+
+    def activations_on(self, pipeline: int, microbatches: int) -> float:
+        """Bytes of activations that the fullest rank of a pipeline has at least."""
+        return self.blocks.number * self.blocks.activations / even_shares(pipeline, microbatches)
 
 
 class Turn(NamedTuple):
     """Seconds of one microbatch: down to the last rank, up from it, of gradients of weights above it, and on it.
 
-    `every`: on all stages. `slowest`: the slowest forward and the slowest backward of a stage, one of each.
+    `every`: on all stages. `slowest`: the slowest forward and the slowest backward of a stage, one of each. `busiest`:
+    on the busiest rank.
     """
 
     down: float
@@ -61,6 +71,7 @@ class Turn(NamedTuple):
     last: float
     every: float
     slowest: float
+    busiest: float
 
 
 class Costs:
@@ -112,9 +123,9 @@ class Costs:
         agreed = self._exchanged.agreed(place.devices, is_divided, apart=is_divided)
         return (agreed + launches + device.step_seconds) * self._least
 
-    def filled(self, seconds: float, shape: PipelineShape) -> float:
+    def filled(self, whole: Whole, shape: PipelineShape) -> float:
         """A bound of a schedule's seconds, from those of a microbatch on all stages."""
-        return filled(seconds, shape)
+        return filled(whole.seconds, shape, whole.blocks.last)
 
     def least_seconds(self, plan: Plan) -> float:
         """A lower bound of the step that knows nothing of data and shard: the busiest rank's work, and the bubble's.
@@ -127,9 +138,8 @@ class Costs:
         key = *self._staging.key(plan), plan.pipeline.schedule
         if key not in self._seconds:
             _, microbatches = self._staging.share(plan)
-            whole = [passes.seconds for passes in self._staging.passes(plan)]
-            busy = [sum(whole[rank :: plan.layout.pipeline]) for rank in range(plan.layout.pipeline)]
-            self._seconds[key] = max(microbatches * max(busy), self._filled(plan)) * self._least
+            turn = self._turn(self._staging.passes(plan), plan.layout.pipeline)
+            self._seconds[key] = max(microbatches * turn.busiest, self._filled(plan)) * self._least
         return self._seconds[key]
 
     def _filled(self, plan: Plan, message: float = 0.0) -> float:
@@ -161,14 +171,15 @@ class Costs:
         """What these stages take on so many ranks; the stages are kept, and so their id is theirs alone."""
         key = id(passes), ranks
         if key not in self._turns:
-            before = passes[: ranks - 1]
+            before, whole = passes[: ranks - 1], [one.seconds for one in passes]
             self._turns[key] = Turn(
                 sum(one.forward_seconds for one in before),
                 sum(one.backward_seconds for one in before),
                 sum(one.weight_seconds for one in before),
-                sum(one.seconds for one in passes[ranks - 1 :: ranks]),
-                sum(one.seconds for one in passes),
+                sum(whole[ranks - 1 :: ranks]),
+                sum(whole),
                 max(one.forward_seconds for one in passes) + max(one.backward_seconds for one in passes),
+                max(sum(whole[rank::ranks]) for rank in range(ranks)),
             )
         return self._turns[key]
 
@@ -234,6 +245,12 @@ class Costs:
         """Bytes of buckets for each element."""
         buckets = plan.layout.data * plan.layout.shard > 1 and not plan.shards_model
         return self._program.bucket_bytes if buckets else 0.0
+
+    def blocks(self, plan: Plan) -> Blocks:
+        """The blocks of the model, with a lower bound of their seconds."""
+        found = self._predictor.blocks(plan)
+        of = self._least
+        return found._replace(seconds=found.seconds * of, longest=found.longest * of, last=found.last * of)
 
     def uncut_bytes(self, plan: Plan) -> float:
         """A lower bound of `least_bytes` that needs no division into stages."""

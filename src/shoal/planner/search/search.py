@@ -127,16 +127,19 @@ class Search:
         costs, share, pipeline = self.costs(place.devices), self.space.share(place), place.cut.pipeline
         alone, memory = place.cut._replace(pipeline=1), costs.memory_bytes
         known = self._whole.setdefault((id(costs), alone), {})
-        found, floor = [], self.floor(place)
+        found, floor, sizes = [], self.floor(place), self.space.sizes(share)
         for kind in product(self.space.recomputes, self.space.sequences(place.cut)):
-            for grains in reversed(self.space.sizes(share)):
+            for grains in reversed(sizes):
                 one = known.get((grains, *kind))
                 if one is None:
                     one = known[(grains, *kind)] = self._of_microbatch(costs, alone, ScheduleFamily(grains, *kind))
                 # A microbatch of one grain is kept, so that what it lacks is told; larger ones need more.
                 if one.bytes / pipeline > memory and grains > 1:
                     break
-                found.append((max(floor, -(-share // grains) * one.seconds / pipeline), one))
+                microbatches = -(-share // grains)
+                if one.activations_on(pipeline, microbatches) > memory and grains > sizes[-1]:
+                    break
+                found.append((max(floor, microbatches * one.seconds_on(pipeline)), one))
         found.sort(key=itemgetter(0))
         return iter(found)
 
@@ -144,7 +147,7 @@ class Search:
         place, way = Degrees(self._most_replicas(costs, alone, group.grains), alone), MicrobatchSchedule(*group)
         num_bytes = min(map(costs.least_bytes, self._most_divided(place, way)), default=0.0)
         plan, microbatches = self.space.plan(place, way), -(-self.space.share(place) // group.grains)
-        return Whole(group, costs.least_seconds(plan) / microbatches, num_bytes)
+        return Whole(group, costs.least_seconds(plan) / microbatches, num_bytes, costs.blocks(plan))
 
     def _most_replicas(self, costs: Costs, alone: ModelDegrees, grains: int) -> int:
         """The most replicas whose share is not less, of devices that cost this: no plan of them is divided further.
@@ -172,7 +175,7 @@ class Search:
     def filled(self, layouts: LayoutClass, way: MicrobatchSchedule, whole: Whole) -> float:
         """A cheaper bound of the same: from the seconds of the group where a rank has all stages."""
         turns = PipelineShape(way.schedule, layouts.cut.pipeline, way.stages, -(-layouts.share // way.grains))
-        return self.costs(layouts.first.devices).filled(whole.seconds, turns)
+        return self.costs(layouts.first.devices).filled(whole, turns)
 
     def missing_bytes(self, place: Degrees, way: MicrobatchSchedule) -> float:
         """Bytes that even the most divided plan of a family lacks; not positive where one may fit."""
@@ -294,7 +297,12 @@ class _Order:
             self._wait_class(layouts, least, partial(self._schedule_of_class, layouts, way))
 
     def _schedule_of_class(self, layouts: LayoutClass, way: MicrobatchSchedule) -> None:
-        """Waits again, by the better bound, where the place whose replicas divide most may fit."""
+        """Waits again, by the better bound: few come back, and only their memory is looked at, which takes longer."""
+        least = self._search.least_seconds(layouts.first, way)
+        self._wait_class(layouts, least, partial(self._fitting, layouts, way))
+
+    def _fitting(self, layouts: LayoutClass, way: MicrobatchSchedule) -> None:
+        """Goes on where the place whose replicas divide most may fit."""
         divided = Degrees(layouts.replicas[-1], layouts.cut)
         missing = self._search.missing_uncut(divided, ScheduleFamily(*way[:3]))
         if missing > 0:
@@ -304,8 +312,7 @@ class _Order:
         if missing > 0:
             self._seen.lacks(divided, missing)
             return
-        least = self._search.least_seconds(layouts.first, way)
-        self._wait_class(layouts, least, lambda: self._next_place(layouts, way, self._replicas(layouts)))
+        self._next_place(layouts, way, self._replicas(layouts))
 
     def _replicas(self, layouts: LayoutClass) -> Iterator[int]:
         """In the order of the aim's keys, where each place has the same seconds or more for more replicas."""

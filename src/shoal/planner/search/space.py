@@ -139,7 +139,7 @@ class Space:
         if not self.tensor:
             return [1]
         if self.facts.num_heads is not None:
-            return divisors(self.facts.num_heads)
+            return list(divisors(self.facts.num_heads))
         return list(range(1, max(self.facts.widths, default=1) + 1))
 
     def _pipeline_degrees(self, most: int) -> range:

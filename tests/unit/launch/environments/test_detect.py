@@ -17,7 +17,7 @@ from tests.unit.launch.environments.recorded import (
 
 from shoal.errors import LaunchError
 from shoal.launch.environment import ENGINE, LAUNCHER_PID, RESTARTS, Environment
-from shoal.launch.environments.detect import detected, joined
+from shoal.launch.environments.detect import detected, joined, restarts
 from shoal.launch.environments.pmi import _proxy
 from shoal.launch.environments.slurm import _first_host
 
@@ -214,3 +214,9 @@ def test_alone_in_a_world_of_one_is_alone(size: str) -> None:
 
 def test_an_engine_of_our_own_is_named_by_its_variable() -> None:
     assert Environment(0, 2, port=1, engine="ray").variables()[ENGINE] == "ray"
+
+
+def test_new_starts_are_counted_also_where_a_process_is_alone() -> None:
+    assert restarts({**SLURM_SCRIPT, "SLURM_RESTART_COUNT": "2", RESTARTS: "1"}) == 3
+    assert restarts({"TORCHELASTIC_RESTART_COUNT": "1"}) == 1
+    assert restarts({}) == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, unset_fake_temporarily
 
 from shoal.parallel.model.value_free import value_free, without_reals, without_values
 
@@ -83,3 +83,20 @@ def test_products_by_experts_have_shapes(dtype: torch.dtype) -> None:
         assert fake.grad is not None
         assert rows.grad is not None
         assert (fake.grad.shape, rows.grad.shape) == (weight.shape, rows.shape)
+
+
+def test_masks_within_attention_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+
+    def counted() -> Any:
+        computed.append(True)
+        return unset_fake_temporarily()
+
+    monkeypatch.setattr("shoal.parallel.model.value_free.unset_fake_temporarily", counted)
+    with value_free():
+        queries = torch.zeros(1, 2, 16, 4)
+        attended = F.scaled_dot_product_attention(queries, queries, queries, is_causal=True, dropout_p=0.1)
+        assert attended.shape == queries.shape
+        assert not computed
+        assert torch.ones(3, 3, dtype=torch.bool).tril().sum().item() == 6
+        assert computed

@@ -21,12 +21,12 @@ from tests.usual import parametrize
 from shoal.errors import PlanError
 from shoal.planner.answer.outlook import curve
 from shoal.planner.calibrate.comparison import section
-from shoal.planner.predict.lower_bounds import PipelineShape
+from shoal.planner.predict.lower_bounds import Blocks, PipelineShape
 from shoal.planner.predict.workload import Prediction, Workload
 from shoal.planner.search.aims import TOLD_APART, Aim, Limit, parse, tied
 from shoal.planner.search.candidates import Candidate, Seen
 from shoal.planner.search.choice import NothingFitsError, choose, limit_of
-from shoal.planner.search.costs import Costs, ScheduleFamily, costs_of
+from shoal.planner.search.costs import Costs, ScheduleFamily, Whole, costs_of
 from shoal.planner.search.search import Search
 from shoal.planner.search.space import (
     Degrees,
@@ -99,8 +99,11 @@ class Invented(Costs):
     def beside(self, place: Degrees) -> float:
         return 3.0 * place.devices if self.seed % 3 else 0.0
 
-    def filled(self, seconds: float, shape: PipelineShape) -> float:
-        return seconds * shape.microbatches / shape.pipeline
+    def filled(self, whole: Whole, shape: PipelineShape) -> float:
+        return whole.seconds * shape.microbatches / shape.pipeline
+
+    def blocks(self, plan: Plan) -> Blocks:
+        return Blocks()
 
     def predict(self, plan: Plan) -> Prediction:
         self.num_predicted += 1

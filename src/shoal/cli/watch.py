@@ -1,0 +1,145 @@
+"""The `shoal watch` command: a run's account in a terminal, redrawn in place while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from shoal.cli.options import WatchOptions
+from shoal.cli.report import account_of
+from shoal.errors import CommandError, ExitCode, RunDirectoryError
+from shoal.report.account import Account, status_of
+from shoal.report.openmetrics import openmetrics
+from shoal.report.terminal import cut, head, lines
+from shoal.runs.directory import write_file
+from shoal.runs.run_files import RunFiles, RunReader
+
+_EVERY_SECONDS = 2.0
+# The whole account is made anew after so many times what it took: a five-hundredth of a core at most.
+_PATIENCE = 500.0
+
+
+def watch(options: WatchOptions) -> ExitCode:
+    """Shows a run until it ends. Raises: RunDirectoryError where none is there, CommandError of the metrics' file."""
+    watched = _Watched(RunReader(Path(options.run)))
+    metrics = Path(options.openmetrics) if options.openmetrics else None
+    watched.look()
+    _write(metrics, watched)
+    if options.once:
+        _print(watched)
+        return ExitCode.DONE
+    with contextlib.suppress(KeyboardInterrupt), _screen(watched) as show:
+        show()
+        while watched.status == "running":
+            time.sleep(_EVERY_SECONDS)
+            try:
+                watched.look()
+            except (RunDirectoryError, OSError):
+                watched.gone = True
+                break
+            _write(metrics, watched)
+            show()
+        show()
+    if watched.gone:
+        print(f"note: {options.run} is gone; that was the last of it", file=sys.stderr)
+    return ExitCode.DONE
+
+
+class _Watched:
+    """A run as of the last look: its newest records, and an account that is made anew as often as it is cheap."""
+
+    def __init__(self, reader: RunReader) -> None:
+        self._reader = reader
+        self._next, self._status = 0.0, ""
+        self.gone = False
+        self.files: RunFiles
+        self.account: Account
+
+    @property
+    def status(self) -> str:
+        """How it stands."""
+        return self._status
+
+    def look(self) -> None:
+        """Reads what is new. Raises: RunDirectoryError where the directory is gone."""
+        self.files = self._reader.read()
+        status, now = status_of(self.files), time.monotonic()
+        if now >= self._next or status != self._status:
+            began = time.process_time()
+            self.account = account_of(self.files)
+            self._next = now + _PATIENCE * (time.process_time() - began)
+        self._status = status
+
+    def lines(self, width: int) -> list[str]:
+        """What a terminal of so many columns shows."""
+        return lines(self.account, self.files.records, width)
+
+
+def _write(path: Path | None, watched: _Watched) -> None:
+    if path is None:
+        return
+    try:
+        write_file(path, openmetrics(watched.account))
+    except OSError as error:
+        raise CommandError(
+            given=f"--openmetrics {path}",
+            conflict=f"it cannot be written: {error.strerror or error}",
+            remedy="give a file in a directory that is there",
+        ) from error
+
+
+def _print(watched: _Watched) -> None:
+    from rich.console import Console
+
+    console = Console()
+    width = console.width if console.is_terminal else 80
+    for line in watched.lines(width):
+        print(line)
+
+
+class _Lines:
+    """A line in a log for each look that brings something new."""
+
+    def __init__(self, watched: _Watched) -> None:
+        self._watched, self._said = watched, ""
+
+    def __call__(self) -> None:
+        said = cut(head(self._watched.account, self._watched.files.records), 200)
+        if said != self._said:
+            self._said = said
+            print(said, flush=True)
+
+
+@contextlib.contextmanager
+def _screen(watched: _Watched) -> Iterator[_Live | _Lines]:
+    if not sys.stdout.isatty():
+        yield _Lines(watched)
+        return
+    live = _Live(watched)
+    try:
+        yield live
+    finally:
+        live.stop()
+
+
+class _Live:
+    """The lines in place of those shown before, in a terminal of any size."""
+
+    def __init__(self, watched: _Watched) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._watched = watched
+        self._console = Console(highlight=False)
+        self._live = Live("", console=self._console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+        self.stop = self._live.stop
+
+    def __call__(self) -> None:
+        from rich.text import Text
+
+        text = "\n".join(self._watched.lines(self._console.width))
+        self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)

@@ -1,0 +1,127 @@
+"""Process of one host of a run on several, which ssh starts: it starts the host's ranks and tells their launcher.
+
+It is told by lines of JSON what to start, and later the signals; it answers with lines of JSON. Once its standard input
+ends, the launcher is gone, and it ends itself and so its ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from shoal.errors import ExitCode, LaunchError, ShoalError
+from shoal.hardware.detect import cores
+from shoal.launch.environment import Environment
+from shoal.launch.local import launch
+from shoal.launch.rank_processes import LocalRun, listener_at
+from shoal.launch.recovery import Recovery
+from shoal.launch.signals import Signals
+from shoal.runs.directory import RunDirectory
+from shoal.runs.version import __version__
+
+
+class _Answers(io.TextIOBase):
+    """Answers to the launcher; as a stream, rank 0's output among them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._lock = stream, threading.Lock()
+
+    def answer(self, **answer: Any) -> None:
+        with self._lock:
+            self._stream.write(json.dumps(answer) + "\n")
+            self._stream.flush()
+
+    def write(self, text: str) -> int:
+        self.answer(output=text)
+        return len(text)
+
+
+def main() -> int:
+    """Starts the ranks that the first line of the standard input tells, and waits for them; the exit code."""
+    answers = _Answers(sys.stdout)
+    asked = json.loads(sys.stdin.readline() or "null")
+    if asked is None:
+        return int(ExitCode.INTERRUPTED)
+    signals = Signals(impatient=False)
+    try:
+        with signals.handled():
+            run = _run(asked, answers)
+            threading.Thread(target=_listen, args=(signals,), daemon=True).start()
+            code, error, _ = launch(run, signals)
+    except ShoalError as caught:
+        code, error = int(caught.exit_code), caught
+    answers.answer(code=int(code), error=_described(error, asked) if error is not None else None)
+    return int(code)
+
+
+def _run(asked: Mapping[str, Any], answers: _Answers) -> LocalRun:
+    """The run of this host. Raises: LaunchError where this host lacks what the others have, all of it in one."""
+    place = Environment(**asked["place"])
+    _refuse_differences(asked)
+    os.chdir(asked["folder"])
+    os.environ.update(asked["variables"])
+    listener = listener_at(place)
+    if listener is not None:
+        place = replace(place, port=listener.getsockname()[1])
+        answers.answer(port=place.port)
+    elif not place.port:  # told once rank 0's host listens
+        place = replace(place, port=int(json.loads(sys.stdin.readline() or "0")))
+        if not place.port:
+            os._exit(ExitCode.INTERRUPTED)
+    out = Path(asked["out"])
+    return LocalRun(
+        asked["arguments"],
+        place.local_world_size,
+        asked["threads"] or max(1, cores() // place.local_world_size),
+        out / "logs",
+        stream=cast(TextIO, answers),
+        share=place,
+        unsaved=Recovery(0, RunDirectory(out)).unsaved_seconds,
+        listener=listener,
+    )
+
+
+# Certificates, schedules of learning rates and trackers read clocks; files of a run are compared by their times.
+_MOST_APART_SECONDS = 60.0
+
+
+def _refuse_differences(asked: Mapping[str, Any]) -> None:
+    missing = [f"no folder {path}" for path in (asked["folder"], asked["shared"]) if not Path(path).is_dir()]
+    apart = time.time() - float(asked["time"])
+    if asked["version"] != __version__:
+        missing.append(f"shoal {__version__}, where the command has {asked['version']}")
+    if abs(apart) > _MOST_APART_SECONDS:
+        missing.append(f"a clock that is {abs(apart):.0f} s {'ahead' if apart > 0 else 'behind'}")
+    if missing:
+        raise LaunchError(
+            given=f"host {socket.gethostname()}",
+            conflict="it has " + ", ".join(missing),
+            remedy="give every host the same files, on a file system that all see, the same versions and time",
+        )
+
+
+def _described(error: ShoalError, asked: Mapping[str, Any]) -> dict[str, Any]:
+    rank = error.rank if error.rank is not None else int(asked["place"]["rank"])
+    host = error.host or socket.gethostname()
+    told = {name: getattr(error, name) for name in ("given", "conflict", "remedy")}
+    return {"kind": type(error).__name__, **told, "rank": rank, "host": host, "traceback": error.traceback_text}
+
+
+def _listen(signals: Signals) -> None:
+    """Notes the signals that the launcher sends, until it is gone."""
+    for line in sys.stdin:
+        signals.received.append(int(line))
+    os._exit(ExitCode.RANK_LOST)  # the ranks die with this process
+
+
+if __name__ == "__main__":
+    sys.exit(main())

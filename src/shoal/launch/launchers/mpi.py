@@ -1,0 +1,138 @@
+"""Launcher by mpirun, Open MPI's or MPICH's, whichever the command names."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.errors import CommandError, LaunchError, ShoalError
+from shoal.launch.launchers.base import Submission
+from shoal.launch.launchers.reports import RankStart, until_done
+from shoal.launch.signals import Signals
+
+_POLL_SECONDS = 0.05
+_LISTS = ("--host", "-host", "-H", "-hosts", "--hosts")
+_FILES = ("--hostfile", "-hostfile", "--machinefile", "-machinefile", "-f")
+_FIRST_PORT, _NUM_PORTS = 15_000, 16_000
+
+
+@dataclass(frozen=True)
+class _Mpirun:
+    """An mpirun: its words for variables that ranks get, and those that let every rank end by itself.
+
+    Both would kill the other ranks once one ends with a code that is not 0, in the midst of a checkpoint.
+    """
+
+    path: str
+    is_open_mpi: bool
+
+    def words(self, num_processes: int, variables: Mapping[str, str], options: list[str]) -> list[str]:
+        if self.is_open_mpi:
+            given = [word for name, text in variables.items() for word in ("-x", f"{name}={text}")]
+            # Without recovery it waits for ever for one that a signal has killed.
+            alone = ["--mca", "orte_abort_on_non_zero_status", "0", "--enable-recovery"]
+        else:
+            given = [word for name, text in variables.items() for word in ("-genv", name, text)]
+            alone = ["-disable-auto-cleanup"]
+        return [self.path, "-n", str(num_processes), *alone, *given, *options]
+
+    @property
+    def stop(self) -> int:
+        """The signal that it hands on to the ranks; Open MPI's kills them a second after SIGTERM."""
+        return signal.SIGUSR1 if self.is_open_mpi else signal.SIGTERM
+
+
+def render(submission: Submission) -> Mapping[str, str]:
+    """The command of mpirun. Raises: LaunchError where there is none."""
+    mpirun, options = _chosen(submission)
+    words = mpirun.words(submission.num_processes, _variables(submission, options), options)
+    return {"mpirun": shlex.join([*words, *submission.command]) + "\n"}
+
+
+def start(submission: Submission, signals: Signals) -> int:
+    """Starts mpirun and waits for it, again where a rank was lost. Raises: LaunchError where there is no mpirun."""
+    mpirun, options = _chosen(submission)
+
+    def once(attempt: RankStart) -> tuple[int, ShoalError | None]:
+        variables = {**_variables(submission, options), **attempt.variables()}
+        words = [*mpirun.words(submission.num_processes, variables, options), *submission.command]
+        _followed(words, mpirun, signals)
+        return attempt.verdict(socket.gethostname())
+
+    return until_done(submission, signals, once)
+
+
+def _followed(words: list[str], mpirun: _Mpirun, signals: Signals) -> None:
+    """Runs mpirun to its end; it gets its signals from here alone, not from the terminal too."""
+    handed_on = 0
+    with subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            while process.poll() is None:
+                if len(signals.received) > handed_on:
+                    handed_on = len(signals.received)
+                    process.send_signal(signal.SIGINT if signals.twice else mpirun.stop)
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            process.terminate()
+            raise
+
+
+def _chosen(submission: Submission) -> tuple[_Mpirun, list[str]]:
+    """The mpirun that the options begin with, or that of the path, and the rest of the options."""
+    options = submission.option_words()
+    named = options[0] if options and not options[0].startswith("-") else None
+    name = named or "mpirun"
+    path = shutil.which(name)
+    if path is None:
+        raise LaunchError(
+            given=f"--on mpi{':' + submission.options if submission.options else ''}",
+            conflict=f"{name} is not on this host",
+            remedy="install Open MPI or MPICH, or name another: --on mpi:/opt/mpi/bin/mpirun",
+        )
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stdout
+    is_open_mpi = any(name in said for name in ("Open MPI", "OpenRTE", "open-mpi"))
+    if not is_open_mpi and not any(name in said.upper() for name in ("HYDRA", "INTEL")):
+        raise CommandError(
+            given=f"--on mpi:{submission.options}",
+            conflict=f"{path} is neither Open MPI's nor Hydra's: {said.strip()[:80]!r}",
+            remedy="name an mpirun of Open MPI, MPICH or Intel MPI",
+        )
+    return _Mpirun(path, is_open_mpi), options[1:] if named else options
+
+
+def _variables(submission: Submission, options: list[str]) -> dict[str, str]:
+    """The rendezvous, where the ranks are on several hosts: at the first of them. Of one host it is not needed."""
+    port = _FIRST_PORT + sum(byte * 31**n for n, byte in enumerate(str(submission.out).encode())) % _NUM_PORTS
+    found = {"MASTER_PORT": os.environ.get("MASTER_PORT", str(port))}
+    first = os.environ.get("MASTER_ADDR") or _first_host(options)
+    return found | ({"MASTER_ADDR": first} if first else {})
+
+
+def _first_host(options: list[str]) -> str | None:
+    """The host that mpirun's options name first; None where they name none."""
+    for number, word in enumerate(options):
+        name, equals, value = word.partition("=")
+        value = value if equals else next(iter(options[number + 1 : number + 2]), "")
+        if name in _LISTS:
+            return value.partition(",")[0].partition(":")[0] or None
+        if name in _FILES:
+            return _first_line(value)
+    return None
+
+
+def _first_line(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.partition("#")[0].split() for line in file]
+    except OSError as error:
+        raise CommandError(
+            given=f"a host file {path}", conflict=f"it cannot be read: {error}", remedy="give the file of hosts"
+        ) from None
+    return next((words[0].partition(":")[0] for words in lines if words), None)

@@ -1,0 +1,256 @@
+"""Launcher on Slurm: a batch script that people can read and keep, and the way of its job to the end."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.errors import CommandError, ExitCode, LaunchError
+from shoal.launch.environment import RESTARTS
+from shoal.launch.launchers.base import Submission
+from shoal.launch.signals import Signals
+from shoal.runs.directory import write_file
+
+SCRIPT = "slurm.sh"
+_LOOK_SECONDS = 1.0
+# So long before the time limit the ranks are told to save and end.
+_NOTICE_SECONDS = 120
+# The number of an array's task, in Slurm's own words, in --set, --out and the name of the output.
+_TASK = "%a"
+_ENDED = {
+    "COMPLETED": ExitCode.DONE,
+    "CANCELLED": ExitCode.PREEMPTED,
+    "PREEMPTED": ExitCode.PREEMPTED,
+    "TIMEOUT": ExitCode.PREEMPTED,
+    "DEADLINE": ExitCode.PREEMPTED,
+    "NODE_FAIL": ExitCode.RANK_LOST,
+    "BOOT_FAIL": ExitCode.RANK_LOST,
+    "OUT_OF_MEMORY": ExitCode.RANK_LOST,
+}
+_FAILED = "FAILED"
+
+_TEMPLATE = """\
+#!/bin/bash
+{directives}
+
+# Written by shoal run --on slurm. To submit it again: sbatch {script}
+# Of each task of srun, shoal is one rank. A job that Slurm starts again goes on from the newest checkpoint.
+export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{threads}}}"
+export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-1}}"
+{restarts}=0
+while true; do
+    srun --mpi=none \\
+        {command}
+    code=$?
+    # {lost} and what signals leave: a rank was lost, and all start again, here.
+    if [ "$code" -ne {lost} ] && [ "$code" -lt 128 ]; then break; fi
+    if [ "${restarts}" -ge {most} ]; then code={lost}; break; fi
+    export {restarts}=$(({restarts} + 1))
+    echo "note: a rank was lost; all ranks start again (${restarts} of {most})"
+done
+# {preempted}: a checkpoint was saved on request, such as before the time limit; the rest is another start's.
+if [ "$code" -eq {preempted} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
+
+
+def render(submission: Submission) -> Mapping[str, str]:
+    """The batch script. Raises: CommandError for options that are none of sbatch's form."""
+    options = submission.option_words()
+    wrong = [word for word in options if not word.startswith("-") or word == "--"]
+    if wrong:
+        raise CommandError(
+            given=f"--on slurm:{submission.options}",
+            conflict=f"{wrong[0]!r} is no option of sbatch",
+            remedy='write each as one word: --on "slurm:--partition=gpu --time=60"',
+        )
+    return {SCRIPT: _script(submission, options)}
+
+
+def _script(submission: Submission, options: list[str]) -> str:
+    array = is_array(options)
+    output = "slurm-%A_%a.out" if array else "slurm-%j.out"
+    out = str(submission.out)
+    arguments = list(submission.arguments)
+    if array and not any(_TASK in word for word in arguments[arguments.index("--out") :][:2]):
+        arguments[arguments.index("--out") + 1] = f"{out}/{_TASK}"
+    words = [*submission.command[: len(submission.command) - len(arguments)], *arguments]
+    directives = [
+        f"--job-name={submission.name}",
+        f"--ntasks={submission.num_processes}",
+        *([f"--nodes={submission.num_hosts}"] if submission.num_hosts else []),
+        *(["--gpus-per-task=1"] if submission.gpus else []),
+        f"--chdir={submission.folder}",
+        f"--output={_folder(submission, options)}/{output}",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=TERM@{_NOTICE_SECONDS}",
+        *options,
+    ]
+    return _TEMPLATE.format(
+        directives="\n".join(f"#SBATCH {directive}" for directive in directives),
+        script=shlex.quote(str(_folder(submission, options) / SCRIPT)),
+        threads=submission.threads or "${SLURM_CPUS_PER_TASK:-1}",
+        command=" ".join(_quoted(word) for word in words),
+        restarts=RESTARTS,
+        most=submission.max_restarts,
+        lost=int(ExitCode.RANK_LOST),
+        preempted=int(ExitCode.PREEMPTED),
+    )
+
+
+def is_array(options: list[str]) -> bool:
+    """Whether sbatch's options make a job array."""
+    return any(word == "-a" or word.startswith(("--array", "-a")) for word in options)
+
+
+def _folder(submission: Submission, options: list[str]) -> Path:
+    """Where script and output go: the run directory, or of an array the one above those of its tasks."""
+    out = submission.out
+    while is_array(options) and _TASK in str(out):
+        out = out.parent
+    return out
+
+
+def _quoted(word: str) -> str:
+    """A word for bash, in which an array's number is put in."""
+    if _TASK not in word:
+        return shlex.quote(word)
+    return '"$SLURM_ARRAY_TASK_ID"'.join(shlex.quote(part) if part else "" for part in word.split(_TASK))
+
+
+def start(submission: Submission, signals: Signals) -> int:
+    """Submits the script, which stays in the run directory, and follows its job. Raises: LaunchError."""
+    options = submission.option_words()
+    text = render(submission)[SCRIPT]
+    folder = _folder(submission, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / SCRIPT, text)
+    number = _slurm("sbatch", "--parsable", str(folder / SCRIPT)).strip().partition(";")[0]
+    print(f"slurm job {number}: {folder / SCRIPT}", flush=True)
+    outputs = [] if is_array(options) else [folder / f"slurm-{number}.out"]
+    if is_array(options):
+        print(f"output of its tasks: {folder}/slurm-{number}_*.out", flush=True)
+    return _SlurmJob(number, signals, [_Tail(path) for path in outputs]).follow()
+
+
+def _slurm(*words: str) -> str:
+    """What a command of Slurm prints. Raises: LaunchError where it is not there, or fails."""
+    if shutil.which(words[0]) is None:
+        raise LaunchError(
+            given="--on slurm",
+            conflict=f"{words[0]} is not on this host",
+            remedy="give the command on a host that submits jobs, or add --dry-run and take the script there",
+        )
+    ended = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if ended.returncode:
+        said = ended.stderr.strip() or ended.stdout.strip()
+        munge = "munge" in said.lower()
+        raise LaunchError(
+            given=shlex.join(words),
+            conflict=said,
+            remedy="start munged on this host, with the cluster's key: Slurm knows by it who asks"
+            if munge
+            else "mend what Slurm says; its options follow the colon of --on slurm:",
+        )
+    return ended.stdout
+
+
+@dataclass
+class _Tail:
+    """A file that another process writes, of which what is new is printed."""
+
+    path: Path
+    at: int = 0
+
+    def show(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.at)
+                new = file.read()
+        except OSError:
+            return
+        self.at += len(new)
+        sys.stdout.write(new.decode(errors="replace"))
+        sys.stdout.flush()
+
+
+@dataclass
+class _SlurmJob:
+    """Way of a job, or of an array's tasks, to the end."""
+
+    number: str
+    signals: Signals
+    tails: list[_Tail]
+    _said: str = ""
+    _handed_on: int = 0
+    _seen: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def follow(self) -> int:
+        """Waits until all tasks have ended; the exit code of the worst."""
+        while True:
+            for tail in self.tails:
+                tail.show()
+            waiting = self._look()
+            if not waiting:
+                break
+            if signal.SIGHUP in self.signals.received:  # the terminal is gone; the job is Slurm's
+                return int(ExitCode.DONE)
+            self._hand_on()
+            time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS / 4)  # the last lines
+        for tail in self.tails:
+            tail.show()
+        codes = [_code(task) for task in self._seen.values()]
+        if any(codes):
+            states = ", ".join(sorted({task["JobState"] for task in self._seen.values()}))
+            print(f"slurm job {self.number}: {states}", file=sys.stderr)
+        return max(codes, default=int(ExitCode.FAILED))
+
+    def _look(self) -> bool:
+        """Whether a task has not ended yet; what is new of it is said."""
+        words = ["scontrol", "show", "job", "-o", self.number]
+        shown = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        tasks = [dict(w.split("=", 1) for w in line.split() if "=" in w) for line in shown.stdout.splitlines()]
+        self._seen.update({task["JobId"]: task for task in tasks if "JobId" in task})
+        if not tasks:  # Slurm has forgotten it, or does not answer
+            return shown.returncode != 0 and "Invalid job id" not in shown.stderr
+        said = "; ".join(sorted({_told(task) for task in tasks}))
+        if said != self._said:
+            self._said = said
+            print(f"slurm job {self.number}: {said}", file=sys.stderr, flush=True)
+        return any(task.get("JobState") not in (*_ENDED, _FAILED) or _is_requeued(task) for task in tasks)
+
+    def _hand_on(self) -> None:
+        received = [number for number in self.signals.received if number != signal.SIGHUP]
+        if len(received) <= self._handed_on:
+            return
+        self._handed_on = len(received)
+        words = ["scancel", self.number] if not self.signals.twice else ["scancel", "--signal=KILL", self.number]
+        subprocess.run(words, capture_output=True, stdin=subprocess.DEVNULL)
+
+
+def _told(task: dict[str, str]) -> str:
+    state, reason = task.get("JobState", "?").lower(), task.get("Reason", "None")
+    where = f" on {task['NodeList']}" if state == "running" else ""
+    return f"{state}{where}" + (f" ({reason})" if reason not in ("None", "") else "")
+
+
+def _is_requeued(task: dict[str, str]) -> bool:
+    """Whether a task that has ended is about to be started again."""
+    return task.get("JobState") in ("PREEMPTED", "NODE_FAIL") and task.get("Requeue") == "1"
+
+
+def _code(task: dict[str, str]) -> int:
+    state = task.get("JobState", "")
+    if state == _FAILED:
+        code, _, number = task.get("ExitCode", "1:0").partition(":")
+        return int(code) or (int(ExitCode.RANK_LOST) if number != "0" else int(ExitCode.FAILED))
+    return int(_ENDED.get(state, ExitCode.FAILED))

@@ -1,0 +1,201 @@
+"""Curves of a run over its steps, thinned honestly: of each bucket of steps the least and the greatest value."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.report.account import Account
+from shoal.report.html import Table
+from shoal.report.quantities import short
+from shoal.runs.records import StepRecord
+
+# A chart is at most so many pixels wide, and shows two values a bucket.
+BUCKETS = 600
+_ROWS = 40  # of the table behind a curve
+_MOST_METRICS = 12
+
+Reader = Callable[[StepRecord], float | None]
+
+
+@dataclass(frozen=True)
+class PlottedCurve:
+    """A name and its values at a chart's x; None where there is none. `dots`: few values, each of which is drawn."""
+
+    name: str
+    values: Sequence[float | None]
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Event at a step: a resume, an incident, a checkpoint."""
+
+    step: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over one axis; `note` says what was thinned, `log` which axes are logarithmic."""
+
+    key: str
+    title: str
+    x: Sequence[float]
+    curves: Sequence[PlottedCurve]
+    table: Table
+    x_name: str = "step"
+    y_name: str = ""
+    marks: Sequence[Mark] = ()
+    note: str = ""
+    log: str = ""
+    paragraphs: Sequence[str] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON value for the page's script, with five digits of each number."""
+        return {
+            "key": self.key,
+            "title": self.title,
+            "x": [_digits(x) for x in self.x],
+            "xName": self.x_name,
+            "yName": self.y_name,
+            "log": self.log,
+            "curves": [{"name": c.name, "dots": c.dots, "values": list(map(_digits, c.values))} for c in self.curves],
+            "marks": [{"x": mark.step, "kind": mark.kind, "text": mark.text} for mark in self.marks],
+        }
+
+
+def _digits(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    found = float(f"{value:.5g}") if abs(value) < 1e5 else round(value)
+    return int(found) if found == int(found) else found
+
+
+def buckets(count: int, most: int = BUCKETS) -> list[range]:
+    """Neighbouring indices 0 .. count - 1 in at most so many groups; up to twice as many indices stay apart."""
+    number = count if count <= 2 * most else most
+    edges = [count * place // number for place in range(number + 1)] if number else []
+    return [range(low, high) for low, high in itertools.pairwise(edges)]
+
+
+def thinned(values: Sequence[float | None], groups: Sequence[range]) -> list[float | None]:
+    """Two values a group of several: its least and its greatest, in the order in which they came; one of a single."""
+    found: list[float | None] = []
+    for group in groups:
+        known = [(values[place], place) for place in group]
+        present = [(value, place) for value, place in known if value is not None and math.isfinite(value)]
+        if len(group) == 1:
+            found.append(present[0][0] if present else None)
+            continue
+        ends = sorted((min(present), max(present)), key=lambda pair: pair[1]) if present else [(None, 0), (None, 0)]
+        found += [value for value, _ in ends]
+    return found
+
+
+def at_groups(steps: Sequence[float], groups: Sequence[range]) -> list[float]:
+    """The x of `thinned` values: a group's first step and its middle."""
+    found: list[float] = []
+    for group in groups:
+        found.append(steps[group[0]])
+        if len(group) > 1:
+            found.append((steps[group[0]] + steps[group[-1]]) / 2)
+    return found
+
+
+@dataclass(frozen=True)
+class Line:
+    """A curve to draw: its name and how a record is read."""
+
+    name: str
+    read: Reader
+
+
+def over_steps(
+    key: str, title: str, records: Sequence[StepRecord], lines: Sequence[Line], marks: Sequence[Mark] = (), **more: Any
+) -> Chart | None:
+    """A chart of records; None where no line has a value."""
+    columns = [[line.read(record) for record in records] for line in lines]
+    kept = [(line, column) for line, column in zip(lines, columns, strict=True) if any(v is not None for v in column)]
+    if not kept:
+        return None
+    groups = buckets(len(records))
+    steps = [float(record.step) for record in records]
+    curves = []
+    for line, column in kept:
+        sparse = sum(value is not None for value in column) <= len(column) // 4 + 1
+        curves.append(PlottedCurve(line.name, thinned(column, groups), sparse))
+    each = -(-len(records) // max(1, len(groups)))
+    note = f"Of each {each} steps the least and the greatest value are drawn." if each > 1 else ""
+    table = _table(steps, [line.name for line, _ in kept], [column for _, column in kept])
+    return Chart(key, title, at_groups(steps, groups), curves, table, marks=marks, note=note, **more)
+
+
+def _table(steps: Sequence[float], names: Sequence[str], columns: Sequence[Sequence[float | None]]) -> Table:
+    """At most 40 rows: the steps of each, and of each curve the least, the mean and the greatest value."""
+    groups = buckets(len(steps), _ROWS)
+    single = all(len(group) == 1 for group in groups)
+    parts = ("",) if single else (", least", ", mean", ", greatest")
+    rows = []
+    for group in groups:
+        first, last = steps[group[0]], steps[group[-1]]
+        row = [f"{first:.0f}" if first == last else f"{first:.0f} to {last:.0f}"]
+        for column in columns:
+            present = [v for place in group if (v := column[place]) is not None and math.isfinite(v)]
+            found = (min(present), sum(present) / len(present), max(present)) if present else (None,) * 3
+            row += [short(found[1])] if single else [short(value) for value in found]
+        rows.append(row)
+    return Table(["steps", *(f"{name}{part}" for name in names for part in parts)], rows)
+
+
+def _metric(name: str) -> Reader:
+    return lambda record: (record.metrics or {}).get(name)
+
+
+def training_charts(found: Account, records: Sequence[StepRecord]) -> list[Chart]:
+    """Loss, metrics, gradient norm and learning rate over one axis, with what befell the run."""
+    marks = marks_of(found)
+    names = list(dict.fromkeys(name for record in records for name in record.metrics or {}))
+    extra: Mapping[str, float] = found.evaluations[-1].metrics if found.evaluations else {}
+    names += [name for name in extra if name not in names]
+    last = {record.step: record for record in records[-1:]}
+    if found.evaluations and found.evaluations[-1].step in last and not records[-1].metrics:
+        records = [*records[:-1], records[-1].evaluated(extra)]
+    lines = [Line("training loss", lambda record: record.loss)]
+    lines += [Line(f"evaluation {name}", _metric(name)) for name in names if name == "loss"]
+    charts = [over_steps("loss", "Loss", records, lines, marks)]
+    counts = Counter(name for record in records for name in record.metrics or {})
+    for number, name in enumerate([name for name in names if name != "loss" and counts[name] > 1][:_MOST_METRICS]):
+        charts.append(over_steps(f"metric-{number}", f"Metric: {name}", records, [Line(name, _metric(name))], marks))
+    norm, rate = Line("gradient norm", lambda r: r.grad_norm), Line("learning rate", lambda r: r.learning_rate)
+    charts.append(over_steps("norm", "Gradient norm, before clipping", records, [norm], marks))
+    charts.append(over_steps("rate", "Learning rate", records, [rate], marks))
+    return [chart for chart in charts if chart is not None]
+
+
+def time_chart(found: Account, records: Sequence[StepRecord]) -> Chart | None:
+    """Milliseconds of a step and of its largest spans."""
+
+    def span(*names: str) -> Reader:
+        return lambda record: 1e3 * sum(record.spans.get(name, 0.0) for name in names)
+
+    lines = [
+        Line("whole step", lambda record: 1e3 * record.seconds),
+        Line("forward and backward", span("forward", "backward")),
+        Line("exposed communication", span("exposed_communication")),
+        Line("waiting for data", span("data_wait", "host_to_device")),
+    ]
+    return over_steps("step-time", "Time of a step", records, lines, marks_of(found), y_name="ms")
+
+
+def marks_of(found: Account) -> list[Mark]:
+    """Checkpoints, incidents and resumes, each at its step; of many checkpoints at most 60, evenly."""
+    saved = found.checkpoints[:: 1 + len(found.checkpoints) // 60]
+    marks = [Mark(step, "checkpoint", f"checkpoint after step {step}") for step in saved]
+    marks += [Mark(i.step, i.kind, i.text) for i in found.incidents if i.step is not None]
+    return marks

@@ -1,0 +1,331 @@
+"""Sections of the page on one run: facts first, then curves, the step, ranks, time, memory, samples, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from markupsafe import Markup
+
+from shoal.errors import ShoalError
+from shoal.plans.plan import Plan, described
+from shoal.report.account import Account
+from shoal.report.curves import Chart, time_chart, training_charts
+from shoal.report.drawings import beside, cells, falling
+from shoal.report.html import Table
+from shoal.report.quantities import change, dollars, rate, seconds, share, short, size
+from shoal.report.waits import waits
+from shoal.runs.records import StepRecord
+
+_SPANS_MEAN = {
+    "compute": "forward and backward",
+    "communication": "sums that no computing hides, and waiting for other ranks",
+    "optimizer": "the update",
+    "data": "waiting for samples and copying them",
+    "host": "all else in a step",
+}
+_MANY = 24  # rows: a longer table is folded
+
+
+@dataclass(frozen=True)
+class BarTable:
+    """A table whose rows have a bar each, in a column of its own after the first."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    bars: Sequence[Markup]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of a report."""
+
+    key: str
+    heading: str
+    paragraphs: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+    bars: BarTable | None = None
+    tables: Sequence[tuple[str, Table]] = ()
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class ReportPage:
+    """A report: the first screen's facts, and its sections."""
+
+    title: str
+    summary: str
+    facts: Sequence[tuple[str, str]]
+    parts: Sequence[Part] = field(default_factory=tuple)
+
+    @property
+    def charts(self) -> list[Chart]:
+        """All charts, in their order."""
+        return [chart for part in self.parts for chart in part.charts]
+
+
+def run_page(found: Account, records: Sequence[StepRecord]) -> ReportPage:
+    """The page on a run."""
+    parts = [
+        _training(found, records),
+        _incidents(found),
+        _step(found, records),
+        _ranks(found, records),
+        _wall(found),
+        _volumes(found),
+        _samples(found),
+        _settings(found),
+    ]
+    return ReportPage(found.name, found.limit, facts(found), [part for part in parts if part is not None])
+
+
+def layout_of(found: Account) -> str:
+    """The layout in words; as its file has it where this version cannot read it."""
+    try:
+        return described(Plan.from_mapping(dict(found.plan), source=found.name))
+    except (ShoalError, ValueError, TypeError):
+        return str(found.plan.get("layout", "not known"))
+
+
+def facts(found: Account) -> list[tuple[str, str]]:
+    """Names and texts of the first screen: job, devices, end, time, rates and cost."""
+    job, rates = found.job, found.rates
+    parameters, dataset = job.get("parameters"), found.samples.dataset
+    data = f"{dataset:,} samples" if dataset else "a stream"
+    model = f"; {parameters:,} parameters" if isinstance(parameters, int) else ""
+    trained = f"{job.get('file', '?')}:{job.get('function', '?')}{model}, {data}"
+    of = f" of {found.num_steps:,}" if found.num_steps else ""
+    ranks = f"{found.world_size} process{'es' if found.world_size != 1 else ''} on {found.device or 'devices not told'}"
+    rows = [
+        ("trained", trained),
+        ("on", f"{ranks}; {layout_of(found)}"),
+        ("ended", f"{found.status} after step {found.steps:,}{of}: {found.ending}"),
+        ("loss", _loss(found)),
+        ("time", f"{seconds(found.wall.seconds)}{_idle(found)}; a step {seconds(found.step_times.median)} (median)"),
+        ("rate", _rate(rates.step_samples, rates.overall_samples, "samples")),
+        ("tokens", _rate(rates.step_tokens, rates.overall_tokens, "tokens")),
+        ("of the peak", _peak(found)),
+        ("cost", _cost(found)),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _loss(found: Account) -> str:
+    told = f"{short(found.loss)} in training" if found.loss is not None else ""
+    if found.evaluations:
+        last = found.evaluations[-1]
+        values = ", ".join(f"{name} {short(value)}" for name, value in last.metrics.items())
+        told += f"; evaluation after step {last.step:,}: {values}"
+    return told.lstrip("; ")
+
+
+def _idle(found: Account) -> str:
+    idle = found.wall.of("idle")
+    return f", {seconds(idle)} of it between calls" if idle > 0.0 else ""
+
+
+def _rate(step: float | None, overall: float | None, unit: str) -> str:
+    if step is None or overall is None:
+        return ""
+    return f"{rate(step)} {unit}/s in steps, {rate(overall)} over the whole time"
+
+
+def _peak(found: Account) -> str:
+    rates = found.rates
+    if rates.peak_share is None:
+        return ""
+    predicted = f"; {share(rates.predicted_peak_share)} were predicted" if rates.predicted_peak_share else ""
+    return f"{share(rates.peak_share)} in steps, {share(rates.overall_peak_share)} over the whole time{predicted}"
+
+
+def _cost(found: Account) -> str:
+    cost = found.cost
+    if cost is None:
+        return ""
+    devices = f"{cost.devices} device{'s' if cost.devices != 1 else ''}"
+    return f"{dollars(cost.dollars)}: {devices} at {dollars(cost.per_device_hour)} an hour"
+
+
+def _training(found: Account, records: Sequence[StepRecord]) -> Part | None:
+    charts = training_charts(found, records)
+    if not charts:
+        return Part("training", "Training", ["No step was recorded."])
+    marks = sorted({mark.kind for chart in charts[:1] for mark in chart.marks})
+    told = (
+        [f"Vertical lines: {', '.join(marks)}. Drag across a chart to zoom, double-click to go back."] if marks else []
+    )
+    return Part("training", "Loss and metrics", told, charts)
+
+
+def _incidents(found: Account) -> Part | None:
+    if not found.incidents:
+        return None
+    rows = [[str(i.step) if i.step is not None else "-", i.kind, i.text, instant(i.at)] for i in found.incidents]
+    return Part(
+        "incidents", "Incidents", tables=[("", Table(["step", "kind", "what", "when"], rows))], folded=len(rows) > _MANY
+    )
+
+
+def instant(at: float | None) -> str:
+    """An instant in UTC."""
+    return "-" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _step(found: Account, records: Sequence[StepRecord]) -> Part | None:
+    if not found.step_times.count:
+        return None
+    parts, told = list(found.parts), []
+    checkpoint = found.step_times.spans.get("checkpoint", 0.0)
+    predicted = any(part.predicted is not None for part in parts)
+    pairs = [(part.predicted, part.measured) for part in parts]
+    rows = [
+        [
+            part.name,
+            _ms(part.predicted),
+            _ms(part.measured),
+            change(part.predicted, part.measured),
+            _SPANS_MEAN.get(part.name, ""),
+        ]
+        for part in parts
+    ]
+    head = ["part", "predicted", "measured", "difference", "what it is"]
+    if predicted:
+        whole = found.step_seconds
+        against = change(whole.predicted, whole.measured)
+        told.append(f"A step takes {_ms(whole.measured)}; {_ms(whole.predicted)} were predicted ({against}).")
+        told.append("Of each part the outlined bar is predicted, the full one measured: medians of rank 0.")
+    else:
+        told.append("The plan has no prediction: run a plan of shoal plan to see one beside these medians of rank 0.")
+    if found.elsewhere:
+        told.append("The plan is for devices of another kind than it ran on.")
+    if checkpoint > 0.0:
+        told.append(f"Checkpoints add {_ms(checkpoint)} to the mean step.")
+    terms = [[name, _ms(value)] for name, value in found.predicted_terms.items()]
+    tables = [("Terms of the prediction", Table(["term", "predicted"], terms))] if terms else []
+    chart = time_chart(found, records)
+    bars = BarTable(head, rows, beside(pairs), "One step, part by part") if rows else None
+    return Part("step", "Where a step's time goes", told, [chart] if chart else [], bars, tables)
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value * 1e3:.4g} ms"
+
+
+def _ranks(found: Account, records: Sequence[StepRecord]) -> Part | None:
+    told = waits(records, found.world_size)
+    if told is None:
+        return None
+    most = max((value for row in told.of_rank.values() for value in row), default=0.0)
+    extremes = {one.name: one for one in found.ranks}
+    slowest = extremes["busy_seconds"].share_of_steps if "busy_seconds" in extremes else {}
+    rows, bars = [], []
+    for rank, values in told.of_rank.items():
+        rows.append([f"rank {rank}", share(told.mean(rank)), share(max(values)), share(slowest.get(rank, 0.0))])
+        bars.append(cells(values, most))
+    words = [
+        "How long the fastest rank waited for the slowest one, at the slowest one's row; steps from left to right, "
+        f"the fullest colour is {share(most)} of the time.",
+        "Records have the extremes of each step: two slow ranks in one step show as one.",
+    ]
+    if told.others:
+        words.append(f"{told.others} more ranks were waited for less.")
+    head = ["rank", "waited for, mean", "at most", "slowest in"]
+    spans = [
+        [one.name, _quantity(one.name, one.least), _quantity(one.name, one.most), f"rank {one.rank_of_most}"]
+        for one in found.ranks
+    ]
+    table = Table(["quantity", "least, mean", "most, mean", "most often at the most"], spans)
+    return Part(
+        "ranks", "Who waits for whom", words, bars=BarTable(head, rows, bars), tables=[("Extremes over ranks", table)]
+    )
+
+
+def _quantity(name: str, value: float) -> str:
+    return size(value) if name.endswith("_bytes") else _ms(value)
+
+
+def _wall(found: Account) -> Part:
+    parts = [part for part in found.wall.parts if part.seconds > 0.0]
+    rows = [[part.name.replace("_", " "), seconds(part.seconds), share(part.share), part.meaning] for part in parts]
+    total = sum(part.share for part in parts)
+    began = f", from {instant(found.wall.began_at)} to {instant(found.wall.until)}" if found.wall.began_at else ""
+    told = [f"{seconds(found.wall.seconds)}{began}. The parts sum to {share(total)}; times of steps are rank 0's."]
+    bars = BarTable(["part", "seconds", "share", "what it is"], rows, falling([part.seconds for part in parts]))
+    phases = [
+        [f"{number + 1}", name, seconds(value)]
+        for number, start in enumerate(found.start_ups)
+        for name, value in start.items()
+    ]
+    tables = [("Start-up by phase", Table(["start", "phase", "seconds"], phases))] if phases else []
+    return Part("wall", "The whole wall clock", told, bars=bars, tables=tables)
+
+
+def _volumes(found: Account) -> Part | None:
+    if not found.memory and not found.traffic and found.peak_bytes.measured is None:
+        return None
+    told = ["One step of this run, on the rank that has the most; predictions are outlined."]
+    if found.peak_bytes.measured is not None:
+        predicted = f"; {size(found.peak_bytes.predicted)} were predicted" if found.peak_bytes.predicted else ""
+        told.append(f"The fullest rank's peak is {size(found.peak_bytes.measured)}{predicted}.")
+    rows = [
+        [m.name, size(m.predicted), size(m.measured), change(m.predicted, m.measured), f"rank {m.rank}"]
+        for m in found.memory
+    ]
+    pairs = [(float(m.predicted) if m.predicted is not None else None, float(m.measured or 0)) for m in found.memory]
+    head = ["memory", "predicted", "measured", "difference", "on"]
+    bars = BarTable(head, rows, beside(pairs, falls=False), "Memory by category") if rows else None
+    sent = [
+        [
+            f"{t.collective} over {t.group}",
+            short(t.predicted_messages),
+            short(t.messages),
+            size(t.predicted_bytes),
+            size(t.bytes),
+            f"rank {t.rank}",
+        ]
+        for t in found.traffic
+    ]
+    names = ["collective", "messages predicted", "measured", "bytes predicted", "measured", "on"]
+    tables = [("Traffic by collective", Table(names, sent))] if sent else []
+    return Part("volumes", "Memory and traffic", told, bars=bars, tables=tables)
+
+
+def _samples(found: Account) -> Part:
+    samples = found.samples
+    rows = [
+        ["trained on", f"{samples.trained:,}"],
+        ["in the dataset", f"{samples.dataset:,}" if samples.dataset else "a stream"],
+        ["passes over it", short(samples.passes)],
+        ["of steps that were trained again", f"{samples.trained_again:,}"],
+        ["of steps without an update", f"{samples.not_applied:,}"],
+        ["in the last evaluation", f"{samples.evaluated:,}"],
+        ["digest of all sample ids, in order", str(samples.digest or "-")],
+    ]
+    told = "The digest is over the ids of all samples in their order: runs with equal digests had the same samples."
+    return Part("samples", "Account of samples", [told], tables=[("", Table(["samples", "number"], rows))])
+
+
+def _settings(found: Account) -> Part:
+    job = [[name, text] for name, text in flat(found.job) if not name.startswith(("versions", "code"))]
+    plan = [[name, text] for name, text in flat(found.plan) if not name.startswith("prediction")]
+    versions = [[name, str(value)] for name, value in found.versions.items()]
+    tables = [
+        ("Versions", Table(["of", "version"], versions)),
+        ("Plan", Table(["setting", "value"], plan)),
+        ("Job", Table(["setting", "value"], job)),
+    ]
+    return Part("settings", "Versions and settings", tables=[t for t in tables if t[1].rows], folded=True)
+
+
+def flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Names with dots and values in words of a nested table."""
+    found = []
+    for name, value in document.items():
+        if isinstance(value, Mapping) and value:
+            found += flat(value, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", str(value)))
+    return found

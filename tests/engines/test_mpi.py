@@ -1,0 +1,128 @@
+"""shoal run --on mpi, and mpirun by itself, with Open MPI's and MPICH's: the run is the undisturbed one to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines.choice import needs
+from tests.launching import JOBS, Ended, Gate, Run, Started, start_command
+from tests.sharing import Shared
+
+PROGRAMS = ("mpirun.openmpi", "mpirun.mpich")
+
+
+def unavailable() -> str | None:
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"{', '.join(missing)}: not installed; scripts/engines mpi does it" if missing else None
+
+
+pytestmark = needs("mpi", unavailable)
+
+JOB = str(JOBS / "tiny.py")
+STEP = 6
+SETTLING_SECONDS = 1.0  # until mpirun has handed a signal on; later, the run would only end without it
+LIMIT_SECONDS = 120.0
+SAME = ("weights_sha256", "sample_digest", "steps", "samples", "train_loss")
+VARIABLES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PYTHONPATH": str(JOBS)}
+# More ranks than cores.
+MORE = {"mpirun.openmpi": ("--oversubscribe",), "mpirun.mpich": ()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
+
+
+def shoal(out: Path, ranks: int, *words: str) -> list[str]:
+    shared = ("--exact", "--devices", str(ranks), "--out", str(out))
+    return [sys.executable, "-m", "shoal", "run", JOB, *shared, *words]
+
+
+def on(program: str, out: Path, ranks: int, *words: str) -> list[str]:
+    return shoal(out, ranks, "--on", " ".join([f"mpi:{program}", *MORE[program]]), *words)
+
+
+def result(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    return found
+
+
+def assert_same(out: Path, undisturbed: Ended) -> None:
+    found = result(out)
+    assert found["status"] == "completed"
+    assert {name: found[name] for name in SAME} == {name: undisturbed.result[name] for name in SAME}
+
+
+def ranks_of(started: Started) -> dict[int, int]:
+    """Process ids by rank, of processes of Python."""
+    found = {}
+    for pid, variables in started.processes().items():
+        number = variables.get("OMPI_COMM_WORLD_RANK", variables.get("PMI_RANK"))
+        if number is not None and b"shoal" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            found[int(number)] = pid
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_launcher(program: str, ranks: int, undisturbed: Ended, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with start_command(on(program, out, ranks), out, VARIABLES) as started:
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+    assert result(out)["world_size"] == ranks
+    assert ended.stdout.count("completed after step 16") == 1
+    assert not list(out.glob(".reports-*"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_mpirun_by_itself(program: str, undisturbed: Ended, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [shutil.which(program) or "", "-n", "2", *MORE[program], *shoal(out, 2)]
+    with start_command(command, out, VARIABLES, fresh=True) as started:
+        started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_asked_to_stop(program: str, undisturbed: Ended, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with start_command(on(program, out, 2), out, {**VARIABLES, **gate.environment}) as started:
+        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+        started.send(signal.SIGTERM)
+        time.sleep(SETTLING_SECONDS)
+        gate.open()
+        started.wait(LIMIT_SECONDS).expect(75)
+    assert result(out)["status"] == "preempted"
+    with start_command(on(program, out, 2, "--resume"), out, VARIABLES) as started:
+        started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_lost_rank_starts_again(program: str, undisturbed: Ended, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    command = on(program, out, 2, "--checkpoint-every", "2")
+    with start_command(command, out, {**VARIABLES, **gate.environment}) as started:
+        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+        os.kill(ranks_of(started)[1], signal.SIGKILL)
+        gate.open()
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert "all ranks start again" in ended.stderr
+    assert_same(out, undisturbed)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_error_of_the_job_is_told_once(program: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with start_command(on(program, out, 2, "--set", "batch=0"), out, VARIABLES) as started:
+        ended = started.wait(LIMIT_SECONDS).expect(2)
+    assert ended.output.count("JobError") == 1, ended.output

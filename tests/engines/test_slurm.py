@@ -1,0 +1,207 @@
+"""shoal run --on slurm, on a real slurmctld with two slurmd: the run is the undisturbed one to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines import slurm_cluster
+from tests.engines.choice import needs
+from tests.engines.slurm_cluster import Slurm
+from tests.launching import JOBS, Ended, Gate, Run, Started, start_command
+from tests.sharing import Shared
+
+pytestmark = needs("slurm", slurm_cluster.unavailable)
+
+JOB = str(JOBS / "tiny.py")
+TWO_NODES = "--nodes=2 --ntasks-per-node=1"
+LIMIT_SECONDS = 120.0
+STEPS, STEP = 16, 6
+SAME = ("weights_sha256", "sample_digest", "steps", "samples", "train_loss")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with slurm_cluster.started(tmp_path_factory.mktemp("slurm"), "n1", "n2") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
+
+
+class Submitted:
+    """A command that follows its job."""
+
+    def __init__(self, started: Started, slurm: Slurm) -> None:
+        self.started, self.slurm = started, slurm
+
+    @property
+    def number(self) -> str:
+        """The job's, once it is submitted."""
+        said = self.started.until(lambda: "slurm job " in self.started.output, "a job's number", LIMIT_SECONDS)
+        assert said
+        return self.started.output.split("slurm job ")[1].split(":")[0]
+
+    def reaches(self, gate: Gate) -> None:
+        """Waits until both ranks are at the gate."""
+        self.started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+
+    def becomes(self, *state: str) -> dict[str, str]:
+        """The job, once it is in one of these states."""
+        number = self.number
+
+        def found() -> dict[str, str]:
+            job = self.slurm.job(number)
+            return job if job["JobState"] in state else {}
+
+        return self.started.until(found, f"state {' or '.join(state)}", LIMIT_SECONDS)
+
+    def begin_now(self) -> None:
+        """Takes the two minutes away that Slurm lets a job wait before it starts it again."""
+        job = self.becomes("PENDING")
+        assert job["Restarts"] == "1"
+        self.slurm.command("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+
+
+def command(out: Path, *words: str, on: str = TWO_NODES) -> list[str]:
+    shared = ("--exact", "--devices", "2", "--out", str(out), "--on", f"slurm:{on}")
+    return [sys.executable, "-m", "shoal", "run", JOB, *shared, *words]
+
+
+def run(slurm: Slurm, out: Path, *words: str, gate: Gate | None = None, on: str = TWO_NODES) -> Any:
+    """A context with the command on its way, as a `Started`."""
+    variables = {**slurm.variables, "PYTHONPATH": str(JOBS), **(gate.environment if gate else {})}
+    return start_command(command(out, *words, on=on), out, variables)
+
+
+def result(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    return found
+
+
+def assert_same(out: Path, undisturbed: Ended) -> None:
+    found = result(out)
+    assert found["status"] == "completed"
+    assert {name: found[name] for name in SAME} == {name: undisturbed.result[name] for name in SAME}
+
+
+def test_two_nodes(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with run(slurm, out) as started:
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+    assert "running on n[1-2]" in ended.stderr
+    assert "completed after step 16" in ended.stdout
+    assert (out / "slurm.sh").read_text(encoding="utf-8").startswith("#!/bin/bash\n#SBATCH ")
+
+
+def test_preempted_and_requeued(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(slurm, out, gate=gate) as started:
+        job = Submitted(started, slurm)
+        job.reaches(gate)
+        urgent = slurm.command("sbatch", "--parsable", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", *_SLEEP)
+        started.until(lambda: slurm.job(job.number)["JobState"] in ("COMPLETING", "PREEMPTED", "PENDING"), "preemption")
+        gate.open()
+        job.becomes("PENDING")
+        assert result(out)["status"] == "preempted"
+        assert result(out)["steps"] == STEP + 1
+        slurm.command("scancel", urgent.strip())
+        job.begin_now()
+        started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+    assert result(out)["resumed_from"] == STEP + 1
+
+
+_SLEEP = ("--wrap", "sleep 60")
+
+
+def test_scancel_saves_and_a_resume_goes_on(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(slurm, out, gate=gate) as started:
+        job = Submitted(started, slurm)
+        job.reaches(gate)
+        slurm.command("scancel", job.number)
+        job.becomes("COMPLETING", "CANCELLED")
+        gate.open()
+        started.wait(LIMIT_SECONDS).expect(75)
+    assert (result(out)["status"], result(out)["steps"]) == ("preempted", STEP + 1)
+    with run(slurm, out, "--resume", on="--nodes=1 --ntasks=2") as started:
+        started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+
+
+def test_an_interrupt_of_the_command_cancels_the_job(slurm: Slurm, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(slurm, out, gate=gate) as started:
+        job = Submitted(started, slurm)
+        job.reaches(gate)
+        started.send(signal.SIGINT)
+        job.becomes("COMPLETING", "CANCELLED")
+        gate.open()
+        started.wait(LIMIT_SECONDS).expect(75)
+    assert result(out)["status"] == "preempted"
+
+
+def test_a_lost_rank_starts_again_in_the_allocation(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(slurm, out, "--checkpoint-every", "2", gate=gate) as started:
+        Submitted(started, slurm).reaches(gate)
+        (victim,) = [pid for pid, v in started.processes().items() if v.get("SLURM_PROCID") == "1" and _is_rank(pid)]
+        os.kill(victim, signal.SIGKILL)
+        gate.open()
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert "all ranks start again (1 of 5)" in ended.stdout
+    assert_same(out, undisturbed)
+
+
+def test_a_drained_node_is_named_and_waited_for(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    slurm.command("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=memory")
+    try:
+        with run(slurm, out) as started:
+            job = Submitted(started, slurm)
+            job.becomes("PENDING")
+            started.until(lambda: "pending (" in started.output, "a reason", LIMIT_SECONDS)
+            slurm.command("scontrol", "update", "NodeName=n2", "State=RESUME")
+            started.wait(LIMIT_SECONDS).expect(0)
+    finally:
+        if "drain" in slurm.command("sinfo", "-h", "-n", "n2", "-o", "%T"):
+            slurm.command("scontrol", "update", "NodeName=n2", "State=RESUME")
+    assert_same(out, undisturbed)
+
+
+def test_a_node_drained_under_a_run_does_not_end_it(slurm: Slurm, undisturbed: Ended, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(slurm, out, gate=gate) as started:
+        job = Submitted(started, slurm)
+        job.reaches(gate)
+        slurm.command("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=memory")
+        try:
+            gate.open()
+            started.wait(LIMIT_SECONDS).expect(0)
+        finally:
+            slurm.command("scontrol", "update", "NodeName=n2", "State=RESUME")
+    assert_same(out, undisturbed)
+
+
+def test_an_array_of_settings(slurm: Slurm, shared: Shared, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    with run(slurm, out, "--set", "lr=0.%a", on=f"{TWO_NODES} --array=1-2") as started:
+        started.wait(2 * LIMIT_SECONDS).expect(0)
+    for number in (1, 2):
+        alone = shared.run(Run(JOB, Path(), 1, exact=True, settings={"lr": f"0.{number}"}))
+        assert_same(out / str(number), alone)
+
+
+def _is_rank(pid: int) -> bool:
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return b"shoal" in words

@@ -1,0 +1,125 @@
+"""shoal run --on hosts, over a real sshd on two hosts: the run is the undisturbed one to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engines import sshd
+from tests.engines.choice import needs
+from tests.engines.sshd import SshHosts
+from tests.launching import JOBS, Ended, Gate, Run, Started, start_command
+from tests.sharing import Shared
+
+pytestmark = needs("ssh", sshd.unavailable)
+
+JOB = str(JOBS / "tiny.py")
+STEP = 6
+LIMIT_SECONDS = 110.0
+SAME = ("weights_sha256", "sample_digest", "steps", "samples", "train_loss")
+
+
+@pytest.fixture
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    with sshd.started(tmp_path_factory.mktemp("ssh"), "h1", "h2") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared: Shared) -> Ended:
+    return shared.run(Run(JOB, Path(), 1, exact=True))
+
+
+def run(hosts: SshHosts, out: Path, *words: str, gate: Gate | None = None, on: str = "h1,h2", devices: int = 2) -> Any:
+    """A context with the command on its way, as a `Started`."""
+    shared = ("--exact", "--devices", str(devices), "--out", str(out), "--on", f"hosts:{on} -F {hosts.config}")
+    variables = {"PYTHONPATH": str(JOBS), **(gate.environment if gate else {})}
+    return start_command([sys.executable, "-m", "shoal", "run", JOB, *shared, *words], out, variables)
+
+
+def result(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "result.json").read_text(encoding="utf-8"))
+    return found
+
+
+def assert_same(out: Path, undisturbed: Ended) -> None:
+    found = result(out)
+    assert found["status"] == "completed"
+    assert {name: found[name] for name in SAME} == {name: undisturbed.result[name] for name in SAME}
+
+
+def ranks_of(started: Started) -> dict[int, int]:
+    """Process ids by rank."""
+    return {int(v["RANK"]): pid for pid, v in started.processes().items() if "RANK" in v}
+
+
+def test_two_hosts(hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with run(hosts, out, devices=3) as started:
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+    assert result(out)["world_size"] == 3
+    assert ended.stdout.count("completed after step 16") == 1
+
+
+def test_no_word_of_the_job_is_on_a_command_line(hosts: SshHosts, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(hosts, out, "--set", "lr=0.123", gate=gate) as started:
+        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+        lines = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in started.processes()]
+        of_ssh = [words for words in lines if words[0].endswith(b"ssh")]
+        assert len(of_ssh) == 2
+        assert not any(b"0.123" in word or b"KEY" in word for words in of_ssh for word in words)
+        gate.open()
+        started.wait(LIMIT_SECONDS).expect(0)
+
+
+def test_asked_to_stop(hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(hosts, out, gate=gate) as started:
+        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+        started.send(signal.SIGINT)
+        time.sleep(1.0)  # later, the run would only end without it
+        gate.open()
+        started.wait(LIMIT_SECONDS).expect(75)
+    assert (result(out)["status"], result(out)["steps"]) == ("preempted", STEP + 1)
+    with run(hosts, out, "--resume", on="h2,h1") as started:
+        started.wait(LIMIT_SECONDS).expect(0)
+    assert_same(out, undisturbed)
+
+
+def test_a_lost_rank_starts_all_again(hosts: SshHosts, undisturbed: Ended, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(hosts, out, "--checkpoint-every", "2", gate=gate) as started:
+        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+        os.kill(ranks_of(started)[1], signal.SIGKILL)
+        gate.open()
+        ended = started.wait(LIMIT_SECONDS).expect(0)
+    assert "rank 1 on h2 was lost: it was killed by SIGKILL" in ended.stderr
+    assert_same(out, undisturbed)
+
+
+def test_a_host_whose_cable_is_out_is_named(hosts: SshHosts, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(hosts, out, "--checkpoint-every", "2", "--max-restarts", "0", gate=gate) as started:
+        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+        hosts.hosts[1].crash()
+        gate.open()
+        ended = started.wait(LIMIT_SECONDS).expect(69)
+    assert "h2" in ended.stderr.split("error")[-1]
+
+
+def test_the_command_is_killed_and_no_rank_is_left(hosts: SshHosts, tmp_path: Path) -> None:
+    out, gate = tmp_path / "run", Gate(tmp_path / "gate", STEP)
+    with run(hosts, out, gate=gate) as started:
+        started.until(lambda: gate.reached(2), "the gate", LIMIT_SECONDS)
+        os.kill(started.pid, signal.SIGKILL)
+        started.process.wait()
+        started.wait_until_gone()
