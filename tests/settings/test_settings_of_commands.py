@@ -40,7 +40,11 @@ PREDICT_RARE = [f"predict-{key}" for key in PREDICT_OPTIONS if key not in ("--da
 CASES = [(command, key) for command, table in TABLES.items() for key in table]
 
 
-@parametrize(("command", "key"), CASES, rare=["run---trace", *PREDICT_RARE, *(f"bench-{key}" for key in SLOW)])
+@parametrize(
+    ("command", "key"),
+    CASES,
+    rare=["run---trace", "run---keep-checkpoints", *PREDICT_RARE, *(f"bench-{key}" for key in SLOW)],
+)
 def test_of_a_command(command: str, key: str, laboratory: Laboratory) -> None:
     TABLES[command][key].observe(laboratory)
 
